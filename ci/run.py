@@ -1,0 +1,231 @@
+"""Every command of the project, for people and for CI: `python3 ci/run.py COMMAND [arguments]`.
+
+Needs a bare checkout, any Python >= 3.11 and a package registry. Makes `.venv` on the first run,
+and again only when pyproject.toml, ci/constraints.txt, the Python or the place changed.
+SLAPO_ZOO_PYTHON names an interpreter to use as it is, e.g. one that has a CUDA build of torch.
+"""
+
+from __future__ import annotations  # an older Python must get as far as the message below
+
+import argparse
+import hashlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+VENV = ROOT / ".venv"
+VENV_PYTHON = VENV / "bin" / "python"
+STAMP = VENV / "slapo_zoo.stamp"
+PYPROJECT = ROOT / "pyproject.toml"
+CONSTRAINTS = ROOT / "ci" / "constraints.txt"
+OLDEST = (3, 11)
+
+
+class CommandError(Exception):
+    """What went wrong and what to do, in plain sentences."""
+
+
+def say(text: str) -> None:
+    """One line of progress, at once, also when the output is a file."""
+    print(f"ci/run.py: {text}", flush=True)
+
+
+def wanted_stamp() -> str:
+    """Changes whenever the installed set has to be made anew."""
+    parts = [PYPROJECT.read_bytes(), CONSTRAINTS.read_bytes()]
+    # the place counts: the editable install of a copied .venv points at the old checkout
+    parts += [sys.version.encode(), str(ROOT).encode()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
+def is_ready() -> bool:
+    """Whether `.venv` was finished by this file and nothing changed since."""
+    return VENV_PYTHON.exists() and STAMP.exists() and STAMP.read_text() == wanted_stamp()
+
+
+def is_usable() -> bool:
+    """Whether what lies in `.venv` is a working environment of this very Python, with pip."""
+    probe = [str(VENV_PYTHON), "-c", "import pip, sys; sys.stdout.write(sys.version)"]
+    try:
+        answer = subprocess.run(probe, capture_output=True, text=True, check=False)
+    except OSError:
+        return False
+    return answer.returncode == 0 and answer.stdout == sys.version
+
+
+def pinned_torch() -> str:
+    """The line `torch==...` of the constraints."""
+    found = re.search(r"^torch==\S+", CONSTRAINTS.read_text(), flags=re.MULTILINE)
+    if not found:
+        raise CommandError("ci/constraints.txt has no line torch==VERSION; add it.")
+    return found[0]
+
+
+def make_venv() -> None:
+    """An empty `.venv`; whatever lay there is removed."""
+    say("making .venv")
+    # the base interpreter: a venv cannot be cleared by the Python that runs from it
+    python = getattr(sys, "_base_executable", None) or sys.executable
+    result = subprocess.run([python, "-m", "venv", "--clear", str(VENV)], check=False)
+    if result.returncode:
+        raise CommandError(
+            f"`{python} -m venv` failed. Its words are above. On Debian and Ubuntu install the "
+            "package python3-venv; on a full disk make room (about 2 GB)."
+        )
+
+
+def call(*command: str) -> int:
+    """Run a command at the root of the checkout; it ends with us, and its exit status is ours."""
+    child = subprocess.Popen(command, cwd=ROOT, env=environment())
+    signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+    while True:
+        try:
+            status = child.wait()
+            return status if status >= 0 else 128 - status  # ended by a signal: as a shell says it
+        except KeyboardInterrupt:
+            continue  # the terminal told the child too; it cleans up in its own way
+
+
+def pip_install(*arguments: str) -> None:
+    """Run pip in `.venv` with the pinned versions."""
+    start = time.monotonic()
+    say(f"installing {arguments[-1]}")
+    quiet = [] if sys.stdout.isatty() else ["--quiet"]
+    pip = [str(VENV_PYTHON), "-m", "pip", "--no-input", "--disable-pip-version-check", *quiet]
+    command = [*pip, "install", "-c", str(CONSTRAINTS), *arguments]
+    if call(*command):
+        raise CommandError(
+            f"pip could not install {arguments[-1]}. Its words are above. Check the network and "
+            "the package index, then run the same command again; it goes on from here."
+        )
+    say(f"installed {arguments[-1]} in {time.monotonic() - start:.0f} s")
+
+
+def prepare() -> str:
+    """The interpreter to run with, made ready if it was not."""
+    chosen = os.environ.get("SLAPO_ZOO_PYTHON")
+    if chosen:
+        python = shutil.which(chosen)
+        if not python:
+            raise CommandError(
+                f"SLAPO_ZOO_PYTHON={chosen} is not an executable file; name a Python."
+            )
+        return python
+    if not is_ready():
+        STAMP.unlink(missing_ok=True)  # from here on, a stopped install looks unfinished
+        if not is_usable():
+            make_venv()
+        # torch first and alone: with nothing else to weigh, pip takes a CPU build where there is one
+        pip_install(pinned_torch())
+        pip_install("-e", ".[dev]")
+        STAMP.write_text(wanted_stamp())
+    return str(VENV_PYTHON)
+
+
+def environment() -> dict[str, str]:
+    """The environment of every command: no download, one thread per rank, real kernels."""
+    env = dict(os.environ)
+    for name in ("TRITON_INTERPRET", "PYTHONPATH", "PYTHONHOME"):
+        env.pop(name, None)  # the last two would hide what is, or is not, installed
+    if env.get("SLAPO_ZOO_PYTHON"):
+        env["PYTHONPATH"] = str(ROOT)  # nothing is installed into a borrowed interpreter
+    return env | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+
+
+def demo(python: str, rest: list[str]) -> int:
+    """The main job: GPT-2 on four processes beside one process, step by step."""
+    return call(python, "-m", "slapo_zoo.demo", *rest)
+
+
+def lint(python: str, rest: list[str]) -> int:
+    """Ruff: rules and formatting."""
+    rest = rest or ["."]
+    return call(python, "-m", "ruff", "check", *rest) or call(
+        python, "-m", "ruff", "format", "--check", *rest
+    )
+
+
+def test(python: str, rest: list[str]) -> int:
+    """Lint, then pytest; arguments go to pytest."""
+    return lint(python, []) or call(python, "-m", "pytest", *rest)
+
+
+def types(python: str, rest: list[str]) -> int:
+    """Pyright."""
+    return call(python, "-m", "pyright", "--pythonpath", python, *rest)
+
+
+def bench(python: str, rest: list[str]) -> int:
+    """Measurements; arguments go to ci/bench.py."""
+    return call(python, "ci/bench.py", *rest)
+
+
+def gpu(python: str, rest: list[str]) -> int:
+    """The tests that need a CUDA device; arguments go to pytest."""
+    return call(python, "-m", "pytest", "-m", "gpu and not soak", *rest)
+
+
+def grid(python: str, rest: list[str]) -> int:
+    """The wide grids, minutes long; arguments go to pytest."""
+    return call(python, "-m", "pytest", "-m", "slow and not gpu and not soak", *rest)
+
+
+def soak(python: str, rest: list[str]) -> int:
+    """The tests that look for leaks and hangs; arguments go to pytest."""
+    return call(python, "-m", "pytest", "-m", "soak", *rest)
+
+
+def everything(python: str, rest: list[str]) -> int:
+    """The commands test, types and demo; stops at the first that fails."""
+    return test(python, rest) or types(python, []) or demo(python, [])
+
+
+COMMANDS = {
+    "demo": demo,
+    "test": test,
+    "lint": lint,
+    "types": types,
+    "bench": bench,
+    "gpu": gpu,
+    "grid": grid,
+    "soak": soak,
+    "all": everything,
+}
+
+
+def parse(argv: list[str]) -> tuple[str, list[str]]:
+    """The command and the arguments that it passes on."""
+    parser = argparse.ArgumentParser(prog="ci/run.py", description=(__doc__ or "").split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, function in COMMANDS.items():
+        text = function.__doc__ or ""
+        commands.add_parser(name, help=text, description=text)
+    known, rest = parser.parse_known_args(argv)
+    return known.command, rest
+
+
+def main(argv: list[str]) -> int:
+    """Prepare and run one command; the exit status is the command's own."""
+    try:
+        if sys.version_info < OLDEST:
+            found = ".".join(map(str, sys.version_info[:3]))
+            raise CommandError(f"this is Python {found}; run it with Python 3.11 or newer.")
+        command, rest = parse(argv)
+        return COMMANDS[command](prepare(), rest)
+    except CommandError as problem:
+        print(f"ci/run.py: {problem}", file=sys.stderr)
+    except OSError as problem:
+        print(f"ci/run.py: the system refused: {problem}", file=sys.stderr)
+    except KeyboardInterrupt:
+        return 130
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,43 @@
+"""Pre-scheduled HuggingFace models on a compact schedule language.
+
+Names are loaded when they are first used: `import slapo_zoo` imports neither torch nor transformers.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slapo_zoo.auto import AutoScheduledModel as AutoScheduledModel
+    from slapo_zoo.errors import ArchitectureError as ArchitectureError
+    from slapo_zoo.errors import MeshError as MeshError
+    from slapo_zoo.errors import RankError as RankError
+    from slapo_zoo.errors import ScheduleError as ScheduleError
+    from slapo_zoo.errors import SlapoError as SlapoError
+    from slapo_zoo.errors import WeightsError as WeightsError
+    from slapo_zoo.mesh import Mesh as Mesh
+    from slapo_zoo.schedule import Schedule as Schedule
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AutoScheduledModel": "auto",
+    "ArchitectureError": "errors",
+    "MeshError": "errors",
+    "RankError": "errors",
+    "ScheduleError": "errors",
+    "SlapoError": "errors",
+    "WeightsError": "errors",
+    "Mesh": "mesh",
+    "Schedule": "schedule",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'slapo_zoo' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"slapo_zoo.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOME]

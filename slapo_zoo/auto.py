@@ -1,0 +1,270 @@
+"""AutoScheduledModel: from a HuggingFace checkpoint or config to a model that trains on a mesh."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slapo_zoo import hf
+from slapo_zoo.directive import State
+from slapo_zoo.distributed import init_distributed, is_distributed_launch, rank_guard
+from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.mesh import Mesh
+from slapo_zoo.placement import TensorSpec
+from slapo_zoo.schedule import Schedule
+from slapo_zoo.scheduled import Runtime, scheduled_class
+from slapo_zoo.stages import Boundary, assign_stages, keep_stage, leaf_units, stage_of
+from slapo_zoo.weights.fill import fill_from_config, fill_from_folder
+from slapo_zoo.weights.folder import CheckpointFolder, open_checkpoint
+from slapo_zoo.zoo import apply_table, base_prefix, table_for
+
+
+class AutoScheduledModel:
+    """Builds scheduled models; not instantiated itself."""
+
+    def __init__(self) -> None:
+        hint = "call AutoScheduledModel.from_pretrained(...) or .from_config(...)"
+        raise SlapoError("AutoScheduledModel", "()", "it has no instances", hint)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        tp: int = 1,
+        pp: int = 1,
+        dp: int | None = None,
+        auto_class: Any = None,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        micro_batches: int | None = None,
+        checkpoint_ratio: float = 0.0,
+        seed: int | None = None,
+        revision: str | None = None,
+        allow_pickle: bool = False,
+        **config_changes: Any,
+    ) -> Any:
+        """A model whose every rank has read only its own bytes of the checkpoint.
+
+        Args:
+            name_or_path: a folder, or a model id of the Hub.
+            tp: ranks that divide each layer.
+            pp: ranks that divide the layers into stages.
+            dp: ranks that divide the batch; None takes all that are left.
+            auto_class: which head; None takes the checkpoint's own class.
+            dtype: of the parameters; "auto" takes the checkpoint's.
+            device: None takes this rank's GPU, or the CPU.
+            micro_batches: default of `train_step`.
+            checkpoint_ratio: share of the blocks whose activations are recomputed.
+            seed: of dropout and of weights that the checkpoint lacks.
+            revision: branch, tag or commit of the Hub.
+            allow_pickle: read `.bin` files; they are pickles, refused otherwise.
+            config_changes: fields of the config to change, e.g. `num_labels=3`.
+        """
+        from transformers import AutoConfig
+
+        mesh = make_mesh(tp, pp, dp)
+        with rank_guard("from_pretrained"):
+            folder = local_folder(str(name_or_path), revision, allow_pickle)
+            config = AutoConfig.from_pretrained(folder, **config_changes)
+            table_for(config.model_type)
+            with open_checkpoint(folder, allow_pickle) as checkpoint:
+                found = checkpoint_dtype(config, checkpoint) if dtype == "auto" else dtype
+                build = _Build(config, auto_class, mesh, to_dtype(found), seed, checkpoint_ratio)
+                place = pick_device(device)
+                ledger = fill_from_folder(
+                    build.model, build.skeleton, build.state, build.specs, checkpoint, mesh, place,
+                    build.units, build.seed,
+                )  # fmt: skip
+            return build.finish(ledger, micro_batches, folder)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Any,
+        tp: int = 1,
+        pp: int = 1,
+        dp: int | None = None,
+        auto_class: Any = None,
+        dtype: str | torch.dtype = torch.float32,
+        device: str | torch.device | None = None,
+        micro_batches: int | None = None,
+        checkpoint_ratio: float = 0.0,
+        seed: int | None = None,
+    ) -> Any:
+        """A model with new weights, the same for every (tp, pp, dp); arguments as above."""
+        mesh = make_mesh(tp, pp, dp)
+        with rank_guard("from_config"):
+            table_for(config.model_type)
+            dtype = torch.float32 if dtype == "auto" else to_dtype(dtype)
+            build = _Build(config, auto_class, mesh, dtype, seed, checkpoint_ratio)
+            ledger = fill_from_config(
+                build.model, build.skeleton, build.state, build.specs, mesh, pick_device(device),
+                build.units, build.seed,
+            )  # fmt: skip
+            return build.finish(ledger, micro_batches, None)
+
+
+class _Build:
+    """A model on meta, scheduled, with only this rank's stage left, ready to be filled."""
+
+    def __init__(
+        self, config: Any, auto_class: Any, mesh: Mesh, dtype: torch.dtype, seed: int | None,
+        checkpoint_ratio: float,
+    ):  # fmt: skip
+        self.mesh, self.seed = mesh, 0 if seed is None else seed
+        config = copy.deepcopy(config)
+        self.cls = hf.resolve_class(config, auto_class)
+        self.table = table_for(config.model_type)
+        self.skeleton = hf.build_on_meta(self.cls, config, dtype)
+        self.model = hf.build_on_meta(self.cls, config, dtype)
+        self.schedule = Schedule(self.model, mesh, self.seed)
+        apply_table(self.schedule, self.table, checkpoint_ratio)
+        self.state: State = self.schedule.state
+        blocks = self.schedule.matching(base_prefix(self.model) + self.table.blocks, "blocks")
+        self.units = leaf_units(self.model, blocks)
+        self.stages = assign_stages(self.units, self.state.cuts)
+        self.specs = tensor_specs(self.skeleton, self.state, self.stages)
+        self.tied_stages = _tied_stages(self.state, self.stages)
+        self.boundary = Boundary()
+        if mesh.pp > 1:
+            self.boundary = keep_stage(self.model, self.stages, mesh.coord("pp"))
+
+    def finish(self, ledger: Any, micro_batches: int | None, folder: Path | None) -> Any:
+        """Make the class of the model a scheduled one."""
+        model = self.model
+        runtime = Runtime(
+            schedule=self.schedule, specs=self.specs, boundary=self.boundary,
+            hidden_size=getattr(model.config, self.table.hidden), own_forward=self.cls.forward,  # pyright: ignore[reportAttributeAccessIssue]
+            ledger=ledger, micro_batches=micro_batches,
+        )  # fmt: skip
+        runtime.ties, runtime.owned = self._ties()
+        model.__class__ = scheduled_class(self.cls)
+        model._slapo = runtime
+        _take_generation_config(model, folder)
+        return model
+
+    def _ties(self) -> tuple[list[tuple[str, Any]], set[str]]:
+        """Process groups of parameters that stages share, and the names this stage counts."""
+        mine, ties = self.mesh.coord("pp"), []
+        owned = {name for name, _ in self.model.named_parameters()}
+        for stages, names in self.tied_stages:
+            group = _group_of_stages(self.mesh, stages)
+            local = [name for name in names if name in owned]
+            if mine in stages and local:
+                ties.append((local[0], group))
+                if mine != stages[0]:
+                    owned -= set(local)
+        return ties, owned
+
+
+def _tied_stages(state: State, stages: dict[str, int]) -> list[tuple[list[int], list[str]]]:
+    """Parameters that several stages hold: (stages, names)."""
+    found = []
+    for names in state.owners.values():
+        holders = sorted({stage_of(name, stages) for name in names})
+        if len(holders) > 1:
+            found.append((holders, names))
+    return found
+
+
+def _group_of_stages(mesh: Mesh, stages: list[int]) -> Any:
+    """Our process group over some stages; a collective call of all ranks."""
+    if len(stages) == mesh.pp:
+        return mesh.group("pp")
+    mine = None
+    for dp in range(mesh.dp):
+        for tp in range(mesh.tp):
+            ranks = [mesh.at(pp=stage, dp=dp, tp=tp) for stage in stages]
+            group = dist.new_group(ranks)
+            mine = group if mesh.rank in ranks else mine
+    return mine
+
+
+def tensor_specs(skeleton: Any, state: State, stages: dict[str, int]) -> list[TensorSpec]:
+    """Every tensor that the model's checkpoint holds, in the order of its state dict."""
+    tied = hf.tied_names(skeleton)
+    specs = []
+    for name, tensor in skeleton.state_dict().items():
+        if name in tied:
+            continue
+        placed = state.placed.get(name)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        placement = placed.placement if placed else None
+        stage = stage_of(name, stages)
+        specs.append(TensorSpec(name, tuple(tensor.shape), dtype, placement, stage))
+    return specs
+
+
+def make_mesh(tp: int, pp: int, dp: int | None) -> Mesh:
+    """The mesh of this process; joins the process group of the launcher if there is none yet."""
+    if not dist.is_initialized() and is_distributed_launch():
+        init_distributed()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    sizes = Mesh(tp, pp, dp or 1)
+    dp = world // (tp * pp) if dp is None else sizes.dp
+    if tp * pp * max(dp, 1) != world:
+        found = f"{world} process{'es' if world > 1 else ''}"
+        problem = f"found {found}, expected tp * pp * dp = {tp} * {pp} * {max(dp, 1)}"
+        hint = f"torchrun --nproc-per-node {tp * pp * max(dp, 1)} ..., or change tp, pp, dp"
+        raise MeshError("mesh", "world size", problem, hint)
+    return Mesh(tp, pp, dp, dist.get_rank() if dist.is_initialized() else 0)
+
+
+def local_folder(name_or_path: str, revision: str | None, allow_pickle: bool) -> Path:
+    """A local folder as it is; a model of the Hub is fetched into the cache first."""
+    if Path(name_or_path).exists():
+        return Path(name_or_path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model"]
+    patterns += ["pytorch_model*.bin"] if allow_pickle else []
+    try:
+        return Path(snapshot_download(name_or_path, revision=revision, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        problem = f"no such folder, and the Hub answered: {str(error).splitlines()[0]}"
+        hint = "check the path or model id; HF_HUB_OFFLINE=1 allows cached models only"
+        raise SlapoError("from_pretrained", repr(name_or_path), problem, hint) from None
+
+
+def checkpoint_dtype(config: Any, checkpoint: CheckpointFolder) -> torch.dtype:
+    """The dtype that the config names, else that of the first floating tensor of the files."""
+    if config.dtype is not None:
+        return config.dtype
+    dtypes = (checkpoint.dtype(key) for key in checkpoint.keys())  # noqa: SIM118 - not a dict
+    return next((d for d in dtypes if d.is_floating_point), torch.float32)
+
+
+def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """A torch dtype, or the name of one."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        hint = 'e.g. "float32", "bfloat16", or "auto"'
+        raise SlapoError("from_pretrained", f"dtype={dtype!r}", "not a torch dtype", hint)
+    return found
+
+
+def pick_device(device: str | torch.device | None) -> torch.device:
+    """The device asked for, else this rank's GPU under nccl or alone, else the CPU."""
+    if device is not None:
+        return torch.device(device)
+    if dist.is_initialized() and dist.get_backend() != "nccl":
+        return torch.device("cpu")
+    # The launcher has made this rank's GPU the current one.
+    return (
+        torch.empty(0, device="cuda").device if torch.cuda.is_available() else torch.device("cpu")
+    )
+
+
+def _take_generation_config(model: Any, folder: Path | None) -> None:
+    """generation_config.json of the checkpoint; under pp there is no cache to keep yet."""
+    from transformers import GenerationConfig
+
+    if not model.can_generate():
+        return
+    if folder is not None and (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    if model.mesh.pp > 1:
+        model.generation_config.use_cache = False

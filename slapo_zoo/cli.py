@@ -1,0 +1,39 @@
+"""The command `slapo-zoo`: one line here and one file in commands/ per command."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Annotated
+
+import typer
+
+from slapo_zoo.commands.demo import demo
+from slapo_zoo.commands.families import list_families
+from slapo_zoo.commands.train import train
+from slapo_zoo.commands.version import show_version
+from slapo_zoo.report import readable_errors
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command("list")(list_families)
+app.command("train")(train)
+app.command("demo")(demo)
+app.command("version")(show_version)
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Pre-scheduled HuggingFace models: tensor-, pipeline- and data-parallel in one call."""
+    context.obj.debug = debug
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command; an error that a person can act on is printed without a traceback."""
+    state = SimpleNamespace(debug=False)
+    with readable_errors(state):
+        app(arguments, obj=state)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The commands of `slapo-zoo`, one file each; heavy packages are imported inside the functions."""

@@ -1,0 +1,150 @@
+"""A directive is one line of a schedule, as data; a primitive is its class."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+from torch import Tensor, nn
+
+from slapo_zoo.errors import ScheduleError
+from slapo_zoo.mesh import Mesh
+from slapo_zoo.placement import Placement
+from slapo_zoo.rng import RandomStream
+
+
+@dataclass
+class Placed:
+    """A tensor that was divided: how, by which directive, and its shape before."""
+
+    placement: Placement
+    directive: "Directive"
+    shape: tuple[int, ...]
+
+
+@dataclass
+class State:
+    """What the directives of one schedule share: the model, the mesh and what was done so far."""
+
+    model: nn.Module
+    mesh: Mesh
+    random: RandomStream = field(default_factory=RandomStream)
+    placed: dict[str, Placed] = field(default_factory=dict)
+    cuts: list[str] = field(default_factory=list)
+    partial_gradients: set[str] = field(default_factory=set)
+    checkpointed: list[str] = field(default_factory=list)
+    applied: dict[str, set[str]] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.index()
+
+    def index(self) -> None:
+        """Remember which modules own which parameter, so that ties survive re-creation."""
+        self.modules = dict(self.model.named_modules())
+        self.owners: dict[int, list[str]] = {}
+        for path, module in self.modules.items():
+            for name, tensor in module._parameters.items():
+                if tensor is not None:
+                    self.owners.setdefault(id(tensor), []).append(join(path, name))
+
+    def set_parameter(self, old: Tensor, new: nn.Parameter) -> list[str]:
+        """Put `new` wherever `old` is, in all modules tied to it; returns the names."""
+        names = self.owners.pop(id(old))
+        for name in names:
+            path, _, leaf = name.rpartition(".")
+            self.modules[path]._parameters[leaf] = new
+        self.owners[id(new)] = names
+        return names
+
+
+def join(path: str, name: str) -> str:
+    """The dotted path of `name` below `path`, which may be the root ``''``."""
+    return f"{path}.{name}" if path else name
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a directive lands: one module, its path, and the state of the schedule."""
+
+    path: str
+    module: nn.Module
+    state: State
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the schedule."""
+        return self.state.mesh
+
+    def name(self, tensor_name: str) -> str:
+        """Full name of a parameter or buffer of this module."""
+        return join(self.path, tensor_name)
+
+    def tensor(self, tensor_name: str) -> Tensor | None:
+        """A parameter or buffer of this module, or None."""
+        found = self.module._parameters.get(tensor_name)
+        return found if found is not None else self.module._buffers.get(tensor_name)
+
+    def tensor_names(self) -> list[str]:
+        """Names of the parameters and buffers that the module itself holds."""
+        return [*self.module._parameters, *self.module._buffers]
+
+    def placed(self, tensor_name: str) -> Placed | None:
+        """How a tensor of this module was divided so far, or None."""
+        return self.state.placed.get(self.name(tensor_name))
+
+
+class Directive:
+    """Base of every primitive. `check` may only read; `apply` may assume `check` passed."""
+
+    name: ClassVar[str]
+
+    def check(self, site: Site) -> None:
+        """Raise ScheduleError when the directive cannot be applied at `site`."""
+
+    def apply(self, site: Site) -> None:
+        """Change the module at `site`."""
+        raise NotImplementedError
+
+    def local(self) -> str:
+        """Why this directive cannot leave the process (a live callable), or the empty string."""
+        for name, value in self.arguments().items():
+            if callable(value) or isinstance(value, nn.Module):
+                return f"{name}={value!r} is a live object, not data"
+        return ""
+
+    def arguments(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, in order."""
+        fields = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
+        return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
+
+    def fail(self, site: Site, problem: str, hint: str = "") -> ScheduleError:
+        """The error that names this site and this directive."""
+        return ScheduleError(site.path or "(the model)", self, problem, hint)
+
+    def __str__(self) -> str:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self.arguments().items())
+        return f"{self.name}({arguments})"
+
+
+PRIMITIVES: dict[str, type[Directive]] = {}
+D = TypeVar("D", bound=Directive)
+
+
+def primitive(name: str) -> Callable[[type[D]], type[D]]:
+    """Register a Directive class; it becomes `sch[pattern].<name>(...)`."""
+
+    def register(cls: type[D]) -> type[D]:
+        if name in PRIMITIVES:
+            taken = f"the name is already registered by {PRIMITIVES[name]!r}"
+            raise ScheduleError("primitive", name, taken, "choose another name")
+        cls.name = name
+        cls.__repr__ = cls.__str__  # a dataclass repr hides the primitive's name
+        PRIMITIVES[name] = cls
+        return cls
+
+    return register
+
+
+def subtree(path: str, paths: Iterator[str] | list[str]) -> list[str]:
+    """The paths at or below `path`."""
+    return [p for p in paths if not path or p == path or p.startswith(path + ".")]

@@ -1,0 +1,94 @@
+"""Everything we take from `transformers` beyond its documented front door, in one place."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_zoo import attention
+from slapo_zoo.errors import ArchitectureError
+
+
+def resolve_class(config: Any, auto_class: Any = None) -> type:
+    """The model class: `auto_class` resolved for the config, or the checkpoint's own.
+
+    Args:
+        config: of `transformers`.
+        auto_class: None, a model class, an Auto class, or the name of either.
+    """
+    import transformers
+
+    if auto_class is None:
+        names = getattr(config, "architectures", None)
+        auto_class = names[0] if names else "AutoModel"
+    if isinstance(auto_class, str):
+        found = getattr(transformers, auto_class, None)
+        if found is None:
+            problem = "transformers has no class of that name"
+            hint = "pass auto_class=, e.g. AutoModelForCausalLM"
+            raise ArchitectureError("from_pretrained", f"auto_class={auto_class!r}", problem, hint)
+        auto_class = found
+    if hasattr(auto_class, "_model_mapping"):  # an Auto class
+        try:
+            auto_class = auto_class._model_mapping[type(config)]
+        except KeyError:
+            problem = f"it has no class for {type(config).__name__}"
+            hint = "choose another auto_class"
+            name = auto_class.__name__
+            raise ArchitectureError("from_pretrained", name, problem, hint) from None
+    return auto_class
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Modules built within have floating parameters of `dtype`."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def build_on_meta(cls: Any, config: Any, dtype: torch.dtype, own_attention: bool = True) -> Any:
+    """The unmodified model of a class, without storage, its weights tied.
+
+    Args:
+        cls: of `transformers`.
+        config: its config; `_attn_implementation` is set to our seam.
+        dtype: of the floating parameters.
+        own_attention: False keeps the attention implementation that the config asks for.
+    """
+    from transformers.initialization import no_init_weights
+
+    attention.register_attention()
+    if own_attention:
+        config._attn_implementation = attention.NAME
+    with torch.device("meta"), default_dtype(dtype), no_init_weights():
+        model = cls(config)
+    model.tie_weights()
+    return model.train(False)
+
+
+def tied_names(model: Any) -> dict[str, str]:
+    """Tied parameter --> the one it shares memory with, for the whole model."""
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def init_module(model: Any, module: nn.Module) -> None:
+    """Run the model's own initialisation on a module and all below it, children first."""
+    for child in module.children():
+        init_module(child if hasattr(child, "_init_weights") else model, child)
+    model._init_weights(module)
+
+
+def mark_initialized(tensor: torch.Tensor, value: bool = True) -> None:
+    """Tell the initialisation of `transformers` to leave a tensor alone."""
+    tensor._is_hf_initialized = value  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def ignored_keys(model: Any) -> list[str]:
+    """Regular expressions of checkpoint keys that the class does not expect to use."""
+    return list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])

@@ -1,0 +1,67 @@
+"""Loss means that stay exact when a batch is divided into micro-batches and over dp ranks."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+# In the order in which the heads of `transformers` compute their terms.
+LABELS = ("mc_labels", "labels", "next_sentence_label", "start_positions", "end_positions")
+SHIFTED = ("LMHeadModel", "ForCausalLM", "DoubleHeadsModel")  # endings of class names
+MEANS = (
+    functional.cross_entropy,
+    functional.mse_loss,
+    functional.binary_cross_entropy_with_logits,
+)
+
+
+def count_targets(class_name: str, batch: Mapping[str, Any]) -> list[float]:
+    """How many targets each loss term of a head averages over, in the order of its terms.
+
+    Args:
+        class_name: of the head, which tells whether it shifts its labels.
+        batch: the keyword arguments of its forward.
+    """
+    counts = []
+    for name in LABELS:
+        target = batch.get(name)
+        if target is None:
+            continue
+        if name == "labels" and class_name.endswith(SHIFTED):
+            target = target[..., 1:]
+        counts.append(_count(name, target, batch))
+    return counts
+
+
+def _count(name: str, target: Tensor, batch: Mapping[str, Any]) -> float:
+    if target.is_floating_point():
+        return float(target.numel())
+    if name.endswith("_positions"):  # positions beyond the sequence are ignored
+        tokens = batch.get("input_ids")
+        tokens = batch["inputs_embeds"] if tokens is None else tokens
+        return float((target < tokens.shape[1]).sum())
+    return float((target != -100).sum())
+
+
+class GlobalMeans(TorchFunctionMode):
+    """Within it, the k-th mean loss divides by the global count of its targets.
+
+    rewrite:  loss_k(x, y, reduction="mean")  -->  loss_k(x, y, reduction="sum") / counts[k]
+
+    Args:
+        counts: number of targets of each term in the whole batch, over all micro-batches and dp.
+    """
+
+    def __init__(self, counts: Sequence[float]):
+        super().__init__()
+        self.counts = iter(counts)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in MEANS or kwargs.get("reduction", "mean") != "mean":
+            return func(*args, **kwargs)
+        total = func(*args, **{**kwargs, "reduction": "sum"})
+        return total / next(self.counts, torch.nan)

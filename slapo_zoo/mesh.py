@@ -1,0 +1,78 @@
+"""The device mesh: dims tp (fastest), dp, pp; any rank can be inspected without a process group."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from slapo_zoo.errors import MeshError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+MESH_DIMS = ("pp", "dp", "tp")  # slowest to fastest: tp peers are neighbours, as in Megatron-LM
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of the mesh dims and the rank that looks at them.
+
+    rank = (pp_coord * dp + dp_coord) * tp + tp_coord
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    rank: int = 0
+
+    def __post_init__(self):
+        for mesh_dim in MESH_DIMS:
+            if not isinstance(self.size(mesh_dim), int) or self.size(mesh_dim) < 1:
+                problem = f"found {self.size(mesh_dim)!r}, expected an integer of at least 1"
+                raise MeshError("mesh", mesh_dim, problem, f"pass {mesh_dim}=1 to switch it off")
+        if not 0 <= self.rank < self.world_size:
+            raise MeshError("mesh", "rank", f"found {self.rank}, expected 0..{self.world_size - 1}")
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes, tp * pp * dp."""
+        return self.tp * self.pp * self.dp
+
+    def size(self, mesh_dim: str) -> int:
+        """Size of one mesh dim."""
+        if mesh_dim not in MESH_DIMS:
+            raise MeshError("mesh", f"mesh_dim={mesh_dim!r}", f"expected one of {MESH_DIMS}")
+        return getattr(self, mesh_dim)
+
+    def coord(self, mesh_dim: str) -> int:
+        """Our coordinate on one mesh dim."""
+        strides = {"tp": 1, "dp": self.tp, "pp": self.tp * self.dp}
+        return self.rank // strides[mesh_dim] % self.size(mesh_dim)
+
+    def at(self, **coords: int) -> int:
+        """The rank whose coordinates are ours, except those given: `mesh.at(pp=0)`."""
+        tp, dp, pp = (coords.get(name, self.coord(name)) for name in ("tp", "dp", "pp"))
+        return (pp * self.dp + dp) * self.tp + tp
+
+    def peers(self, mesh_dim: str) -> list[int]:
+        """The ranks that differ from us on `mesh_dim` only, in order."""
+        return [self.at(**{mesh_dim: i}) for i in range(self.size(mesh_dim))]
+
+    def group(self, mesh_dim: str) -> "ProcessGroup | None":
+        """The process group of one mesh dim, or None when its size is 1."""
+        if self.size(mesh_dim) == 1:
+            return None
+        return self._device_mesh.get_group(mesh_dim)
+
+    @cached_property
+    def _device_mesh(self):
+        """Created on first use by all ranks together (a collective call)."""
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if not dist.is_initialized():
+            problem = f"tp*pp*dp = {self.world_size}, but there is no process group"
+            raise MeshError("mesh", self, problem, "start the processes with torchrun")
+        device = "cuda" if dist.get_backend() == "nccl" and torch.cuda.is_available() else "cpu"
+        sizes = tuple(self.size(mesh_dim) for mesh_dim in MESH_DIMS)
+        return init_device_mesh(device, sizes, mesh_dim_names=MESH_DIMS)

@@ -1,0 +1,49 @@
+"""Patterns over module paths.
+
+`*` is one dotted segment, `**` any number of them (also none), and `:Name` at the end keeps only
+modules whose class has that name: `**:Dropout` is every dropout of the model. The empty pattern
+is the model itself.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+
+
+@lru_cache(maxsize=4096)
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """The regular expression of a pattern without its `:Name` part.
+
+    >>> bool(compile_pattern("layers.*.mlp").fullmatch("layers.3.mlp"))
+    True
+    >>> bool(compile_pattern("layers.*.mlp").fullmatch("layers.3.block.mlp"))
+    False
+    >>> bool(compile_pattern("**.mlp").fullmatch("mlp"))
+    True
+    """
+    regex = re.escape(pattern).replace(r"\*\*\.", r"(?:[^.]+\.)*").replace(r"\*\*", r".*")
+    return re.compile(regex.replace(r"\*", r"[^.]+"))
+
+
+def select(pattern: str, class_names: Mapping[str, str]) -> list[str]:
+    """Return the paths that `pattern` matches, in model order.
+
+    Args:
+        pattern: a pattern as above.
+        class_names: path of every module --> name of its class.
+    """
+    glob, _, class_name = pattern.partition(":")
+    if not class_name and "*" not in glob:
+        return [glob] if glob in class_names else []
+    regex = compile_pattern(glob)
+    return [
+        path
+        for path, name in class_names.items()
+        if class_name in ("", name) and regex.fullmatch(path)
+    ]
+
+
+def nearest(pattern: str, paths: Iterable[str], count: int = 3) -> list[str]:
+    """The paths a misspelt pattern most likely meant."""
+    return difflib.get_close_matches(pattern, list(paths), n=count, cutoff=0.3)

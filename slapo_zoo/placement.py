@@ -1,0 +1,117 @@
+"""Where the elements of one tensor live: the one spec that load, save, reshard and verify use.
+
+Only integers: no tensor, no process group. `n` is the size of the mesh dim, `r` our coordinate.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Run(NamedTuple):
+    """Consecutive indices start..stop of the global axis."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One axis of a tensor is divided over one mesh dim, in whole units.
+
+    rewrite:  w [..., size, ...]  -->  w_r [..., local_size(size, n, r), ...]
+
+    Args:
+        axis: the axis of the tensor that is divided.
+        mesh_dim: the mesh dim it is divided over.
+        groups: sizes of consecutive groups along the axis, each divided by itself: q|k|v of a
+            fused projection is (E, E, E). Empty: the axis is one group.
+        unit: length of a run that stays whole, e.g. head_dim; ranks differ by at most one unit.
+        pad: every rank holds ceil(units / n) units; what lies beyond the end is zeros.
+        replicate: with fewer units than ranks, neighbouring ranks hold the same unit (KV heads).
+    """
+
+    axis: int
+    mesh_dim: str = "tp"
+    groups: tuple[int, ...] = ()
+    unit: int = 1
+    pad: bool = False
+    replicate: bool = False
+
+    def units(self, size: int) -> list[int]:
+        """Number of units of each group of an axis of `size`."""
+        return [group // self.unit for group in self.groups or (size,)]
+
+    def problem(self, size: int, n: int) -> str:
+        """Why an axis of `size` cannot be divided over `n`, or the empty string."""
+        groups = self.groups or (size,)
+        if sum(groups) != size:
+            return (
+                f"axis {self.axis} has size {size}, but the groups {groups} add up to {sum(groups)}"
+            )
+        if any(group % self.unit for group in groups):
+            return f"group sizes {groups} are not multiples of unit {self.unit}"
+        if self.pad and len(groups) > 1:
+            return "only an axis of one group can be padded"
+        fewest = min(self.units(size))
+        if fewest < n and not self.pad and not self.replicate:
+            return f"{fewest} units of {self.unit} cannot be divided over {self.mesh_dim}={n}"
+        return ""
+
+    def runs(self, size: int, n: int, r: int) -> list[Run]:
+        """The global indices that rank `r` holds, in local order; padding is not among them."""
+        runs, start = [], 0
+        for group, units in zip(self.groups or (size,), self.units(size), strict=True):
+            first, last = self._share(units, n, r)
+            runs.append(Run(start + first * self.unit, start + last * self.unit))
+            start += group
+        return [run for run in runs if run.stop > run.start]
+
+    def _share(self, units: int, n: int, r: int) -> tuple[int, int]:
+        """First and one-past-last unit of rank `r` among `units`."""
+        if self.pad:
+            share = -(-units // n)
+            return min(r * share, units), min((r + 1) * share, units)
+        if self.replicate and units < n:
+            return r * units // n, r * units // n + 1
+        small, larger = divmod(units, n)
+        return r * small + min(r, larger), (r + 1) * small + min(r + 1, larger)
+
+    def local_size(self, size: int, n: int, r: int) -> int:
+        """Length of the axis on rank `r`, padding included."""
+        if self.pad:
+            return -(-self.units(size)[0] // n) * self.unit
+        return sum(run.stop - run.start for run in self.runs(size, n, r))
+
+    def replicas(self, size: int, n: int, r: int) -> int:
+        """How many ranks hold the same elements as rank `r` (1 unless KV heads are replicated)."""
+        mine = self.runs(size, n, r)
+        return sum(self.runs(size, n, other) == mine for other in range(n))
+
+    def local_shape(self, shape: tuple[int, ...], n: int, r: int) -> tuple[int, ...]:
+        """Shape on rank `r` of a tensor of global `shape`."""
+        local = list(shape)
+        local[self.axis] = self.local_size(shape[self.axis], n, r)
+        return tuple(local)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of the unscheduled model, and how the mesh divides it.
+
+    Args:
+        name: its name in the state dict of the unscheduled `transformers` model.
+        shape: its global shape.
+        dtype: torch dtype name without the prefix, e.g. "float32".
+        placement: how it is divided, or None when every rank of a stage holds all of it.
+        stage: the pipeline stage that owns (saves) it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    placement: Placement | None = None
+    stage: int = 0
+
+    def local_shape(self, n: int, r: int) -> tuple[int, ...]:
+        """Shape on rank `r` of `n`."""
+        return self.placement.local_shape(self.shape, n, r) if self.placement else self.shape

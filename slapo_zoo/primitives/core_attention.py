@@ -1,0 +1,39 @@
+"""core_attention: the attention core of a transformers module becomes a child module."""
+
+from dataclasses import dataclass
+
+from slapo_zoo.attention import ATTRIBUTE, CoreAttention
+from slapo_zoo.directive import Directive, Site, primitive
+from slapo_zoo.placement import Placement
+
+
+@primitive("core_attention")
+@dataclass(frozen=True)
+class CoreAttentionSeam(Directive):
+    """Give an attention module a child `core_attn` that `transformers` calls for softmax(qk)v.
+
+    rewrite:  attn(x) = o(sdpa(q, k, v))  -->  attn(x) = o(attn.core_attn(q, k, v))
+    note:     no key is added to the state dict; each rank drops probabilities by global heads
+    errors:   fewer heads than ranks
+
+    Args:
+        num_heads: global number of query heads.
+        mesh_dim: the mesh dim that the heads are divided over.
+    """
+
+    num_heads: int
+    mesh_dim: str = "tp"
+
+    def check(self, site: Site) -> None:
+        n = site.mesh.size(self.mesh_dim)
+        if self.num_heads < n:
+            problem = f"{self.num_heads} heads cannot be divided over {self.mesh_dim}={n}"
+            raise self.fail(site, problem, f"legal sizes of {self.mesh_dim}: 1..{self.num_heads}")
+
+    def apply(self, site: Site) -> None:
+        n, r = site.mesh.size(self.mesh_dim), site.mesh.coord(self.mesh_dim)
+        (run,) = Placement(0).runs(self.num_heads, n, r)
+        core = CoreAttention(site.state.random, site.name(ATTRIBUTE), range(*run))
+        core.train(site.module.training)
+        site.module.add_module(ATTRIBUTE, core)
+        site.state.modules[site.name(ATTRIBUTE)] = core

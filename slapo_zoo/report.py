@@ -1,0 +1,39 @@
+"""How the command line shows an error: four parts on stderr, no traceback, exit code 2."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+from slapo_zoo.errors import SlapoError
+
+
+@contextmanager
+def readable_errors(state: SimpleNamespace | None = None) -> Iterator[None]:
+    """Print an error of ours and exit with code 2; with `state.debug` let the traceback through."""
+    try:
+        yield
+    except SlapoError as error:
+        if getattr(state, "debug", False):
+            sys.stderr.write(getattr(error, "traceback_text", ""))  # of the rank that failed
+            raise
+        report(error)
+        sys.exit(2)
+
+
+def report(error: SlapoError) -> None:
+    """Print the parts of an error on stderr; ranks of a launcher say who they are."""
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.text import Text
+
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        rank = os.environ.get("RANK")
+        console.out(f"error: {error}" if rank is None else f"[rank {rank}] error: {error}")
+        return
+    text = Text(f"{error.what}: " if str(error.what) else "", style="bold")
+    text.append(error.problem, style="not bold")
+    text.append(f"\n{error.hint}" if error.hint else "", style="green")
+    console.print(Panel(text, title=Text(error.where), title_align="left", border_style="red"))

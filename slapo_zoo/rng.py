@@ -1,0 +1,102 @@
+"""Random numbers that do not depend on the layout.
+
+A mask is drawn per *cell*: (seed, step, site, global batch row[, global head]). So any rank can
+draw just its own part of the mask that one device would have drawn, for every tp, pp, dp and
+number of micro-batches, and a recomputation draws it again.
+"""
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+MASK = (1 << 64) - 1
+
+
+def mix(*words: int) -> int:
+    """Hash integers to 63 bits (the finaliser of splitmix64, chained over the words)."""
+    state = 0x9E3779B97F4A7C15
+    for word in words:
+        state = (state ^ word) * 0xBF58476D1CE4E5B9 & MASK
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+@dataclass
+class RandomStream:
+    """Where in the random sequence a model is; shared by all its sites.
+
+    Args:
+        seed: of the whole run, the same on all ranks.
+        step: counts training forwards (of whole batches, not of micro-batches).
+        first_row: global batch row of the first row in the current micro-batch.
+        num_rows: rows of the current micro-batch, 0 when unknown.
+    """
+
+    seed: int = 0
+    step: int = 0
+    first_row: int = 0
+    num_rows: int = 0
+    _generator: torch.Generator = field(default_factory=torch.Generator, repr=False)
+
+    def position(self) -> tuple[int, int, int]:
+        """What a recomputation must restore to draw the same masks."""
+        return self.step, self.first_row, self.num_rows
+
+    @contextmanager
+    def at(self, step: int, first_row: int, num_rows: int) -> Iterator[None]:
+        """Draw as if the model were at another position."""
+        before = self.position()
+        self.step, self.first_row, self.num_rows = step, first_row, num_rows
+        try:
+            yield
+        finally:
+            self.step, self.first_row, self.num_rows = before
+
+    def keep_mask(self, x: Tensor, p: float, site: str, heads: Sequence[int] = ()) -> Tensor:
+        """A dropout mask for x, 0 or 1/(1-p), in the shape and dtype of x.
+
+        Args:
+            x: [rows, ...], or [rows, len(heads), ...] when `heads` is given.
+            p: probability that an element becomes 0.
+            site: path of the module that drops; two sites are independent.
+            heads: global indices of axis 1, whose cells are drawn one by one.
+        """
+        key = (self.seed, self.step, zlib.crc32(site.encode()))
+        # A model may flatten [rows, choices, ...] to [rows * choices, ...].
+        per_row = x.shape[0] // self.num_rows if self.num_rows else 1
+        rows = range(self.first_row * per_row, self.first_row * per_row + x.shape[0])
+        seeds = [mix(*key, row, head) for row in rows for head in heads or (0,)]
+        draw = self._draw_cells if x.device.type == "cpu" else hashed_cells
+        keep = draw(x, p, seeds)
+        return keep.div_(1.0 - p) if p < 1.0 else keep
+
+    def _draw_cells(self, x: Tensor, p: float, seeds: list[int]) -> Tensor:
+        """The native generator, seeded anew for each cell."""
+        keep = torch.empty(x.shape, dtype=x.dtype)
+        for cell, seed in zip(keep.view(len(seeds), -1), seeds, strict=True):
+            self._generator.manual_seed(seed)
+            cell.bernoulli_(1.0 - p, generator=self._generator)
+        return keep
+
+
+def hashed_cells(x: Tensor, p: float, seeds: list[int]) -> Tensor:
+    """A counter-based mask in tensor operations, for devices where seeding per cell is slow."""
+    key = torch.tensor(seeds, dtype=torch.int64, device=x.device)
+    bits = torch.arange(x.numel() // max(len(seeds), 1), dtype=torch.int64, device=x.device)
+    bits = bits[None] * 0x2545F4914F6CDD1D + key[:, None]  # int64 wraps around, as intended
+    for multiplier in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
+        bits = (bits ^ ((bits >> 31) & 0x1FFFFFFFF)) * multiplier
+    bits = (bits >> 40) & 0xFFFFFF
+    return (bits >= int(p * 0x1000000)).to(x.dtype).view(x.shape)
+
+
+def dropout(
+    x: Tensor, p: float, stream: RandomStream, site: str, heads: Sequence[int] = ()
+) -> Tensor:
+    """x --> x * mask / (1 - p), the mask drawn from the cells of `site`."""
+    return x * stream.keep_mask(x, p, site, heads) if p > 0.0 else x

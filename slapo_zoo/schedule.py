@@ -1,0 +1,177 @@
+"""A schedule is a model, a mesh and the history of directives applied to it."""
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+import slapo_zoo.primitives  # noqa: F401 - registers every primitive
+from slapo_zoo.directive import PRIMITIVES, Directive, Site, State, join
+from slapo_zoo.errors import ScheduleError
+from slapo_zoo.mesh import Mesh
+from slapo_zoo.paths import nearest, select
+from slapo_zoo.rng import RandomStream
+
+FORMAT = "slapo-zoo-schedule/1"
+Step = tuple[str, Directive]
+
+
+class Selection:
+    """`sch[pattern]`: the modules that a directive will land on, and a view of the tree there."""
+
+    def __init__(self, schedule: "Schedule", pattern: str):
+        self.schedule, self.path = schedule, pattern
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths that match."""
+        return select(self.path, self.schedule.class_names())
+
+    @property
+    def mod(self) -> nn.Module:
+        """The module, when the pattern is the path of one."""
+        (path,) = self.schedule.matching(self.path, "mod")
+        return self.schedule.state.modules[path]
+
+    @property
+    def child(self) -> dict[str, "Selection"]:
+        """Direct children by name."""
+        names = [name for name, _ in self.mod.named_children()]
+        return {name: Selection(self.schedule, join(self.path, name)) for name in names}
+
+    def __getitem__(self, path: str) -> "Selection":
+        return self.schedule[join(self.path, path)]
+
+    def __contains__(self, path: str) -> bool:
+        return join(self.path, path) in self.schedule
+
+    def named_schedules(self, prefix: str = "") -> Iterator[tuple[str, "Selection"]]:
+        """This selection and all below it, by path."""
+        for path in self.schedule.state.modules:
+            if not self.path or path == self.path or path.startswith(self.path + "."):
+                yield join(prefix, path) if prefix else path, Selection(self.schedule, path)
+
+    def __getattr__(self, name: str) -> Callable[..., "Selection"]:
+        if name not in PRIMITIVES:
+            raise AttributeError(f"no primitive {name!r}; registered: {sorted(PRIMITIVES)}")
+
+        def use(*args: Any, **kwargs: Any) -> "Selection":
+            self.schedule.do(self.path, PRIMITIVES[name](*args, **kwargs))
+            return self
+
+        use.__name__, use.__doc__ = name, PRIMITIVES[name].__doc__
+        return use
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *PRIMITIVES]
+
+
+class Schedule(Selection):
+    """A model under transformation, and the directives applied to it so far.
+
+    Args:
+        model: any module; it is changed in place and its module tree stays.
+        mesh: sizes of tp, pp, dp and the rank to look at; no process group is needed to build.
+        seed: of the random streams.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh | None = None, seed: int = 0):
+        super().__init__(self, "")
+        self.model = model
+        self.state = State(model, mesh or Mesh(), RandomStream(seed))
+        self.history: list[Step] = []
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh this schedule is for."""
+        return self.state.mesh
+
+    def class_names(self) -> dict[str, str]:
+        """Path of every module --> name of its class."""
+        return {path: type(module).__name__ for path, module in self.state.modules.items()}
+
+    def __getitem__(self, pattern: str) -> Selection:
+        return Selection(self, pattern)
+
+    def __contains__(self, path: str) -> bool:
+        return path in self.state.modules
+
+    def matching(self, pattern: str, what: object) -> list[str]:
+        """The paths of a pattern; ScheduleError with the nearest ones when there is none."""
+        found = select(pattern, self.class_names())
+        if not found:
+            near = nearest(pattern, self.state.modules)
+            raise ScheduleError(pattern, what, "matches no module", f"nearest paths: {near}")
+        return found
+
+    def do(self, pattern: str, directive: Directive) -> "Schedule":
+        """Check a directive at every module that matches, then apply it there, then record it."""
+        modules, state = self.state.modules, self.state
+        sites = [Site(path, modules[path], state) for path in self.matching(pattern, directive)]
+        for site in sites:
+            directive.check(site)
+        for site in sites:
+            directive.apply(site)
+        self.history.append((pattern, directive))
+        return self
+
+    def replay(self, history: "list[Step] | Schedule") -> "Schedule":
+        """Apply the directives of another schedule to this model."""
+        steps = history.history if isinstance(history, Schedule) else history
+        for pattern, directive in steps:
+            self.do(pattern, directive)
+        return self
+
+    def to_json(self) -> str:
+        """The program as JSON; ScheduleError when a directive holds a live object."""
+        for pattern, directive in self.history:
+            if reason := directive.local():
+                hint = "use a registered name, or keep the schedule local"
+                raise ScheduleError(pattern, directive, f"cannot be written: {reason}", hint)
+        steps = [[pattern, d.name, d.arguments()] for pattern, d in self.history]
+        return json.dumps({"format": FORMAT, "steps": steps}, indent=1)
+
+    def diff(self, other: "Schedule") -> str:
+        """Lines of the program that differ from another's, as a unified diff."""
+        mine, theirs = (str(s).splitlines() for s in (self, other))
+        return "\n".join(difflib.unified_diff(mine, theirs, "this", "other", lineterm="", n=1))
+
+    def __str__(self) -> str:
+        return "\n".join(f"sch[{pattern!r}].{directive}" for pattern, directive in self.history)
+
+
+def from_json(text: str) -> list[Step]:
+    """The directives of a JSON program, to be replayed: `schedule.replay(from_json(text))`."""
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ScheduleError("schedule", "JSON", str(error), "pass what to_json wrote") from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        found = document.get("format") if isinstance(document, dict) else type(document).__name__
+        problem = f"found format {found!r}, expected {FORMAT!r}"
+        raise ScheduleError("schedule", "format", problem, "pass what to_json wrote")
+    return [_step(i, step) for i, step in enumerate(document.get("steps", []))]
+
+
+def _step(index: int, step: Any) -> Step:
+    where = f"step {index}"
+    if not (isinstance(step, list) and len(step) == 3):
+        problem = f"found {step!r}, expected [pattern, primitive, arguments]"
+        raise ScheduleError(where, "step", problem, "pass what to_json wrote")
+    pattern, name, arguments = step
+    if name not in PRIMITIVES:
+        hint = f"registered: {sorted(PRIMITIVES)}"
+        raise ScheduleError(where, name, "no such primitive", hint)
+    cls: Any = PRIMITIVES[name]
+    fields = {f.name for f in dataclasses.fields(cls)}
+    if unknown := sorted(set(arguments) - fields):
+        raise ScheduleError(where, name, f"unknown arguments {unknown}", f"known: {sorted(fields)}")
+    return pattern, cls(**{key: _tuples(value) for key, value in arguments.items()})
+
+
+def _tuples(value: Any) -> Any:
+    """JSON has no tuples, directives have no lists."""
+    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value

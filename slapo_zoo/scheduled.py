@@ -1,0 +1,283 @@
+"""What a scheduled `transformers` model can do beyond its own class."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slapo_zoo import consolidate, gradients
+from slapo_zoo.distributed import rank_guard
+from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.losses import GlobalMeans, count_targets
+from slapo_zoo.mesh import Mesh
+from slapo_zoo.pipeline import ROWS, StageModule, pipeline_forward, pipeline_step, split_batch
+from slapo_zoo.placement import TensorSpec
+from slapo_zoo.schedule import Schedule
+from slapo_zoo.stages import Boundary
+from slapo_zoo.vocab_logits import VocabLogits
+from slapo_zoo.weights.ledger import Ledger
+from slapo_zoo.weights.save import save_folder
+
+
+@dataclass
+class Runtime:
+    """What a scheduled model remembers.
+
+    Args:
+        schedule: the program that made it.
+        specs: every tensor of the whole model, in the order of its state dict.
+        boundary: where a pipeline stage finds what it received.
+        ties: groups of parameters of this rank that stages share: (name, process group).
+        owned: names that this stage counts in norms and saves.
+        micro_batches: default of `train_step`.
+        source: folder whose tokenizer and other files `save_pretrained` carries over.
+    """
+
+    schedule: Schedule
+    specs: list[TensorSpec]
+    boundary: Boundary
+    hidden_size: int
+    own_forward: Callable[..., Any]
+    ledger: Ledger = field(default_factory=Ledger)
+    ties: list[tuple[str, Any]] = field(default_factory=list)
+    owned: set[str] = field(default_factory=set)
+    micro_batches: int | None = None
+
+
+class Scheduled:
+    """Mixed into the class of a scheduled model; parameters stay plain local tensors."""
+
+    _slapo: Runtime
+
+    @property
+    def schedule(self) -> Schedule:
+        """The program that was applied."""
+        return self._slapo.schedule
+
+    @property
+    def mesh(self) -> Mesh:
+        """Sizes of tp, pp, dp and our coordinates."""
+        return self._slapo.schedule.mesh
+
+    @property
+    def ledger(self) -> Ledger:
+        """What loading read and how much memory it took."""
+        return self._slapo.ledger
+
+    def train_step(self, batch: Mapping[str, Any], micro_batches: int | None = None) -> Tensor:
+        """Forward and backward over the micro-batches; gradients are added to `.grad`.
+
+        Losses and gradients equal those of one process on the whole batch, however it is divided.
+
+        Args:
+            batch: keyword arguments of the forward with labels: this dp rank's rows; tp and pp
+                peers pass the same ones.
+            micro_batches: how many equal parts the rows are divided into.
+
+        Returns:
+            the mean loss over the batch of all dp ranks, a scalar on every rank.
+        """
+        with rank_guard("train_step"):
+            return _train_step(self, batch, micro_batches)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that the global 2-norm is at most `max_norm`; returns the norm."""
+        model: Any = self
+        with rank_guard("clip_grad_norm_"):
+            state = self._slapo.schedule.state
+            named = list(model.named_parameters())
+            norm = gradients.global_norm(named, state, self.mesh, self._slapo.owned)
+        nn.utils.clip_grads_with_norm_([p for _, p in named], max_norm, norm)
+        return norm
+
+    def consolidated_state_dict(self, grads: bool = False) -> dict[str, Tensor]:
+        """Full tensors (or gradients) under their HuggingFace names on rank 0, {} elsewhere."""
+        with rank_guard("consolidated_state_dict"):
+            local = consolidate.local_tensors(self, self._slapo.specs, self.mesh, grads)
+            return consolidate.gather(local, self._slapo.specs, self.mesh)
+
+    def save_pretrained(
+        self, save_directory: Any, max_shard_size: str = "5GB", **kwargs: Any
+    ) -> None:
+        """Write a checkpoint that plain `transformers` loads; all ranks call it together.
+
+        Each rank writes its own slices; the folder appears by one rename when all is written.
+        """
+        if kwargs:
+            problem = "these arguments of transformers are not supported here"
+            raise SlapoError("save_pretrained", ", ".join(kwargs), problem, "leave them out")
+        local = consolidate.local_tensors(self, self._slapo.specs, self.mesh, grads=False)
+        with rank_guard("save_pretrained"):
+            save_folder(
+                save_directory, self._slapo.specs, local, self.mesh,
+                write_extras=functools.partial(_write_configs, self),
+                max_shard_size=max_shard_size,
+            )  # fmt: skip
+
+
+def _write_configs(model: Any, folder: Path) -> None:
+    """config.json and generation_config.json, as `transformers` writes them."""
+    config = model.config.__class__.from_dict(model.config.to_dict())
+    config.architectures = [type(model).__name__]
+    config.dtype = next(model.parameters()).dtype
+    config.save_pretrained(folder)
+    if getattr(model, "generation_config", None) is not None and model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def scheduled_class(cls: type) -> type:
+    """The class of a scheduled model: `cls` with our methods, under its own name."""
+
+    @functools.wraps(cls.forward)  # pyright: ignore[reportAttributeAccessIssue]
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _forward(self, args, kwargs)
+
+    # object.__init_subclass__ of transformers reads annotations; the name serves its look-ups.
+    return type(cls.__name__, (Scheduled, cls), {"forward": forward, "__module__": cls.__module__})
+
+
+def _forward(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The model's own forward; logits are full and every rank has the output."""
+    runtime: Runtime = model._slapo
+    mesh = model.mesh
+    bound = inspect.signature(runtime.own_forward).bind_partial(model, *args)
+    batch = {**dict(list(bound.arguments.items())[1:]), **kwargs}
+    stream = runtime.schedule.state.random
+    if model.training:
+        rows = _rows(batch)
+        stream.step, stream.num_rows = stream.step + 1, rows
+        stream.first_row = rows * mesh.coord("dp")
+        if runtime.schedule.state.checkpointed:
+            batch["use_cache"] = False  # a recomputation would append to the cache once more
+    run = functools.partial(_run_own, model, runtime)
+    if mesh.pp == 1:
+        return run(batch)
+    batch = {**batch, "use_cache": False} if _takes_cache(runtime) else batch
+    with rank_guard("forward"):
+        dtype = next(model.parameters()).dtype
+        return pipeline_forward(mesh, run, runtime.boundary, batch, runtime.hidden_size, dtype)
+
+
+def _takes_cache(runtime: Runtime) -> bool:
+    return "use_cache" in inspect.signature(runtime.own_forward).parameters
+
+
+def _run_own(model: Any, runtime: Runtime, batch: Mapping[str, Any]) -> Any:
+    output = runtime.own_forward(model, **batch)
+    for name in list(output) if hasattr(output, "keys") else ():
+        if isinstance(output[name], VocabLogits):
+            output[name] = output[name].gathered()
+    return output
+
+
+def _rows(batch: Mapping[str, Any]) -> int:
+    tensors, _ = split_batch(batch)
+    for name in ("input_ids", "inputs_embeds", "pixel_values"):
+        if name in tensors:
+            return len(tensors[name])
+    return len(next(iter(tensors.values()))) if tensors else 0
+
+
+def _train_step(model: Any, batch: Mapping[str, Any], micro_batches: int | None) -> Tensor:
+    runtime: Runtime = model._slapo
+    mesh, stream = model.mesh, runtime.schedule.state.random
+    tensors, others = split_batch(batch)
+    if _takes_cache(runtime):
+        others["use_cache"] = False
+    rows = _rows(tensors)
+    count = micro_batches or runtime.micro_batches or _default_micro_batches(rows, mesh)
+    if rows % count:
+        legal = [i for i in range(1, rows + 1) if rows % i == 0]
+        problem = f"{rows} rows cannot be divided into {count} equal micro-batches"
+        raise MeshError("train_step", "micro_batches", problem, f"legal numbers: {legal}")
+    totals = _over_dp(mesh, [*count_targets(type(model).__name__, tensors), float(rows)])
+    first = _first_row(mesh, rows)
+    tensors[ROWS] = torch.arange(first, first + rows)
+    stream.step += 1
+
+    def run(part: Mapping[str, Any], part_rows: Tensor) -> Tensor:
+        """The loss of one micro-batch, its means taken over the whole batch."""
+        place = stream.at(stream.step, int(part_rows[0]), len(part_rows))
+        with place, GlobalMeans(totals[:-1]) if count * mesh.dp > 1 else nullcontext():
+            return _loss(runtime.own_forward(model, **part))
+
+    parameters = list(model.parameters())
+    with gradients.only_new(parameters):
+        if mesh.pp > 1:
+            stage = StageModule(model, run, runtime.boundary, others)
+            dtype = parameters[0].dtype
+            loss = pipeline_step(stage, mesh, tensors, count, runtime.hidden_size, dtype)
+        else:
+            loss = _accumulate(run, tensors, others, count)
+        _reduce(model, runtime, parameters)
+    return _share(loss, mesh)
+
+
+def _default_micro_batches(rows: int, mesh: Mesh) -> int:
+    """One without a pipeline; else the first divisor of the rows that keeps all stages busy."""
+    if mesh.pp == 1:
+        return 1
+    return next((i for i in range(2 * mesh.pp, rows + 1) if rows % i == 0), rows)
+
+
+def _over_dp(mesh: Mesh, counts: list[float]) -> list[float]:
+    if mesh.dp == 1:
+        return counts
+    total = torch.tensor(counts, dtype=torch.float64)
+    dist.all_reduce(total, group=mesh.group("dp"))
+    return total.tolist()
+
+
+def _first_row(mesh: Mesh, rows: int) -> int:
+    """Global index of our first row: dp ranks may hold different numbers of rows."""
+    if mesh.dp == 1:
+        return 0
+    each = [torch.zeros(1, dtype=torch.int64) for _ in range(mesh.dp)]
+    dist.all_gather(each, torch.tensor([rows]), group=mesh.group("dp"))
+    return int(sum(each[: mesh.coord("dp")]))
+
+
+def _loss(output: Any) -> Tensor:
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        problem = "the model returned no loss"
+        raise SlapoError("train_step", "batch", problem, "put labels into the batch")
+    return loss.float()
+
+
+def _accumulate(run: Callable, tensors: dict[str, Tensor], others: dict, count: int) -> Tensor:
+    """Micro-batches one after the other, without a pipeline."""
+    total: Any = 0.0
+    for i in range(count):
+        part = {k: v.tensor_split(count)[i] for k, v in tensors.items()}
+        rows = part.pop(ROWS)
+        loss = run({**part, **others}, rows)
+        loss.backward()
+        total = total + loss.detach()
+    return total
+
+
+def _reduce(model: Any, runtime: Runtime, parameters: list[nn.Parameter]) -> None:
+    """Sum gradients over tied stages, over tp where they are partial, and over dp."""
+    named = dict(model.named_parameters())
+    for name, group in runtime.ties:
+        gradients.all_reduce_gradients([named[name]], group)
+    partial = [named[n] for n in sorted(runtime.schedule.state.partial_gradients) if n in named]
+    gradients.all_reduce_gradients(partial, model.mesh.group("tp") if partial else None)
+    gradients.all_reduce_gradients(parameters, model.mesh.group("dp"))
+
+
+def _share(loss: Tensor, mesh: Mesh) -> Tensor:
+    """The global loss on every rank: terms of all micro-batches were divided by global counts."""
+    loss = loss.detach().clone()
+    for mesh_dim in ("pp", "dp"):
+        if mesh.size(mesh_dim) > 1:
+            dist.all_reduce(loss, group=mesh.group(mesh_dim))
+    return loss

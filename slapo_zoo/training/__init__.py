@@ -1,0 +1,1 @@
+"""Plain language-model training on a scheduled model: text, batches, the loop, what it prints."""

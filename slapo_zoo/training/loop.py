@@ -1,0 +1,100 @@
+"""The work of one rank: load its part of a checkpoint, train it, save it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from slapo_zoo.training.display import OnStep, ledger_table, progress_bar, silence
+from slapo_zoo.training.text import Batches
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What to train and how.
+
+    Args:
+        model: checkpoint folder or Hub id.
+        tp, pp, dp: sizes of the mesh dims.
+        steps: optimizer steps.
+        micro_batches: per step and data-parallel rank; None leaves it to the loader.
+        lr: learning rate of AdamW.
+        clip: largest global gradient norm; 0 does not clip.
+        seed: of dropout, of new weights, of the order of the rows and of the masks.
+        output: folder for the trained checkpoint, or None.
+        device: "cpu", "cuda", or None for what is there.
+        task: "causal" or "masked", as the checkpoint's family was pre-trained.
+    """
+
+    model: str
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    steps: int = 100
+    micro_batches: int | None = None
+    lr: float = 1e-4
+    clip: float = 1.0
+    seed: int = 0
+    output: str | None = None
+    device: str | None = None
+    task: str = "causal"
+
+
+def load(options: TrainOptions) -> Any:
+    """The scheduled model on our rank, with the head of the task."""
+    import transformers
+
+    from slapo_zoo.auto import AutoScheduledModel
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    heads = {
+        "causal": transformers.AutoModelForCausalLM,
+        "masked": transformers.AutoModelForMaskedLM,
+    }
+    return AutoScheduledModel.from_pretrained(
+        options.model, tp=options.tp, pp=options.pp, dp=options.dp, seed=options.seed,
+        micro_batches=options.micro_batches, device=options.device,
+        auto_class=heads[options.task],
+    )  # fmt: skip
+
+
+def fit(model: Any, batches: Batches, options: TrainOptions, on_step: OnStep) -> list[float]:
+    """Train with AdamW and clipping; return the global mean loss of every step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+    device = next(iter(model.parameters())).device
+    model.train()
+    losses = []
+    for step in range(options.steps):
+        part = batches.part(step, model.mesh.coord("dp"), model.mesh.dp)
+        loss = float(model.train_step({name: t.to(device) for name, t in part.items()}))
+        norm = float(model.clip_grad_norm_(options.clip or float("inf")))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss)
+        on_step(step, loss, norm)
+    return losses
+
+
+def gather_ledgers(model: Any) -> list[str]:
+    """The ledger of every rank, on every rank."""
+    if not dist.is_initialized():
+        return [str(model.ledger)]
+    ledgers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ledgers, str(model.ledger))
+    return ledgers
+
+
+def train(options: TrainOptions, batches: Batches) -> list[float]:
+    """Load, show the ledgers, train, save: what every rank runs."""
+    model = load(options)
+    ledgers, first = gather_ledgers(model), model.mesh.rank == 0
+    if first:
+        Console(highlight=False).print(ledger_table(model.mesh, ledgers))
+    with progress_bar("training", options.steps) if first else silence() as on_step:
+        losses = fit(model, batches, options, on_step)
+    if options.output is not None:
+        model.save_pretrained(options.output)
+    return losses

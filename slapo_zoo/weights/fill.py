@@ -1,0 +1,172 @@
+"""Give a scheduled model on meta its values: from a checkpoint, or newly drawn."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo_zoo import hf
+from slapo_zoo.directive import State
+from slapo_zoo.errors import WeightsError
+from slapo_zoo.mesh import Mesh
+from slapo_zoo.placement import Placement, TensorSpec
+from slapo_zoo.tensors import local_part
+from slapo_zoo.weights.folder import CheckpointFolder
+from slapo_zoo.weights.initialize import fill_buffers, initialize_weights
+from slapo_zoo.weights.ledger import AnonymousPeak, Ledger
+from slapo_zoo.weights.load import Target, load_tensors
+from slapo_zoo.weights.names import NameMap, match_names
+
+
+def fill_from_folder(
+    model: Any, skeleton: Any, state: State, specs: Sequence[TensorSpec],
+    folder: CheckpointFolder, mesh: Mesh, device: torch.device, units: Sequence[str], seed: int,
+) -> Ledger:  # fmt: skip
+    """Read this rank's slices; what the checkpoint lacks is drawn as `from_config` draws it.
+
+    Args:
+        model: scheduled, on meta, only this rank's stage.
+        skeleton: the same model unscheduled and whole, on meta.
+        state: of the schedule.
+        specs: every tensor of the whole model.
+        folder: the checkpoint.
+        mesh: our place.
+        device: where the values go.
+        units: paths of blocks and their neighbours.
+        seed: of new weights.
+    """
+    begin = time.perf_counter()
+    with AnonymousPeak() as peak:
+        names = match_names(
+            [spec.name for spec in specs], folder.keys(), model.base_model_prefix,
+            hf.ignored_keys(skeleton), hf.tied_names(skeleton),
+        )  # fmt: skip
+        _refuse_foreign(names, units, folder, model.base_model_prefix)
+        local = _allocate(model, state, device)
+        canonical = {name: _canonical(name, state, specs) for name in local}
+        shapes = {spec.name: spec.shape for spec in specs}
+        targets = {
+            name: Target(tensor, shapes[canonical[name]], _placement(state, name))
+            for name, tensor in local.items()
+            if canonical[name] in names.source
+        }
+        source = {name: names.source[canonical[name]] for name in targets}
+        loaded = load_tensors(targets, folder, source, mesh)
+        missing = {name: local[name] for name in local if name not in targets}
+        _draw(skeleton, units, missing, canonical, state, mesh, seed)
+        fill_buffers(model, device)
+    return Ledger(
+        tensors=loaded.tensors, bytes_read=loaded.bytes_read,
+        shard_bytes=sum(t.nbytes for t in local.values()), files_opened=folder.files_opened,
+        seconds=time.perf_counter() - begin, peak_anonymous=peak.growth,
+        newly_initialized=names.missing, unexpected=names.unexpected,
+    )  # fmt: skip
+
+
+def fill_from_config(
+    model: Any, skeleton: Any, state: State, specs: Sequence[TensorSpec],
+    mesh: Mesh, device: torch.device, units: Sequence[str], seed: int,
+) -> Ledger:  # fmt: skip
+    """Draw every weight, the same for every layout; arguments as in `fill_from_folder`."""
+    begin = time.perf_counter()
+    with AnonymousPeak() as peak:
+        local = _allocate(model, state, device)
+        canonical = {name: _canonical(name, state, specs) for name in local}
+        _draw(skeleton, units, local, canonical, state, mesh, seed)
+        fill_buffers(model, device)
+    return Ledger(
+        shard_bytes=sum(t.nbytes for t in local.values()),
+        seconds=time.perf_counter() - begin, peak_anonymous=peak.growth,
+        newly_initialized=[spec.name for spec in specs],
+    )  # fmt: skip
+
+
+def _allocate(model: Any, state: State, device: torch.device) -> dict[str, Tensor]:
+    """Give parameters and persistent buffers storage; ties stay one parameter.
+
+    Returns:
+        name --> local tensor; of tied names, only the first that this stage holds.
+    """
+    local, made = {}, {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for name, tensor in module._parameters.items():
+            if tensor is None:
+                continue
+            if id(tensor) not in made:
+                data = torch.empty_like(tensor, device=device)
+                made[id(tensor)] = nn.Parameter(data, tensor.requires_grad)
+                state.owners[id(made[id(tensor)])] = state.owners.pop(id(tensor))
+                local[prefix + name] = made[id(tensor)].data
+            module._parameters[name] = made[id(tensor)]
+        for name, tensor in module._buffers.items():
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                module._buffers[name] = torch.empty_like(tensor, device=device)
+                local[prefix + name] = module._buffers[name]
+    return local
+
+
+def _canonical(name: str, state: State, specs: Sequence[TensorSpec]) -> str:
+    """The name under which a checkpoint holds a tensor that several modules share."""
+    known = {spec.name for spec in specs}
+    if name in known:
+        return name
+    return next((n for names in state.owners.values() if name in names for n in names if n in known), name)  # fmt: skip
+
+
+def _placement(state: State, name: str) -> Placement | None:
+    placed = state.placed.get(name)
+    return placed.placement if placed else None
+
+
+def _draw(
+    skeleton: Any, units: Sequence[str], missing: dict[str, Tensor], canonical: dict[str, str],
+    state: State, mesh: Mesh, seed: int,
+) -> None:  # fmt: skip
+    """Draw full tensors and keep this rank's part of those in `missing`."""
+    wanted: dict[str, list[str]] = {}
+    for name in missing:
+        wanted.setdefault(canonical[name], []).append(name)
+
+    def put(full_name: str, full: Tensor) -> None:
+        for name in wanted[full_name]:
+            placement = _placement(state, name)
+            part = full
+            if placement is not None:
+                size = mesh.size(placement.mesh_dim), mesh.coord(placement.mesh_dim)
+                part = local_part(full, placement, *size)
+            missing[name].copy_(part)
+
+    initialize_weights(skeleton, units, set(wanted), seed, put)
+
+
+def _refuse_foreign(
+    names: NameMap, units: Sequence[str], folder: CheckpointFolder, prefix: str
+) -> None:
+    """A checkpoint may lack a whole head or hold another one; anything else is an error.
+
+    A part of a unit, or a block, that is missing or too many means another architecture or size.
+    """
+    strip = f"{prefix}."
+    lists = {child.rpartition(".")[0] for child in units if child.rpartition(".")[2].isdigit()}
+    present = {unit for name in names.source for unit in units if name.startswith(unit + ".")}
+    missing = [
+        name
+        for name in names.missing
+        if any(name.startswith(f"{at}.") for at in (*present, *lists))
+    ]
+    known = [unit.removeprefix(strip) for unit in (*units, *lists)]
+    unexpected = [
+        key
+        for key in names.unexpected
+        if any(key.removeprefix(strip).startswith(f"{at}.") for at in known)
+    ]
+    if not missing and not unexpected:
+        return
+    lines = ["", *(f"missing: {name}" for name in missing[:20])]
+    lines += [f"unexpected: {key}" for key in unexpected[:20]]
+    what = f"{len(missing)} missing and {len(unexpected)} unexpected keys"
+    hint = "is it a checkpoint of another architecture or size?"
+    raise WeightsError(str(folder.path), what, "\n    ".join(lines), hint)

@@ -1,0 +1,129 @@
+"""A checkpoint folder: which file holds which key, opened one file at a time and only if needed."""
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.errors import WeightsError
+from slapo_zoo.weights.index import check_inside, read_index
+from slapo_zoo.weights.pickle_file import PickleFile
+from slapo_zoo.weights.safetensors_file import SafetensorsFile
+
+# What a folder may hold, in the order in which transformers prefers it.
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLE_SINGLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+
+class CheckpointFolder:
+    """The tensors of a checkpoint, by key; made by `open_checkpoint`.
+
+    Attributes:
+        path: the folder.
+        key_to_file: key --> name of the file that holds it.
+    """
+
+    def __init__(self, path: Path, main: str, allow_pickle: bool = False):
+        self.path = path
+        self._allow_pickle = allow_pickle
+        self._files: dict[str, SafetensorsFile | PickleFile] = {}
+        if main.endswith(".index.json"):
+            self.key_to_file = read_index(path / main)
+        else:
+            self.key_to_file = {}
+            self.key_to_file = dict.fromkeys(self._file(main).entries, main)
+
+    @property
+    def files_opened(self) -> int:
+        """Number of weight files opened so far."""
+        return len(self._files)
+
+    def keys(self) -> list[str]:
+        """All keys of the checkpoint."""
+        return list(self.key_to_file)
+
+    def view(self, key: str) -> Tensor:
+        """A tensor over the mapped file, of the file's shape and dtype; no byte is read yet."""
+        return self._file(self._name(key)).view(key)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """The shape in the file."""
+        return self._file(self._name(key)).entries[key].shape
+
+    def dtype(self, key: str) -> torch.dtype:
+        """The dtype in the file."""
+        return self._file(self._name(key)).entries[key].dtype
+
+    def position(self, key: str) -> tuple[str, int]:
+        """File and offset: tensors are read fastest in this order."""
+        name = self._name(key)
+        return name, self._file(name).entries[key].start
+
+    def close(self) -> None:
+        """Close the files; views that are alive stay valid."""
+        for file in self._files.values():
+            file.close()
+
+    def __enter__(self) -> "CheckpointFolder":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _name(self, key: str) -> str:
+        if key not in self.key_to_file:
+            problem = f"no such key among {len(self.key_to_file)}"
+            raise WeightsError(str(self.path), f"key {key!r}", problem)
+        return self.key_to_file[key]
+
+    def _file(self, name: str) -> SafetensorsFile | PickleFile:
+        if name not in self._files:
+            path = self.path / name
+            check_inside(self.path, path)
+            is_pickle = not name.endswith(".safetensors")
+            if is_pickle and not self._allow_pickle:
+                hint = "convert it to safetensors, or pass allow_pickle=True if you trust it"
+                raise WeightsError(str(path), "", "found a pickle, expected safetensors", hint)
+            file = PickleFile(path) if is_pickle else SafetensorsFile(path)
+            self._check_index(name, file)
+            self._files[name] = file
+        return self._files[name]
+
+    def _check_index(self, name: str, file: SafetensorsFile | PickleFile) -> None:
+        """The index and the file must agree on what the file holds."""
+        indexed = {key for key, owner in self.key_to_file.items() if owner == name}
+        absent = indexed - file.entries.keys()
+        twice = (file.entries.keys() & self.key_to_file.keys()) - indexed
+        if not absent and not twice:
+            return
+        file.close()
+        problem = "found in this file, but the index places it in another one"
+        if absent:
+            problem = "the index places it in this file, which does not hold it"
+        keys = sorted(absent or twice)
+        what = f"key {keys[0]!r}" + (f" and {len(keys) - 1} more" if len(keys) > 1 else "")
+        hint = "fetch the index and all files again, of one revision"
+        raise WeightsError(str(self.path / name), what, problem, hint)
+
+
+def open_checkpoint(folder: str | os.PathLike[str], allow_pickle: bool = False) -> CheckpointFolder:
+    """Open `model.safetensors`, or the files that `model.safetensors.index.json` names.
+
+    Args:
+        folder: a local folder; of the Hub cache, the snapshot.
+        allow_pickle: take `pytorch_model.bin` where there is no safetensors file. It is read with
+            `weights_only=True`, and costs memory where it was written by an old torch.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise WeightsError(str(folder), "", "found no such folder", "pass a checkpoint folder")
+    for name in (SINGLE, INDEX):
+        if os.path.lexists(path / name):
+            return CheckpointFolder(path, name)
+    for name in (PICKLE_SINGLE, PICKLE_INDEX):
+        if os.path.lexists(path / name):
+            return CheckpointFolder(path, name, allow_pickle)
+    found = ", ".join(sorted(os.listdir(path))[:8]) or "nothing"
+    problem = f"found {found}; expected {SINGLE} or {INDEX}"
+    raise WeightsError(str(folder), "", problem, "pass the folder that save_pretrained wrote")

@@ -1,0 +1,89 @@
+"""The index of a checkpoint of several files, and which paths it may name.
+
+An index may come from a stranger: it names files beside itself, and nothing else.
+"""
+
+import json
+import os
+import stat
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from slapo_zoo.errors import WeightsError
+
+MAX_INDEX = 100_000_000
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Key --> file name, every file present and inside the folder of the index."""
+    check_inside(path.parent, path)
+    weight_map = _weight_map(path)
+    for name in sorted(set(weight_map.values())):
+        _check_name(path, name)
+        if not os.path.exists(path.parent / name):
+            count = sum(file == name for file in weight_map.values())
+            problem = f"the index places {count} tensors in this file, but it is not there"
+            raise WeightsError(str(path), name, problem, "fetch the missing file")
+        check_inside(path.parent, path.parent / name)
+    return weight_map
+
+
+def check_inside(folder: Path, path: Path) -> None:
+    """Refuse what is not a regular file, or is linked from outside of the checkpoint.
+
+    In the Hub cache, `models--org--name/snapshots/<sha>/file` links to `../../blobs/<hash>`: a
+    link may lead to the blobs of the same repository.
+    """
+    try:
+        real, mode = path.resolve(strict=True), path.stat().st_mode
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise WeightsError(str(path), "", f"cannot be opened: {error}") from error
+    if not stat.S_ISREG(mode):
+        raise WeightsError(str(path), "", "found no regular file", "pass a checkpoint folder")
+    if not any(real.is_relative_to(root) for root in _roots(folder)):
+        problem = f"found a link to {real}, expected a file of the checkpoint folder"
+        raise WeightsError(str(path), "", problem, "copy the file into the folder")
+
+
+def _roots(folder: Path) -> list[Path]:
+    real = folder.resolve()
+    for parent in real.parents:
+        if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
+            return [real, parent.parent / "blobs"]
+    return [real]
+
+
+def _check_name(index: Path, name: str) -> None:
+    posix, windows = PurePosixPath(name), PureWindowsPath(name)
+    is_escape = posix.is_absolute() or windows.drive or ".." in (*posix.parts, *windows.parts)
+    if is_escape or "\\" in name or "\0" in name or not name:
+        problem = f"found the file name {name!r:.120}, expected a name inside the folder"
+        raise WeightsError(str(index), "weight_map", problem, "the index is broken or hostile")
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                problem = f"found in {found[key]!r:.60} and {value!r:.60}, expected one file"
+                raise WeightsError(str(path), f"key {key!r}", problem)
+            found[key] = value
+        return found
+
+    size = path.stat().st_size
+    if size > MAX_INDEX:
+        problem = f"found an index of {size} bytes, expected at most {MAX_INDEX}"
+        raise WeightsError(str(path), "", problem)
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except WeightsError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(str(path), "", f"found no JSON: {error}", "fetch it again") from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    is_text = isinstance(weight_map, dict) and all(isinstance(v, str) for v in weight_map.values())
+    if not is_text or not weight_map:
+        problem = f"found {weight_map!r:.80}, expected file names by key"
+        raise WeightsError(str(path), "weight_map", problem, "fetch the index again")
+    return weight_map

@@ -1,0 +1,102 @@
+"""Values that no file holds: new weights, the same on every layout, and non-persistent buffers."""
+
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo_zoo import hf
+from slapo_zoo.errors import WeightsError
+from slapo_zoo.rng import mix
+
+
+def initialize_weights(
+    skeleton: Any,
+    units: Iterable[str],
+    names: set[str],
+    seed: int,
+    put: Callable[[str, Tensor], None],
+) -> None:
+    """Draw full tensors unit by unit, hand each over, and forget them.
+
+    Every unit has a generator of its own, so the values depend neither on the layout nor on which
+    units a rank needs. The peak is one unit.
+
+    Args:
+        skeleton: the unscheduled model on meta.
+        units: paths whose modules are initialised as one (blocks, embeddings, heads).
+        names: the parameters and buffers that are wanted.
+        seed: of the run.
+        put: receives (name, full tensor on the CPU).
+    """
+    for unit in units:
+        module = skeleton.get_submodule(unit)
+        prefix = f"{unit}." if unit else ""
+        wanted = [n for n, _ in _tensors(module) if prefix + n in names]
+        if not wanted:
+            continue
+        meta = _to_cpu(module)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(mix(seed, zlib.crc32(unit.encode())))
+            hf.init_module(skeleton, module)
+        tensors = dict(_tensors(module))
+        for name in wanted:
+            _check_finite(prefix + name, tensors[name])
+            put(prefix + name, tensors[name])
+        _restore(module, meta)
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """All parameters and buffers with duplicates: a tie is drawn once, wherever it is wanted."""
+    return [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+
+
+def _to_cpu(module: nn.Module) -> list[tuple[dict, str, Tensor]]:
+    """Give a meta module storage, poisoned so that a forgotten tensor is noticed."""
+    before, made = [], {}
+    for sub in module.modules():
+        for held in (sub._parameters, sub._buffers):
+            for name, tensor in held.items():
+                if tensor is None:
+                    continue
+                before.append((held, name, tensor))
+                if id(tensor) not in made:
+                    empty = torch.empty_like(tensor, device="cpu")
+                    fresh = empty.fill_(torch.nan) if empty.is_floating_point() else empty.zero_()
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(fresh, False) if is_parameter else fresh
+                held[name] = made[id(tensor)]
+    return before
+
+
+def _restore(module: nn.Module, before: list[tuple[dict, str, Tensor]]) -> None:
+    for held, name, tensor in before:
+        held[name] = tensor
+
+
+def _check_finite(name: str, tensor: Tensor) -> None:
+    if tensor.is_floating_point() and tensor.isnan().any():
+        problem = "the model's own initialisation does not set it"
+        raise WeightsError("initialise", name, problem, "load it from a checkpoint")
+
+
+def fill_buffers(model: Any, device: torch.device) -> None:
+    """Compute the buffers that no checkpoint holds (masks, position ids, rotary tables).
+
+    rewrite:  buffer on meta  -->  buffer on `device`, as the reference build has it
+    """
+    for module in model.modules():
+        names = [n for n, b in module._buffers.items() if b is not None and b.is_meta]
+        if not names:
+            continue
+        for name in names:
+            module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
+        for parameter in module.parameters(recurse=False):
+            hf.mark_initialized(parameter)
+        with torch.no_grad():
+            model._init_weights(module)

@@ -1,0 +1,108 @@
+"""Where every tensor of a checkpoint will lie: files, headers and offsets, before a byte is there."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+
+from slapo_zoo.errors import WeightsError
+from slapo_zoo.placement import TensorSpec
+from slapo_zoo.weights.header import DTYPES
+
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+ORDER = {dtype: i for i, dtype in enumerate(DTYPES.values())}
+
+
+class Slot(NamedTuple):
+    """A tensor's place: a file and the offset of its first byte from the file's start."""
+
+    file: str
+    start: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The files of a checkpoint.
+
+    Args:
+        headers: file name --> its first bytes, the length of the header included.
+        sizes: file name --> its size in bytes.
+        slots: tensor name --> Slot.
+        index: the text of `model.safetensors.index.json`, or "" for a single file.
+    """
+
+    headers: dict[str, bytes]
+    sizes: dict[str, int]
+    slots: dict[str, Slot]
+    index: str
+
+
+def torch_dtype(spec: TensorSpec) -> torch.dtype:
+    """The torch dtype of a spec; an unknown name is a WeightsError."""
+    dtype = getattr(torch, spec.dtype, None)
+    if dtype not in CODES:
+        problem = f"found dtype {spec.dtype!r}, expected one that safetensors can hold"
+        raise WeightsError("save", spec.name, problem, f"one of {', '.join(map(str, CODES))}")
+    return dtype
+
+
+def tensor_bytes(spec: TensorSpec) -> int:
+    """Size of the whole tensor in a file."""
+    return math.prod(spec.shape) * torch_dtype(spec).itemsize
+
+
+def plan_layout(
+    specs: Sequence[TensorSpec], max_shard_size: int | str, metadata: Mapping[str, str]
+) -> Layout:
+    """Divide the tensors over files as `save_pretrained` of transformers does, and place them.
+
+    Args:
+        specs: all tensors of the model, in state-dict order.
+        max_shard_size: "5GB" or bytes; a tensor that is larger gets a file of its own.
+        metadata: `__metadata__` of every file.
+    """
+    by_name = {spec.name: spec for spec in specs}
+    if len(by_name) < len(specs) or not specs:
+        problem = f"found {len(specs)} tensors of {len(by_name)} names, expected one of each"
+        raise WeightsError("save", "specs", problem)
+    state = {s.name: torch.empty(s.shape, dtype=torch_dtype(s), device="meta") for s in specs}
+    try:
+        split = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_size)
+    except ValueError as error:
+        problem = f"found {max_shard_size!r}: {error}"
+        raise WeightsError("save", "max_shard_size", problem, 'pass e.g. "5GB"') from error
+    headers, sizes, slots = {}, {}, {}
+    for file, names in split.filename_to_tensors.items():
+        ordered = _aligned([by_name[name] for name in names])
+        headers[file] = header = _header(ordered, metadata)
+        end = len(header)
+        for spec in ordered:
+            slots[spec.name] = Slot(file, end)
+            end += tensor_bytes(spec)
+        sizes[file] = end
+    counts = {"total_parameters": sum(math.prod(spec.shape) for spec in specs)}
+    index = {"metadata": {**counts, **split.metadata}, "weight_map": split.tensor_to_filename}
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n" if split.is_sharded else ""
+    return Layout(headers, sizes, slots, text)
+
+
+def _aligned(specs: list[TensorSpec]) -> list[TensorSpec]:
+    """The order of the safetensors library: wide dtypes in front, so that every tensor is aligned."""
+    return sorted(specs, key=lambda spec: (-ORDER[torch_dtype(spec)], spec.name))
+
+
+def _header(specs: list[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    """The first bytes of a file, padded so that the data start at a multiple of 8."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for spec in specs:
+        start, end = end, end + tensor_bytes(spec)
+        code = CODES[torch_dtype(spec)]
+        header[spec.name] = {"dtype": code, "shape": spec.shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,105 @@
+"""What a load did: tensors, bytes, files, time, and the memory it took on the way."""
+
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SMAPS = Path("/proc/self/smaps_rollup")
+
+
+def anonymous_bytes() -> int:
+    """Anonymous memory of this process in bytes; 0 where the kernel does not tell.
+
+    Resident memory would count the mapped pages of the checkpoint, which cost nothing.
+    """
+    try:
+        text = SMAPS.read_text()
+    except OSError:
+        return 0
+    for line in text.splitlines():
+        if line.startswith("Anonymous:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+class AnonymousPeak:
+    """Watch anonymous memory: `with AnonymousPeak() as peak: ...; peak.growth`.
+
+    Attributes:
+        growth: bytes by which the process grew over what it held at entry, at most.
+    """
+
+    INTERVAL = 0.002
+
+    def __init__(self) -> None:
+        self.growth = 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="anonymous-peak", daemon=True)
+
+    def __enter__(self) -> "AnonymousPeak":
+        self._before = anonymous_bytes()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._done.set()
+        self._thread.join()
+        self._sample()
+
+    def _watch(self) -> None:
+        pause = 0.0
+        while not self._done.wait(pause):
+            begin = time.perf_counter()
+            self._sample()
+            # The kernel walks all page tables for a sample: stay below a tenth of one core.
+            pause = max(self.INTERVAL, 9 * (time.perf_counter() - begin))
+
+    def _sample(self) -> None:
+        self.growth = max(self.growth, anonymous_bytes() - self._before)
+
+
+@dataclass
+class Ledger:
+    """What one load did on this rank.
+
+    Args:
+        tensors: number of local tensors filled from files.
+        bytes_read: bytes of the slices read, in the dtype of the files.
+        shard_bytes: bytes of this rank's own tensors, in the dtype of the model.
+        files_opened: number of weight files opened.
+        seconds: wall time.
+        peak_anonymous: growth of anonymous memory over the process before the load, at its peak.
+        newly_initialized: names that no file holds.
+        unexpected: keys of the files that the model has no place for.
+    """
+
+    tensors: int = 0
+    bytes_read: int = 0
+    shard_bytes: int = 0
+    files_opened: int = 0
+    seconds: float = 0.0
+    peak_anonymous: int = 0
+    newly_initialized: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tensors} tensors, {_human(self.bytes_read)} read from "
+            f"{self.files_opened} file{'' if self.files_opened == 1 else 's'} in {self.seconds:.2f} s"
+            f" into {_human(self.shard_bytes)}; peak anonymous +{_human(self.peak_anonymous)}; "
+            f"{len(self.newly_initialized)} newly initialized, {len(self.unexpected)} unexpected"
+        )
+
+
+def _human(size: float) -> str:
+    """A size as a person reads it: 1536 --> "1.5 KB", decimal units as in file listings.
+
+    >>> _human(999), _human(1_500_000)
+    ('999 B', '1.5 MB')
+    """
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

@@ -1,0 +1,100 @@
+"""Which checkpoint key fills which tensor of the model; the rules are data."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+# Older spellings, tried only where a key has no place as it is.  (pattern, replacement)
+LEGACY = (
+    (r"([^.]*LayerNorm[^.]*)\.gamma$", r"\1.weight"),
+    (r"([^.]*LayerNorm[^.]*)\.beta$", r"\1.bias"),
+)
+
+# Buffers that older releases saved and that the model computes by itself.
+LEFTOVERS = (
+    r"(^|\.)h\.\d+\.attn\.(attention\.)?(bias|masked_bias)$",  # causal masks of GPT-2 and GPT-Neo
+    r"(^|\.)position_ids$",
+    r"(^|\.)rotary_emb\.inv_freq$",
+)
+
+
+@dataclass(frozen=True)
+class NameMap:
+    """The outcome of matching.
+
+    Args:
+        source: model name --> checkpoint key.
+        missing: model names that no key fills, in model order.
+        unexpected: keys that fill nothing, in checkpoint order.
+    """
+
+    source: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+
+def match_names(
+    expected: Iterable[str],
+    found: Iterable[str],
+    base_model_prefix: str = "",
+    ignore: Iterable[str] = (),
+    tied: Mapping[str, str] | None = None,
+) -> NameMap:
+    """Match the names of a model against the keys of a checkpoint.
+
+    A key is taken as it is, else with the base-model prefix stripped or added (`h.0.ln_1.weight`
+    <-> `transformer.h.0.ln_1.weight`), else so in its modern spelling. The best spelling of a name
+    wins over the others, in whatever order the file lists them.
+
+    Args:
+        expected: names of the whole model, before it was scheduled.
+        found: keys of the checkpoint.
+        base_model_prefix: the model's `base_model_prefix`, or "".
+        ignore: regular expressions (`re.search`) of keys that may stay unused.
+        tied: tied name --> the name it shares memory with. Whichever of them the file holds fills
+            the others; a file that holds several is not unexpected.
+    """
+    expected, found, tied = list(expected), list(found), tied or {}
+    known = {*expected, *tied, *tied.values()}
+    direct: dict[str, tuple[int, str]] = {}
+    for key in found:
+        for rank, name in enumerate(_spellings(key, base_model_prefix)):
+            if name in known:
+                direct[name] = min(direct.get(name, (rank, key)), (rank, key), key=lambda x: x[0])
+                break
+    families = _families(tied)
+    source = {}
+    for name in expected:
+        holder = next((n for n in (name, *families.get(name, ())) if n in direct), None)
+        if holder is not None:
+            source[name] = direct[holder][1]
+    used = {key for _, key in direct.values()}
+    may_stay = re.compile("|".join(f"(?:{rule})" for rule in (*LEFTOVERS, *ignore)))
+    unexpected = [key for key in found if key not in used and not may_stay.search(key)]
+    return NameMap(source, [name for name in expected if name not in source], unexpected)
+
+
+def _spellings(key: str, prefix: str) -> Iterator[str]:
+    """Names that `key` may stand for, best first."""
+    modern = key
+    for pattern, replacement in LEGACY:
+        modern = re.sub(pattern, replacement, modern)
+    for spelling in (key, modern):
+        yield spelling
+        if prefix:
+            yield spelling.removeprefix(f"{prefix}.")
+            yield f"{prefix}.{spelling}"
+
+
+def _families(tied: Mapping[str, str]) -> dict[str, list[str]]:
+    """Name --> all names that share its memory, the first source in front."""
+    members: dict[str, list[str]] = {}
+    for name in dict.fromkeys((*tied.values(), *tied)):
+        root, seen = name, {name}
+        while root in tied and tied[root] not in seen:
+            root = tied[root]
+            seen.add(root)
+        family = members.setdefault(root, [root])
+        if name not in family:
+            family.append(name)
+    return {name: family for family in members.values() for name in family}

@@ -1,0 +1,182 @@
+"""Save a model from all ranks at once: each writes its slices into files that stand ready.
+
+No rank ever holds more of the model than it trains, and a crash at any moment leaves the old
+folder as it was.
+"""
+
+import errno
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from slapo_zoo.errors import WeightsError
+from slapo_zoo.mesh import Mesh
+from slapo_zoo.placement import TensorSpec
+from slapo_zoo.weights.layout import Layout, Slot, plan_layout, tensor_bytes, torch_dtype
+from slapo_zoo.weights.safetensors_file import SafetensorsFile
+from slapo_zoo.weights.staging import Staging
+from slapo_zoo.weights.together import together
+from slapo_zoo.weights.write import write_tensors
+
+INDEX = "model.safetensors.index.json"
+STEP = "save_folder"
+PYTORCH = {"format": "pt"}
+
+
+def save_folder(
+    folder: str | os.PathLike[str],
+    specs: Sequence[TensorSpec],
+    local: Mapping[str, Tensor],
+    mesh: Mesh,
+    write_extras: Callable[[Path], None] | None = None,
+    max_shard_size: int | str = "5GB",
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a checkpoint that plain `transformers` loads; a collective call on all ranks.
+
+    rewrite:  w_r [..., local_size(size, n, r), ...]  -->  w [..., size, ...] in the file
+
+    If it fails on one rank it raises on all of them, and the folder is as it was. Files of the old
+    folder that are not weights stay, unless `write_extras` wrote them anew.
+
+    Args:
+        folder: the folder, on a file system that all ranks share; rank 0 decides where it is.
+        specs: all tensors of the whole model in state-dict order, the same on every rank.
+        local: this rank's tensors, at least for the specs of its stage, in the dtype of the spec.
+        mesh: sizes of the mesh, and our coordinates.
+        write_extras: called on rank 0 with the folder under construction: config, tokenizer.
+        max_shard_size: largest file, "5GB" or bytes.
+        metadata: `__metadata__` of the files; {"format": "pt"} by default.
+    """
+    save = _Save(Path(folder).resolve(), specs, local, mesh)
+    digests = together(mesh, STEP, lambda: save.prepare(max_shard_size, metadata or PYTORCH))
+    if differs := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        problem = f"found other tensors or sizes on ranks {differs} than on rank 0"
+        raise WeightsError(STEP, "specs", problem, "pass the same specs of the whole model")
+    try:
+        path = Path(together(mesh, STEP, save.create)[0])
+        written = sum(together(mesh, STEP, lambda: save.write(path)))
+        together(mesh, STEP, lambda: save.finish(written, write_extras))
+    finally:
+        save.staging.discard()
+
+
+class _Save:
+    """The steps of one save on one rank; files and folders are made by rank 0 alone."""
+
+    def __init__(
+        self, target: Path, specs: Sequence[TensorSpec], local: Mapping[str, Tensor], mesh: Mesh
+    ):
+        self.target, self.specs, self.local, self.mesh = target, list(specs), local, mesh
+        self.staging = Staging(target)
+        self.layout = Layout({}, {}, {}, "")
+
+    def prepare(self, max_shard_size: int | str, metadata: Mapping[str, str]) -> str:
+        """Plan the files, check our tensors; return a digest of what all ranks must agree on."""
+        self.layout = plan_layout(self.specs, max_shard_size, metadata)
+        for spec in self.specs:
+            _check_spec(spec, self.local, self.mesh)
+        strange = self.local.keys() - self.layout.slots.keys()
+        if strange:
+            problem = f"found {len(strange)} tensors that no spec names, expected none"
+            raise WeightsError(STEP, min(strange), problem, "they would be lost")
+        return hashlib.sha256(repr((self.layout, self.specs)).encode()).hexdigest()
+
+    def create(self) -> str:
+        """Make the folder and its files in full size, so that a full disk fails here."""
+        if self.mesh.rank == 0:
+            with self._io_errors():
+                self.staging.create()
+                for name, header in self.layout.headers.items():
+                    _reserve(self.staging.path / name, header, self.layout.sizes[name])
+        return str(self.staging.path)
+
+    def write(self, path: Path) -> int:
+        """Write our share; return its bytes."""
+        with self._io_errors():
+            return write_tensors(path, self.layout.slots, self.specs, self.local, self.mesh)
+
+    def finish(self, written: int, write_extras: Callable[[Path], None] | None) -> None:
+        """Add what is no tensor, check all, and publish."""
+        if self.mesh.rank != 0:
+            return
+        expected = sum(map(tensor_bytes, self.specs))
+        if written != expected:
+            problem = f"found {written} bytes written by all ranks, expected {expected}"
+            raise WeightsError(STEP, self.target, problem, "do the placements cover every tensor?")
+        path = self.staging.path
+        with self._io_errors():
+            if self.layout.index:
+                (path / INDEX).write_text(self.layout.index, encoding="utf-8")
+            if write_extras is not None:
+                write_extras(path)
+            _check_files(path, self.layout)
+            self.staging.publish()
+
+    @contextmanager
+    def _io_errors(self) -> Iterator[None]:
+        """Say which save failed, what it needs, and that nothing is lost."""
+        try:
+            yield
+        except OSError as error:
+            problem = f"cannot be written: {error.strerror or error}"
+            hint = "the folder is as it was before"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                problem += f"; expected {sum(self.layout.sizes.values())} bytes of free space"
+                hint += "; free space, or save to another disk"
+            elif isinstance(error, FileNotFoundError) and self.mesh.world_size > 1:
+                hint += "; do all ranks see it under this path? save to a file system they share"
+            raise WeightsError(str(self.target), error.filename or "", problem, hint) from error
+
+
+def _check_spec(spec: TensorSpec, local: Mapping[str, Tensor], mesh: Mesh) -> None:
+    """Refuse a tensor that nobody, or not the spec's owner, could write."""
+    if not 0 <= spec.stage < mesh.pp:
+        problem = f"found stage {spec.stage}, expected 0..{mesh.pp - 1}"
+        raise WeightsError(STEP, spec.name, problem)
+    if spec.stage != mesh.coord("pp"):
+        return
+    if spec.name not in local:
+        problem = f"missing on rank {mesh.rank}, whose stage {spec.stage} owns it"
+        raise WeightsError(STEP, spec.name, problem, "pass all tensors of the stage")
+    shape, placement = spec.shape, spec.placement
+    if placement is not None:
+        n, r = mesh.size(placement.mesh_dim), mesh.coord(placement.mesh_dim)
+        if problem := placement.problem(shape[placement.axis], n):
+            raise WeightsError(STEP, spec.name, problem)
+        shape = spec.local_shape(n, r)
+    tensor = local[spec.name]
+    if tuple(tensor.shape) != tuple(shape) or tensor.dtype != torch_dtype(spec):
+        found = f"{tensor.dtype} of shape {list(tensor.shape)}"
+        problem = f"found {found}, expected {torch_dtype(spec)} of shape {list(shape)}"
+        raise WeightsError(STEP, spec.name, problem, "the spec says what the file will hold")
+
+
+def _reserve(path: Path, header: bytes, size: int) -> None:
+    """Create a file with its header and room for its tensors."""
+    with path.open("xb") as file:
+        file.write(header)
+        file.flush()
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except (AttributeError, OSError) as error:  # AttributeError: macOS has none
+            cannot = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+            if isinstance(error, OSError) and error.errno not in cannot:
+                raise
+            file.truncate(size)
+
+
+def _check_files(path: Path, layout: Layout) -> None:
+    """Read back what a reader will see, after strangers' code has written beside it."""
+    found = {}
+    for name in layout.headers:
+        with SafetensorsFile(path / name) as file:
+            found.update({key: Slot(name, entry.start) for key, entry in file.entries.items()})
+    if found != layout.slots:
+        wrong = sorted(key for key, _ in found.items() ^ layout.slots.items())
+        problem = f"found {len(found)} tensors, expected {len(layout.slots)}: {wrong[:5]}"
+        raise WeightsError(str(path), "", problem, "write_extras must not write weight files")

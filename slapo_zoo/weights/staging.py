@@ -1,0 +1,159 @@
+"""A folder that appears whole or not at all: built beside its target, then swapped with it."""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import stat
+from pathlib import Path
+
+from slapo_zoo.errors import WeightsError
+from slapo_zoo.weights.carry import carry_over
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+
+
+class Staging:
+    """The unpublished folder of one save; used by one rank.
+
+    Args:
+        target: the folder to be published, an absolute path.
+
+    Attributes:
+        path: the hidden sibling of the target that `create` makes.
+    """
+
+    def __init__(self, target: Path):
+        self.target = target
+        self.path = _sibling(target, "partial")
+        self._lock = -1
+
+    def create(self) -> None:
+        """Refuse a bad target, remove what killed saves left behind, and make the folder."""
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(self.target)
+        _check_target(self.target)
+        self.path.mkdir()
+        self._lock = os.open(self.path, os.O_RDONLY)
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def publish(self) -> None:
+        """Carry the old folder's other files over, then put the new folder in its place.
+
+        At every moment a reader finds the whole old folder or the whole new one.
+        """
+        if not self.target.exists():
+            _sync_tree(self.path)
+            os.rename(self.path, self.target)
+        else:
+            carry_over(self.target, self.path)
+            shutil.copymode(self.target, self.path)
+            _sync_tree(self.path)
+            _exchange(self.path, self.target)
+        _sync(self.target.parent)
+
+    def discard(self) -> None:
+        """Remove what is not published: the new folder, or, after `publish`, the old one."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _sibling(target: Path, kind: str) -> Path:
+    return target.parent / f".{target.name}.{kind}-{secrets.token_hex(4)}"
+
+
+def _check_target(target: Path) -> None:
+    """Never replace a folder that may be something else than a checkpoint."""
+    if not os.path.lexists(target):
+        return
+    if not target.is_dir():
+        raise WeightsError(str(target), "", "found a file, expected a folder", "pass another path")
+    hint = "pass a new folder, e.g. one below it"
+    if target.is_mount() or Path.cwd().is_relative_to(target):
+        problem = "found a mount point or the working directory, which cannot be replaced"
+        raise WeightsError(str(target), "", problem, hint)
+    is_checkpoint = (target / "config.json").exists() or any(target.glob("model*.safetensors"))
+    if any(target.iterdir()) and not is_checkpoint:
+        names = ", ".join(sorted(os.listdir(target))[:5])
+        problem = f"found a folder that is no checkpoint ({names}), expected none or an empty one"
+        raise WeightsError(str(target), "", problem, hint)
+
+
+def _sweep(target: Path) -> None:
+    """Finish what killed saves began: bring a moved-away folder back, remove the rest."""
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.(partial|previous)-[0-9a-f]{{8}}")
+    for path in sorted(target.parent.iterdir()):
+        match = pattern.fullmatch(path.name)
+        if match is None or _is_alive(path):
+            continue
+        if match[1] == "previous" and not os.path.lexists(target):
+            os.rename(path, target)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_alive(path: Path) -> bool:
+    """Whether another process is saving into `path` at this moment."""
+    try:
+        lock = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return False
+
+
+def _exchange(path: Path, target: Path) -> None:
+    """Swap two folders, at once where the kernel can."""
+    if _renameat2(path, target):
+        return
+    previous = _sibling(target, "previous")
+    os.rename(target, previous)
+    try:
+        os.rename(path, target)
+    except OSError:
+        os.rename(previous, target)
+        raise
+    os.rename(previous, path)
+
+
+def _renameat2(path: Path, target: Path) -> bool:
+    """Swap by RENAME_EXCHANGE; False where the C library, kernel or file system has none."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is None:
+        return False
+    done = function(AT_FDCWD, os.fsencode(path), AT_FDCWD, os.fsencode(target), RENAME_EXCHANGE)
+    code = ctypes.get_errno()
+    if done != 0 and code not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        raise OSError(code, os.strerror(code), str(target))
+    return done == 0
+
+
+def _sync_tree(folder: Path) -> None:
+    for root, _, files in os.walk(folder):
+        for path in (Path(root), *(Path(root, name) for name in files)):
+            is_ours = str(path) == root or stat.S_ISREG(path.lstat().st_mode)  # a pipe would block
+            if is_ours and os.access(path, os.R_OK):
+                _sync(path)
+
+
+def _sync(path: Path) -> None:
+    """Force a file, or the names in a folder, onto the disk."""
+    fileno = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fileno)
+    finally:
+        os.close(fileno)

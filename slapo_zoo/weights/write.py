@@ -1,0 +1,115 @@
+"""Write one rank's share of the tensors at their offsets.
+
+`pwrite` and no map: on a full disk it raises, where a store to a mapped page kills the process.
+"""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.mesh import Mesh
+from slapo_zoo.placement import TensorSpec
+from slapo_zoo.weights.layout import Slot
+
+
+class Share(NamedTuple):
+    """Indices start..stop of the placed axis that this rank writes; `offset` is local."""
+
+    start: int
+    stop: int
+    offset: int
+
+
+def write_tensors(
+    path: Path,
+    slots: Mapping[str, Slot],
+    specs: Sequence[TensorSpec],
+    local: Mapping[str, Tensor],
+    mesh: Mesh,
+) -> int:
+    """Write our shares into the files below `path`, force them onto the disk, return the bytes.
+
+    At most one tensor at a time is copied (to the CPU, or to make it contiguous).
+
+    Args:
+        path: the folder in which the files stand ready in full size.
+        slots: tensor name --> file and offset.
+        specs: all tensors of the model.
+        local: this rank's tensors.
+        mesh: sizes of the mesh, and our coordinates.
+    """
+    mine = [spec for spec in specs if shares(spec, mesh)]
+    written = 0
+    by_place = sorted(mine, key=lambda spec: slots[spec.name])
+    for name, group in groupby(by_place, key=lambda spec: slots[spec.name].file):
+        with (path / name).open("r+b", buffering=0) as file:
+            for spec in group:
+                tensor = local[spec.name].detach().to("cpu")
+                written += _write(file, slots[spec.name].start, tensor, spec, mesh)
+            os.fsync(file.fileno())
+    return written
+
+
+def shares(spec: TensorSpec, mesh: Mesh) -> list[Share]:
+    """What of a tensor this rank writes, so that all ranks together write each element once.
+
+    Of ranks that hold the same elements the first one writes: coordinate 0 of the mesh dims that
+    do not divide the tensor, and the first holder of a replicated run. A tensor without a
+    placement counts as one piece, 0..1.
+    """
+    placement = spec.placement
+    divided = placement.mesh_dim if placement else ""
+    others = [mesh.coord(mesh_dim) for mesh_dim in ("tp", "dp") if mesh_dim != divided]
+    if spec.stage != mesh.coord("pp") or any(others):
+        return []
+    if placement is None:
+        return [Share(0, 1, 0)]
+    size, n, r = spec.shape[placement.axis], mesh.size(divided), mesh.coord(divided)
+    before = {run for rank in range(r) for run in placement.runs(size, n, rank)}
+    found: list[Share] = []
+    offset = 0
+    for run in placement.runs(size, n, r):
+        if found and found[-1].stop == run.start and run not in before:
+            found[-1] = found[-1]._replace(stop=run.stop)  # adjacent groups: one write
+        elif run not in before:
+            found.append(Share(run.start, run.stop, offset))
+        offset += run.stop - run.start
+    return found
+
+
+def _write(file: BinaryIO, start: int, tensor: Tensor, spec: TensorSpec, mesh: Mesh) -> int:
+    """Write the shares of one CPU tensor whose first byte lies at `start` of the file."""
+    axis = spec.placement.axis if spec.placement else 0
+    shape = spec.shape if spec.placement else (1, *spec.shape)
+    tensor = tensor if spec.placement else tensor.unsqueeze(0)
+    inner = math.prod(shape[axis + 1 :]) * tensor.itemsize
+    written = 0
+    for share in shares(spec, mesh):
+        width = share.stop - share.start
+        piece = _bytes(tensor.narrow(axis, share.offset, width))
+        rows, chunk = math.prod(shape[:axis]), width * inner
+        if width == shape[axis]:
+            rows, chunk = 1, rows * chunk  # rows that lie side by side in the file: one write
+        for row in range(rows if chunk else 0):
+            place = start + row * shape[axis] * inner + share.start * inner
+            _pwrite(file, piece[row * chunk : (row + 1) * chunk], place)
+        written += rows * chunk
+    return written
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The elements of a CPU tensor as bytes, in row-major order."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _pwrite(file: BinaryIO, piece: memoryview, place: int) -> None:
+    """Write all of `piece` at offset `place`; the kernel takes at most 2 GiB at once."""
+    while piece:
+        done = os.pwrite(file.fileno(), piece, place)
+        piece, place = piece[done:], place + done

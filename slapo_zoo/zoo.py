@@ -1,0 +1,208 @@
+"""Zoo tables: rows of (pattern, rule), looked up by the `model_type` of a config.
+
+A rule is a tuple of directives, in which `Dim("head_dim")` stands for a number of the config.
+"""
+
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from slapo_zoo.directive import Directive
+from slapo_zoo.errors import ArchitectureError, MeshError
+from slapo_zoo.paths import nearest
+from slapo_zoo.primitives import (
+    Checkpoint,
+    CoreAttentionSeam,
+    CutPipelineStage,
+    ForkRng,
+    Shard,
+    ShardAttribute,
+    Sync,
+)
+from slapo_zoo.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A number of the config, named in a table and known when the schedule is made."""
+
+    name: str
+
+
+Rule = tuple[Directive, ...]
+Row = tuple[str, Rule]
+
+
+def _dim(name: str) -> Any:
+    return Dim(name)
+
+
+def column(axis: int = 0, unit: str = "", groups: tuple[str, ...] = ()) -> Rule:
+    """Each rank computes some outputs: the weight (and bias) divided along its output axis."""
+    how = {"unit": _dim(unit) if unit else 1, "uneven": True}
+    sizes: Any = tuple(Dim(name) for name in groups)
+    weight = Shard("weight", axis, groups=sizes, **how)
+    return (weight, Shard("bias", 0, groups=sizes, **how))
+
+
+def row(axis: int = 1, unit: str = "") -> Rule:
+    """Each rank holds some inputs: the product is summed over tp, then the bias added once."""
+    how = {"unit": _dim(unit) if unit else 1, "uneven": True}
+    return (Shard("weight", axis, **how), Sync("fwd_post", "all_reduce"))
+
+
+def attention(num_heads: str, *attributes: tuple[str, str]) -> Rule:
+    """The seam `core_attn`, and attributes that count heads: ("split_size", "head_dim")."""
+    patches = tuple(
+        ShardAttribute(name, unit=_dim(unit) if unit else 1) for name, unit in attributes
+    )
+    return (CoreAttentionSeam(_dim(num_heads)), *patches)
+
+
+enter: Rule = (Sync("bwd_post", "all_reduce"),)
+vocab: Rule = (Shard("weight", 0, pad=True), Sync("fwd_post", "all_reduce"))
+vocab_head: Rule = (
+    Shard("weight", 0, pad=True),
+    Shard("bias", 0, pad=True),
+    Sync("bwd_post", "all_reduce"),
+    Sync("fwd_post", "vocab_logits"),
+)
+whole: Rule = ()
+dropout: Rule = (ForkRng(),)
+
+
+@dataclass(frozen=True)
+class Table:
+    """One family: a row per module that the schedule names.
+
+    Args:
+        model_type: as in the config of `transformers`.
+        source: what the table was written from.
+        dims: name -> config attribute, or a function of the config.
+        body: rows below the base model (`transformer.`, `bert.`), for all head classes.
+        heads: rows for modules outside the base model.
+        blocks: pattern of the repeated blocks, below the base model; cuts fall between them.
+        hidden: config attribute of the width of what crosses a cut.
+    """
+
+    model_type: str
+    source: str
+    dims: Mapping[str, str | Callable[[Any], int]]
+    body: tuple[Row, ...]
+    heads: tuple[Row, ...]
+    blocks: str
+    hidden: str = "hidden_size"
+    ignored_keys: tuple[str, ...] = field(default=())
+
+    def rows(self, model: Any) -> list[Row]:
+        """All rows with full patterns and resolved numbers, for one model."""
+        prefix = base_prefix(model)
+        body = [(prefix + pattern, rule) for pattern, rule in self.body]
+        dims = {name: _number(of, model.config) for name, of in self.dims.items()}
+        rows = [*body, *self.heads, ("**:Dropout", dropout)]
+        return [(p, tuple(_resolve(d, dims) for d in rule)) for p, rule in rows]
+
+
+def base_prefix(model: Any) -> str:
+    """`"transformer."` for a model with a head, `""` for the base model itself."""
+    name = model.base_model_prefix
+    return f"{name}." if name and hasattr(model, name) else ""
+
+
+def _number(of: str | Callable[[Any], int], config: Any) -> int:
+    return of(config) if callable(of) else getattr(config, of)
+
+
+def _resolve(directive: Directive, dims: Mapping[str, int]) -> Directive:
+    """Put the numbers of a config where a directive of a table names them."""
+
+    def value(v: Any) -> Any:
+        if isinstance(v, tuple):
+            return tuple(value(x) for x in v)
+        return dims[v.name] if isinstance(v, Dim) else v
+
+    fields = dataclasses.fields(directive)  # pyright: ignore[reportArgumentType]
+    new = {f.name: value(getattr(directive, f.name)) for f in fields}
+    return type(directive)(**new)
+
+
+ZOO: dict[str, Table] = {}
+
+
+def register(table: Table) -> Table:
+    """Add a table to the zoo."""
+    if table.model_type in ZOO:
+        raise ArchitectureError("zoo", table.model_type, "is registered already")
+    ZOO[table.model_type] = table
+    return table
+
+
+@cache
+def load_tables() -> None:
+    """Import every file of `schedules/`; each registers its table."""
+    package = importlib.import_module("slapo_zoo.schedules")
+    for found in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"slapo_zoo.schedules.{found.name}")
+
+
+def families() -> list[str]:
+    """The `model_type`s that have a table."""
+    load_tables()
+    return sorted(ZOO)
+
+
+def table_for(model_type: str) -> Table:
+    """The table of a family; ArchitectureError names the ones there are."""
+    names = families()
+    if model_type not in ZOO:
+        near = nearest(model_type, names)
+        hint = f"nearest: {near}; to add one, write schedules/{model_type}.py (CONTRIBUTING.md)"
+        problem = f"the zoo has no table for it; it has {', '.join(names)}"
+        raise ArchitectureError("zoo", f"model_type={model_type!r}", problem, hint)
+    return ZOO[model_type]
+
+
+def apply_table(sch: Schedule, table: Table, checkpoint_ratio: float = 0.0) -> Schedule:
+    """Apply a table: tensor parallelism, random streams, recomputation, pipeline cuts.
+
+    Rows that match no module of this head class are skipped, and so is a division of a tensor
+    that the module does not have (a Linear without bias).
+    """
+    blocks = sch.matching(base_prefix(sch.model) + table.blocks, "blocks")
+    cuts = even_cuts(len(blocks), sch.mesh.pp)
+    for pattern, rule in table.rows(sch.model):
+        for directive in rule if sch[pattern].paths else ():
+            if _applies(sch, pattern, directive):
+                sch.do(pattern, directive)
+    for i in spread(len(blocks), checkpoint_ratio):
+        sch.do(blocks[i], Checkpoint())
+    for i in cuts:
+        sch.do(blocks[i], CutPipelineStage())
+    return sch
+
+
+def _applies(sch: Schedule, pattern: str, directive: Directive) -> bool:
+    if not isinstance(directive, Shard):
+        return True
+    modules = [sch.state.modules[path] for path in sch[pattern].paths]
+    return all(m._parameters.get(directive.param_name) is not None for m in modules)
+
+
+def even_cuts(num_blocks: int, pp: int) -> list[int]:
+    """Indices of the blocks that end a stage, for `pp` stages of nearly equal length."""
+    if pp > num_blocks:
+        problem = f"{pp} stages, but the model has {num_blocks} blocks"
+        raise MeshError("mesh", f"pp={pp}", problem, f"choose pp between 1 and {num_blocks}")
+    return [num_blocks * stage // pp - 1 for stage in range(1, pp)]
+
+
+def spread(num_blocks: int, ratio: float) -> list[int]:
+    """Indices of round(ratio * num_blocks) blocks, spread evenly."""
+    if not 0.0 <= ratio <= 1.0:
+        raise MeshError("zoo", f"checkpoint_ratio={ratio}", "expected a number from 0 to 1")
+    count = round(ratio * num_blocks)
+    return [num_blocks * i // count for i in range(count)]

@@ -1,0 +1,236 @@
+"""Plain `transformers` in one process against a scheduled model on a mesh, value by value.
+
+The tolerance is relative to the reference's own error: the scheduled fp32 run may be at most twice
+as far from the fp64 truth as the plain fp32 run is, plus a floor of a few units in the last place
+for quantities whose true value is 0 (docs/decisions/0003-relative-tolerance.md).
+"""
+
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+import transformers
+
+ROWS, TOKENS, STEPS = 4, 12, 4
+LEARNING_RATE, EPS = 1e-3, 1e-5  # EPS: less amplification of noise in tiny gradients
+FLOOR = 8 * torch.finfo(torch.float32).eps
+LAYOUTS = {
+    "1x1x1": (1, 1, 1), "2x1x1": (2, 1, 1), "4x1x1": (4, 1, 1),
+    "1x2x1": (1, 2, 1), "2x2x1": (2, 2, 1), "2x1x2": (2, 1, 2),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One head class of one family, and what its batch holds.
+
+    Args:
+        cls: name of the class in transformers.
+        labels: which of LABELS.
+        config: changes to the tiny config.
+        dropout: probability in every dropout.
+    """
+
+    cls: str
+    labels: tuple[str, ...]
+    config: tuple[tuple[str, object], ...] = ()
+    choices: int = 0
+    dropout: float = 0.0
+
+
+@dataclass
+class Result:
+    """What one run computed; tensors are full ones under their HuggingFace names."""
+
+    loss: torch.Tensor
+    outputs: dict[str, torch.Tensor]
+    grads: dict[str, torch.Tensor]
+    norm: torch.Tensor
+    losses: list[float]
+    weights: dict[str, torch.Tensor] = field(repr=False)
+
+
+def tiny_config(case):
+    """Head counts, widths and vocabularies that divide evenly by neither 2 nor 4."""
+    cls = getattr(transformers, case.cls)
+    p = case.dropout
+    if cls.config_class.model_type == "gpt2":
+        base = {"n_embd": 30, "n_head": 5, "n_layer": 3, "n_positions": 16, "vocab_size": 99, "bos_token_id": 1,
+                    "eos_token_id": 2, "pad_token_id": 0, "resid_pdrop": p, "embd_pdrop": p, "attn_pdrop": p,
+                    "summary_first_dropout": p, "classifier_dropout": p, "loss_type": "ForCausalLMLoss"}  # fmt: skip
+    else:
+        base = {"hidden_size": 30, "num_attention_heads": 5, "num_hidden_layers": 3, "vocab_size": 99,
+                    "intermediate_size": 70, "max_position_embeddings": 16, "pad_token_id": 0,
+                    "hidden_dropout_prob": p, "attention_probs_dropout_prob": p}  # fmt: skip
+    return cls.config_class(**{**base, "initializer_range": 0.2, **dict(case.config)}), cls
+
+
+def batch_of(case, step=0):
+    """Padded rows with ignored labels; every row has at least 4 real tokens."""
+    g = torch.Generator().manual_seed(100 + step)
+    shape = (ROWS, case.choices, TOKENS) if case.choices else (ROWS, TOKENS)
+    ids = torch.randint(3, 99, shape, generator=g)
+    lengths = torch.randint(4, TOKENS + 1, shape[:-1], generator=g)
+    mask = (torch.arange(TOKENS) < lengths[..., None]).long()
+    ids = ids * mask
+    batch = {"input_ids": ids, "attention_mask": mask}
+    for kind in case.labels:
+        batch |= LABELS[kind](ids, mask, g)
+    if dict(case.config).get("add_cross_attention"):
+        batch["encoder_hidden_states"] = torch.randn(ROWS, 5, 30, generator=g)
+    return batch
+
+
+def _ints(high, shape, g, low=0):
+    return torch.randint(low, high, shape, generator=g)
+
+
+def _tokens(ids, mask, g):
+    some = torch.rand(ids.shape, generator=g) < 0.7
+    return {"labels": ids.masked_fill(~(some & mask.bool()), -100)}
+
+
+def _span(ids, mask, g):
+    start, end = _ints(TOKENS + 3, (2, len(ids)), g)  # some lie beyond the sequence: ignored
+    return {"start_positions": start, "end_positions": end}
+
+
+LABELS = {
+    "tokens": _tokens,
+    "span": _span,
+    "tags": lambda ids, m, g: {"labels": _ints(3, ids.shape, g).masked_fill(~m.bool(), -100)},
+    "class": lambda ids, m, g: {"labels": _ints(3, (len(ids),), g)},
+    "two": lambda ids, m, g: {"labels": _ints(2, (len(ids),), g)},
+    "multi": lambda ids, m, g: {"labels": _ints(2, (len(ids), 3), g).float()},
+    "number": lambda ids, m, g: {"labels": torch.randn(len(ids), generator=g)},
+    "choice": lambda ids, m, g: {"labels": _ints(ids.shape[1], (len(ids),), g)},
+    "next": lambda ids, m, g: {"next_sentence_label": _ints(2, (len(ids),), g)},
+    "mc": lambda ids, m, g: {
+        "mc_labels": _ints(ids.shape[1], (len(ids),), g),
+        "mc_token_ids": m.sum(-1) - 1,
+    },
+}
+
+
+def cast(batch, dtype):
+    """Floating inputs follow the dtype of the model."""
+    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+
+
+@cache
+def checkpoint(case, root):
+    """The case's model with random weights, as a folder of plain transformers."""
+    folder = root / f"{case.cls}-{abs(hash(case)) % 10**8}"
+    config, cls = tiny_config(case)
+    torch.manual_seed(0)
+    model = cls(config)
+    with torch.no_grad():
+        for p in model.parameters():  # biases and norms of 0 and 1 would hide mistakes
+            p.add_(torch.randn_like(p) * 0.05)
+    model.save_pretrained(folder)
+    return folder
+
+
+def references(case, folder):
+    """The fp64 truth, and plain fp32 runs: with both of its attentions, to know its own error."""
+    truth = plain(case, folder, torch.float64, "sdpa")
+    return truth, [plain(case, folder, torch.float32, kind) for kind in ("sdpa", "eager")]
+
+
+@cache
+def plain(case, folder, dtype, attention):
+    """The reference: plain transformers, one process, the whole batch at once."""
+    cls = getattr(transformers, case.cls)
+    model = cls.from_pretrained(folder, dtype=dtype, attn_implementation=attention).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1, eps=EPS)
+    losses, norms = [], []
+    for step in range(STEPS):
+        output = model(**cast(batch_of(case, step), dtype))
+        optimizer.zero_grad()
+        output.loss.backward()
+        if step == 0:
+            grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                     for n, p in model.named_parameters()}  # fmt: skip
+            outputs = {k: v.detach() for k, v in output.items() if isinstance(v, torch.Tensor)}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norms.append(norm)
+        optimizer.step()
+        losses.append(float(output.loss.detach()))
+    weights = {n: p.detach() for n, p in model.named_parameters()}
+    return Result(outputs["loss"], outputs, grads, norms[0], losses, weights)
+
+
+def scheduled(case, folder, layout, micro_batches=None, seed=0, sequence=None):
+    """The same on this rank of a mesh; rank 0 returns the Result."""
+    from slapo_zoo import AutoScheduledModel
+
+    tp, pp, dp = layout
+    model = AutoScheduledModel.from_pretrained(
+        folder, tp=tp, pp=pp, dp=dp, seed=seed, micro_batches=micro_batches, auto_class=case.cls
+    ).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1, eps=EPS)
+    rows = ROWS // dp
+    part = slice(model.mesh.coord("dp") * rows, (model.mesh.coord("dp") + 1) * rows)
+    model.eval()
+    output = model(**cast(batch_of(case), torch.float32))
+    outputs = {k: v.detach() for k, v in output.items() if isinstance(v, torch.Tensor)}
+    model.train()
+    losses, norms = [], []
+    for step in range(STEPS):
+        batch = {k: v[part] for k, v in cast(batch_of(case, step), torch.float32).items()}
+        optimizer.zero_grad()
+        losses.append(float(model.train_step(batch)))
+        if step == 0:
+            grads = model.consolidated_state_dict(grads=True)
+        norm = model.clip_grad_norm_(1.0)
+        norms.append(norm)
+        optimizer.step()
+    weights = model.consolidated_state_dict()
+    replicated = {n: p.detach().double().sum().item() for n, p in model.named_parameters()
+                  if n not in model.schedule.state.placed}  # fmt: skip
+    return Result(torch.tensor(losses[0]), outputs, grads, norms[0], losses, weights), replicated
+
+
+def own_error(plains, truth, what):
+    """How far the plain fp32 runs are from the truth, at most."""
+    return max(float((what(plain).double() - what(truth).double()).abs().max()) for plain in plains)
+
+
+def assert_close(name, what, result, plains, truth, scale=0.0):
+    """At most twice as far from the fp64 truth as the plain fp32 runs.
+
+    Args:
+        what: takes the tensor to compare from a Result.
+        scale: magnitude of the values that this one was computed from, for the floor.
+    """
+    found, want = what(result).double(), what(truth).double()
+    assert found.shape == want.shape, f"{name}: {tuple(found.shape)} != {tuple(want.shape)}"
+    scale = max(float(want.abs().max()), scale)
+    allowed = 2 * own_error(plains, truth, what) + FLOOR * scale
+    error = float((found - want).abs().max())
+    assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}, scale {scale:.2e}"
+
+
+def compare(result, plains, truth):
+    """Outputs, loss, every gradient, the norm, and the weights after STEPS steps."""
+    for name in truth.outputs:
+        assert_close(f"output {name}", lambda r: r.outputs[name], result, plains, truth)  # noqa: B023
+    assert set(result.grads) == set(truth.grads)
+    largest = max(float(g.abs().max()) for g in truth.grads.values())
+    for name in truth.grads:
+        assert_close(f"gradient {name}", lambda r: r.grads[name], result, plains, truth, largest)  # noqa: B023
+    assert_close("norm", lambda r: r.norm, result, plains, truth)
+    for step in range(STEPS):
+        assert_close(f"loss {step}", lambda r: torch.tensor(r.losses[step]), result, plains, truth)  # noqa: B023
+    _compare_weights(result, plains, truth, largest)
+
+
+def _compare_weights(result, plains, truth, largest):
+    """The weights after STEPS steps; a gradient that is 0 in truth is noise that Adam amplifies."""
+    errors = {n: own_error(plains, truth, lambda r: r.weights[n]) for n in truth.weights}  # noqa: B023
+    noise = {n for n, g in truth.grads.items() if g.abs().max() < 1e-12 * largest}
+    worst = max(error for n, error in errors.items() if n not in noise)
+    for name, want in truth.weights.items():
+        allowed = 2 * STEPS * LEARNING_RATE if name in noise else 2 * worst + FLOOR
+        error = float((result.weights[name].double() - want).abs().max())
+        assert error <= allowed, f"weight {name}: error {error:.2e}, allowed {allowed:.2e}"

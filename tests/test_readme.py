@@ -1,0 +1,85 @@
+"""The README is run: its Python blocks are executed, its commands must exist."""
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language):
+    """(line number, text) of each fenced block of one language."""
+    for match in re.finditer(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL):
+        yield README[: match.start(1)].count("\n"), match[1]
+
+
+def commands():
+    """Every command line of the bash blocks, without comments and blank lines."""
+    for _, text in blocks("bash"):
+        split = (shlex.split(line, comments=True) for line in text.splitlines())
+        yield from (words for words in split if words)
+
+
+def clean_environment():
+    """Offline, one thread, and no ranks: the examples start in one process."""
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    env = {name: value for name, value in os.environ.items() if name not in ranks}
+    return env | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def execute(arguments, folder):
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_python_blocks_run(tmp_path):
+    """All in one process, in order: a later block may use the names of an earlier one."""
+    lines = [""] * README.count("\n")  # so that a traceback shows the line of the README
+    for start, text in blocks("python"):
+        lines[start : start + text.count("\n")] = text.splitlines()
+    assert any(lines), "README.md has no Python block"
+    (tmp_path / "README.py").write_text("\n".join(lines), encoding="utf-8")
+    result = execute(["README.py"], tmp_path)
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+
+
+def test_run_commands_exist():
+    spec = importlib.util.spec_from_file_location("ci_run", ROOT / "ci" / "run.py")
+    run = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(run)
+    named = {words[2] for words in commands() if words[:2] == ["python3", "ci/run.py"]}
+    assert {"demo", "test"} <= named, "the README shows the two commands that do all the set-up"
+    assert named <= set(run.COMMANDS)
+
+
+SLAPO_ZOO_LINES = [words[1:] for words in commands() if words[0] == "slapo-zoo"]
+
+
+@pytest.mark.parametrize("words", SLAPO_ZOO_LINES, ids=" ".join)
+def test_command_line_exists(words, tmp_path):
+    """The subcommand has a help page, and it lists every option that the README uses."""
+    main = "import os; os.environ['COLUMNS'] = '200'; from slapo_zoo.cli import main; main()"
+    result = execute(["-c", main, words[0], "--help"], tmp_path)
+    assert result.returncode == 0, result.stderr
+    for option in (word.partition("=")[0] for word in words if word.startswith("--")):
+        assert option in result.stdout, f"slapo-zoo {words[0]} has no {option}"
+
+
+def test_internal_links_lead_somewhere():
+    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", README):
+        assert (ROOT / target).exists(), f"README.md points at {target}, which is not there"

@@ -1,0 +1,61 @@
+"""Four ranks that save, one of which is killed on the way; run as a program by the crash test.
+
+    python crash_ranks.py <folder> <rank to kill> <where: write | finish> ...
+
+Several cases may follow each other. Every survivor writes what it was told to <folder>-error-<rank>.
+"""
+
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from slapo_zoo.errors import RankError, WeightsError
+from slapo_zoo.mesh import Mesh
+from slapo_zoo.weights import save, write
+from weights.shards import local_tensors, model
+
+WORLD = 4
+
+
+def kill(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def work(folder, rank, victim, where):
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}-store", WORLD)
+    timeout = timedelta(seconds=30)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timeout)
+    mesh = Mesh(tp=2, pp=2, rank=rank)
+    specs, full = model(mesh.pp)
+    extras = None
+    if rank == victim and where == "write":
+        write.os.fsync = kill  # the last thing that a rank does with its first file
+    elif rank == victim:
+        extras = kill
+    try:
+        save.save_folder(folder, specs, local_tensors(specs, full, mesh), mesh, extras, "1KB")
+    except (WeightsError, RankError) as error:
+        Path(f"{folder}-error-{rank}").write_text(f"{type(error).__name__}: {error}")
+    os._exit(0)  # no farewell to peers that are gone
+
+
+def run(folder, victim, where):
+    children = []
+    for rank in range(WORLD):
+        child = os.fork()
+        if child == 0:
+            work(folder, rank, int(victim), where)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    for i in range(1, len(sys.argv), 3):
+        run(*sys.argv[i : i + 3])

@@ -1,0 +1,185 @@
+"""Folders: one file, many files, hostile indexes, the Hub cache, pickles."""
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slapo_zoo.errors import WeightsError
+from slapo_zoo.weights.folder import open_checkpoint
+
+A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+def write_index(folder, weight_map):
+    text = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+@pytest.fixture
+def two_files(tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / A)
+    save_file({"b": torch.zeros(3, 1).half()}, tmp_path / B)
+    write_index(tmp_path, {"a": A, "b": B})
+    return tmp_path
+
+
+def test_only_needed_files_are_opened(two_files):
+    with open_checkpoint(two_files) as folder:
+        assert folder.keys() == ["a", "b"]
+        assert folder.key_to_file == {"a": A, "b": B}
+        assert folder.files_opened == 0
+        assert folder.shape("b") == (3, 1)
+        assert folder.dtype("b") == torch.float16
+        assert torch.equal(folder.view("b"), torch.zeros(3, 1).half())
+        assert folder.files_opened == 1
+        with pytest.raises(WeightsError, match="no such key"):
+            folder.view("c")
+
+
+def test_a_single_file_goes_before_an_index(two_files):
+    save_file({"a": torch.full((2,), 5.0)}, two_files / "model.safetensors")
+    with open_checkpoint(two_files) as folder:
+        assert folder.view("a").tolist() == [5, 5]
+        assert folder.files_opened == 1
+
+
+def test_files_in_a_subfolder(tmp_path):
+    (tmp_path / "part").mkdir()
+    save_file({"a": torch.ones(2)}, tmp_path / "part" / A)
+    write_index(tmp_path, {"a": f"part/{A}"})
+    with open_checkpoint(tmp_path) as folder:
+        assert folder.view("a").tolist() == [1, 1]
+
+
+def test_absent_file(two_files):
+    (two_files / B).unlink()
+    with pytest.raises(WeightsError, match=rf"{B}.* 1 tensors in this file, but it is not there"):
+        open_checkpoint(two_files)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../secret.safetensors", "/etc/passwd", "a/../../x", "C:x", "..\\x", "", "x\0y"],
+)
+def test_names_that_lead_out_of_the_folder(two_files, name):
+    write_index(two_files, {"a": name})
+    with pytest.raises(WeightsError, match="expected a name inside the folder"):
+        open_checkpoint(two_files)
+
+
+def test_links_that_lead_out_of_the_folder(tmp_path):
+    (tmp_path / "inside").mkdir()
+    save_file({"a": torch.ones(2)}, tmp_path / "outside.safetensors")
+    (tmp_path / "inside" / A).symlink_to(tmp_path / "outside.safetensors")
+    write_index(tmp_path / "inside", {"a": A})
+    with pytest.raises(WeightsError, match="found a link to"):
+        open_checkpoint(tmp_path / "inside")
+    os.rename(tmp_path / "inside" / A, tmp_path / "inside" / "model.safetensors")
+    with pytest.raises(WeightsError, match="found a link to"):
+        open_checkpoint(tmp_path / "inside")
+
+
+def test_hub_cache(tmp_path):
+    repo = tmp_path / "models--org--name"
+    snapshot = repo / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (repo / "blobs").mkdir()
+    save_file({"a": torch.ones(2)}, repo / "blobs" / "123")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/123")
+    with open_checkpoint(snapshot) as folder:
+        assert folder.view("a").tolist() == [1, 1]
+    (snapshot / "model.safetensors").unlink()
+    (tmp_path / "models--other" / "blobs").mkdir(parents=True)
+    save_file({"a": torch.ones(2)}, tmp_path / "models--other" / "blobs" / "1")
+    (snapshot / "model.safetensors").symlink_to("../../../models--other/blobs/1")
+    with pytest.raises(WeightsError, match="found a link to"):
+        open_checkpoint(snapshot)
+
+
+def test_a_pipe_does_not_hang(tmp_path):
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match="no regular file"):
+        open_checkpoint(tmp_path)
+
+
+def test_index_and_files_disagree(two_files):
+    write_index(two_files, {"a": A, "b": B, "c": B})
+    folder = open_checkpoint(two_files)
+    with pytest.raises(WeightsError, match=r"'c'.*which does not hold it"):
+        folder.view("b")
+    save_file({"a": torch.ones(2), "b": torch.ones(1)}, two_files / B)
+    write_index(two_files, {"a": A, "b": B})
+    with (
+        open_checkpoint(two_files) as folder,
+        pytest.raises(WeightsError, match=r"'a'.*in another one"),
+    ):
+        folder.view("b")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "no JSON"),
+        ("[]", "expected file names by key"),
+        ('{"weight_map": {}}', "expected file names by key"),
+        ('{"weight_map": {"a": 1}}', "expected file names by key"),
+        ('{"weight_map": {"a": "x", "a": "y"}}', "expected one file"),
+    ],
+)
+def test_broken_index(tmp_path, text, problem):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(WeightsError, match=problem):
+        open_checkpoint(tmp_path)
+
+
+def test_nothing_there(tmp_path):
+    (tmp_path / "README.md").touch()
+    with pytest.raises(WeightsError, match=r"found README.md; expected model.safetensors"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(WeightsError, match="no such folder"):
+        open_checkpoint(tmp_path / "none")
+
+
+@pytest.mark.parametrize("new_format", [True, False])
+def test_pickle_only_on_request(tmp_path, new_format):
+    state = {"a": torch.randn(3, 2), "b": torch.nn.Parameter(torch.ones(2))}
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(state, path, _use_new_zipfile_serialization=new_format)
+    with pytest.raises(WeightsError, match="allow_pickle"):
+        open_checkpoint(tmp_path)
+    with open_checkpoint(tmp_path, allow_pickle=True) as folder:
+        assert torch.equal(folder.view("a"), state["a"])
+        assert folder.shape("a") == (3, 2)
+        assert not folder.view("b").requires_grad
+
+
+def test_pickle_with_an_index(tmp_path):
+    torch.save({"a": torch.ones(1)}, tmp_path / "x.bin")
+    text = json.dumps({"weight_map": {"a": "x.bin"}})
+    (tmp_path / "pytorch_model.bin.index.json").write_text(text)
+    with open_checkpoint(tmp_path) as folder, pytest.raises(WeightsError, match="allow_pickle"):
+        folder.view("a")
+    with open_checkpoint(tmp_path, allow_pickle=True) as folder:
+        assert folder.view("a").item() == 1
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("this must never run",)
+
+
+@pytest.mark.parametrize("state", [{"a": Evil()}, {"a": 3}, [torch.ones(1)]])
+def test_pickle_of_anything_else(tmp_path, capsys, state):
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    with pytest.raises(WeightsError, match="found"):
+        open_checkpoint(tmp_path, allow_pickle=True)
+    assert capsys.readouterr().out == ""
+
+
+def test_broken_pickle(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04 nonsense")
+    with pytest.raises(WeightsError, match="no plain state dict"):
+        open_checkpoint(tmp_path, allow_pickle=True)

@@ -1,0 +1,124 @@
+"""Slices land where the slow way puts them, and nothing is touched when something does not fit."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from slapo_zoo.errors import WeightsError
+from slapo_zoo.mesh import Mesh
+from slapo_zoo.placement import Placement
+from slapo_zoo.weights.folder import open_checkpoint
+from slapo_zoo.weights.ledger import AnonymousPeak, anonymous_bytes
+from slapo_zoo.weights.load import Target, load_tensors
+from weights.shards import COLUMNS, SPLIT, VOCAB, cut, local_tensors, model
+
+
+@st.composite
+def placed(draw):
+    """A shape, a placement that fits it, and a mesh."""
+    n, unit = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    units = st.integers(1, 5)
+    kind = draw(st.sampled_from(["plain", "groups", "pad", "replicate"]))
+    counts = [draw(units) for _ in range(draw(st.integers(1, 3)) if kind == "groups" else 1)]
+    if kind in ("plain", "groups"):
+        counts = [max(count, n) for count in counts]
+    sizes = tuple(count * unit for count in counts)
+    shape = [draw(st.integers(1, 3)) for _ in range(draw(st.integers(1, 3)))]
+    axis = draw(st.integers(0, len(shape) - 1))
+    shape[axis] = sum(sizes)
+    groups = sizes if kind == "groups" else ()
+    placement = Placement(axis, "tp", groups, unit, kind == "pad", kind == "replicate")
+    return tuple(shape), placement, Mesh(tp=n, rank=draw(st.integers(0, n - 1)))
+
+
+@settings(max_examples=80, deadline=None)
+@given(placed())
+def test_slices_equal_the_slow_way(case):
+    shape, placement, mesh = case
+    full = torch.randn(shape)
+    expected = cut(full, placement, mesh)
+    with tempfile.TemporaryDirectory() as name:
+        save_file({"w": full}, Path(name, "model.safetensors"))
+        local = torch.full(expected.shape, torch.nan)
+        with open_checkpoint(name) as folder:
+            targets = {"x": Target(local, shape, placement)}
+            loaded = load_tensors(targets, folder, {"x": "w"}, mesh)
+    assert torch.equal(local, expected)
+    assert loaded.tensors == 1
+    size, n, r = shape[placement.axis], mesh.tp, mesh.rank
+    held = sum(run.stop - run.start for run in placement.runs(size, n, r))
+    assert loaded.bytes_read == full.nbytes // size * held
+
+
+@pytest.mark.parametrize("mesh", [Mesh(2, 2, rank=r) for r in range(4)], ids=lambda m: m.rank)
+def test_a_model_of_all_kinds(tmp_path, mesh):
+    specs, full = model()
+    save_file(full, tmp_path / "model.safetensors")
+    expected = local_tensors(specs, full, mesh)
+    by_name = {spec.name: spec for spec in specs}
+    targets = {
+        name: Target(torch.empty_like(tensor), by_name[name].shape, by_name[name].placement)
+        for name, tensor in expected.items()
+    }
+    with open_checkpoint(tmp_path) as folder:
+        load_tensors(targets, folder, {name: name for name in targets}, mesh)
+    for name, target in targets.items():
+        assert torch.equal(target.tensor, expected[name]), name
+
+
+def test_casts_into_parameters(tmp_path):
+    full = torch.randn(4, 6)
+    save_file({"w": full}, tmp_path / "model.safetensors")
+    local = torch.nn.Parameter(torch.empty(4, 3, dtype=torch.bfloat16))
+    with open_checkpoint(tmp_path) as folder:
+        target = Target(local, (4, 6), COLUMNS)
+        loaded = load_tensors({"w": target}, folder, {"w": "w"}, Mesh(tp=2, rank=1))
+    assert torch.equal(local, full[:, 3:].bfloat16())
+    assert loaded.bytes_read == 4 * 3 * 4
+
+
+def test_all_problems_in_one_error_and_nothing_touched(tmp_path):
+    tensors = {"a": torch.ones(4), "b": torch.ones(3, 2), "q": torch.ones(2).to(torch.int8)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    locals_ = {name: torch.zeros(2) for name in "abcqls"}
+    targets = {name: Target(local, (2,)) for name, local in locals_.items()}
+    targets["a"] = Target(locals_["a"], (4,), SPLIT)
+    targets["l"] = Target(locals_["l"], (4,), VOCAB)
+    targets["s"] = Target(torch.zeros(3), (4,), SPLIT)
+    source = {"a": "a", "b": "b", "q": "q", "l": "a", "s": "a"}
+    with open_checkpoint(tmp_path) as folder, pytest.raises(WeightsError) as caught:
+        load_tensors(targets, folder, source, Mesh(tp=2))
+    text = str(caught.value)
+    assert "4 of 6 tensors do not fit" in text
+    assert "b (key b): found shape [3, 2], expected [2]" in text
+    assert "c: missing, expected shape [2]" in text
+    assert "q (key q): found dtype torch.int8, expected one that fits torch.float32" in text
+    assert "s (key a): found a local tensor of [3], expected [2]" in text
+    assert all(local.sum() == 0 for local in locals_.values())
+
+
+def test_indivisible_and_many_problems(tmp_path):
+    save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")
+    targets = {f"t{i}": Target(torch.zeros(1), (3,), SPLIT) for i in range(30)}
+    with open_checkpoint(tmp_path) as folder, pytest.raises(WeightsError) as caught:
+        load_tensors(targets, folder, dict.fromkeys(targets, "a"), Mesh(tp=4))
+    assert "cannot be divided over tp=4" in str(caught.value)
+    assert "... and 10 more" in str(caught.value)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_no_copy_on_the_way(tmp_path, axis):
+    if not anonymous_bytes():
+        pytest.skip("this kernel does not tell anonymous memory")
+    save_file({"w": torch.ones(4096, 2048)}, tmp_path / "model.safetensors")
+    placement, mesh = Placement(axis), Mesh(tp=4, rank=1)
+    local = torch.zeros(placement.local_shape((4096, 2048), 4, 1))
+    with open_checkpoint(tmp_path) as folder, AnonymousPeak() as peak:
+        load_tensors({"w": Target(local, (4096, 2048), placement)}, folder, {"w": "w"}, mesh)
+    assert local.min() == 1
+    assert peak.growth < 4 * 2**20  # the slice has 8 MiB, the tensor 32

@@ -1,0 +1,94 @@
+"""Checkpoint keys of all ages find their tensors."""
+
+import pytest
+
+from slapo_zoo.weights.names import match_names
+
+GPT2 = ["transformer.wte.weight", "transformer.h.0.attn.c_attn.bias", "transformer.ln_f.weight"]
+TIED = {"lm_head.weight": "transformer.wte.weight"}
+HEAD = [*GPT2, "lm_head.weight"]
+
+
+def bare(names):
+    return [name.removeprefix("transformer.") for name in names]
+
+
+def test_old_gpt2_without_prefix_and_with_masks():
+    found = [*bare(GPT2), "h.0.attn.bias", "h.0.attn.masked_bias"]
+    names = match_names(HEAD, found, "transformer", tied=TIED)
+    assert names.source == dict(zip(HEAD, [*bare(GPT2), "wte.weight"], strict=True))
+    assert names.missing == names.unexpected == []
+
+
+def test_base_model_reads_a_head_model():
+    names = match_names(bare(GPT2), [*GPT2, "score.weight"], "transformer")
+    assert names.source == dict(zip(bare(GPT2), GPT2, strict=True))
+    assert names.missing == []
+    assert names.unexpected == ["score.weight"]
+
+
+def test_gpt_neo_masks_are_leftovers_only_where_the_model_has_no_place():
+    mask = "transformer.h.0.attn.attention.bias"
+    assert match_names([], [mask], "transformer").unexpected == []
+    assert match_names([mask], [mask], "transformer").source == {mask: mask}
+
+
+def test_bert_gamma_and_beta():
+    expected = [f"bert.embeddings.LayerNorm.{leaf}" for leaf in ("weight", "bias")]
+    found = ["bert.embeddings.LayerNorm.gamma", "bert.embeddings.LayerNorm.beta"]
+    names = match_names(expected, [*found, "bert.embeddings.position_ids"], "bert")
+    assert names.source == dict(zip(expected, found, strict=True))
+    assert names.unexpected == []
+    stripped = [key.removeprefix("bert.") for key in found]
+    assert match_names(expected, stripped, "bert").source == dict(
+        zip(expected, stripped, strict=True)
+    )
+
+
+def test_gamma_of_another_module_is_not_renamed():
+    assert match_names(["ls.weight"], ["ls.gamma"]).unexpected == ["ls.gamma"]
+
+
+@pytest.mark.parametrize("held", [TIED.keys(), TIED.values(), [*TIED.keys(), *TIED.values()]])
+def test_tied_names_fill_each_other(held):
+    rest = GPT2[1:]
+    names = match_names(HEAD, [*held, *rest], "transformer", tied=TIED)
+    assert names.missing == names.unexpected == []
+    assert {names.source[name] for name in ("lm_head.weight", GPT2[0])} == set(held)
+
+
+def test_a_tied_name_that_the_model_does_not_list():
+    names = match_names(GPT2, HEAD, "transformer", tied=TIED)
+    assert names.unexpected == []
+    names = match_names(GPT2, HEAD[1:], "transformer", tied=TIED)
+    assert names.source[GPT2[0]] == "lm_head.weight"
+
+
+def test_chains_of_ties():
+    tied = {"encoder.e": "shared", "decoder.e": "encoder.e", "lm_head": "shared"}
+    expected = ["shared", *tied]
+    for held in expected:
+        assert match_names(expected, [held], tied=tied).source == dict.fromkeys(expected, held)
+
+
+def test_circles_of_ties_end():
+    assert match_names(["a", "b"], ["a"], tied={"a": "b", "b": "a"}).source["a"] == "a"
+
+
+@pytest.mark.parametrize("found", [["h.0.w", "transformer.h.0.w"], ["transformer.h.0.w", "h.0.w"]])
+def test_the_exact_spelling_wins(found):
+    names = match_names(["transformer.h.0.w"], found, "transformer")
+    assert names.source == {"transformer.h.0.w": "transformer.h.0.w"}
+    assert names.unexpected == ["h.0.w"]
+
+
+def test_missing_unexpected_and_ignored():
+    names = match_names(["a", "b"], ["b", "c", "x.1"], ignore=[r"^x\."])
+    assert names.source == {"b": "b"}
+    assert names.missing == ["a"]
+    assert names.unexpected == ["c"]
+
+
+def test_rotary_tables_are_leftovers():
+    key = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    assert match_names([], [key], "model").unexpected == []

@@ -1,0 +1,253 @@
+"""Saving from one rank: what lands in the folder, and what is never touched."""
+
+import errno
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slapo_zoo.errors import WeightsError
+from slapo_zoo.mesh import Mesh
+from slapo_zoo.placement import TensorSpec
+from slapo_zoo.weights import staging
+from slapo_zoo.weights.folder import open_checkpoint
+from slapo_zoo.weights.save import save_folder
+from weights.shards import assert_same, local_tensors, model, single
+
+ONE = [TensorSpec("w", (2, 3), "float32")]
+
+
+def save_one(folder, value=1.0, **options):
+    save_folder(folder, ONE, {"w": torch.full((2, 3), value)}, Mesh(), **options)
+
+
+def value_in(folder):
+    return load_file(folder / "model.safetensors")["w"][0, 0].item()
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_one_file(tmp_path):
+    one = single()
+    local = {
+        name: tensor.requires_grad_(tensor.is_floating_point()) for name, tensor in one.full.items()
+    }
+    save_folder(tmp_path / "new" / "out", one.specs, local, one.mesh)
+    assert names(tmp_path / "new") == ["out"]
+    assert names(tmp_path / "new" / "out") == ["model.safetensors"]
+    assert_same(load_file(tmp_path / "new" / "out" / "model.safetensors"), one.full)
+
+
+def test_the_same_bytes_as_the_library(tmp_path):
+    full = {name: torch.randn(3, 5) for name in ("h.10.w", "h.2.w", "é")}
+    full |= {"flags": torch.tensor([True] * 3), "half": torch.ones(3).half()}
+    specs = [TensorSpec(n, tuple(t.shape), str(t.dtype).split(".")[1]) for n, t in full.items()]
+    save_folder(tmp_path / "out", specs, full, Mesh())
+    save_file(full, tmp_path / "theirs", metadata={"format": "pt"})
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
+        tmp_path / "theirs"
+    ).read_bytes()
+
+
+def test_many_files_with_index(tmp_path):
+    one = single()
+    save_folder(tmp_path / "out", one.specs, one.full, one.mesh, max_shard_size=200)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = set(index["weight_map"].values())
+    assert len(files) > 2
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in one.full.values())
+    assert set(names(tmp_path / "out")) == {*files, "model.safetensors.index.json"}
+    assert_same({k: v for f in files for k, v in load_file(tmp_path / "out" / f).items()}, one.full)
+    with open_checkpoint(tmp_path / "out") as folder:
+        assert_same({key: folder.view(key) for key in one.full}, one.full)
+
+
+def test_a_new_save_replaces_weights_and_keeps_the_rest(tmp_path):
+    out = tmp_path / "out"
+    one = single()
+    save_folder(out, one.specs, one.full, one.mesh, max_shard_size=200)
+    (out / "config.json").write_text("old")
+    (out / "README.md").write_text("mine")
+    (out / "pytorch_model.bin").write_text("stale weights")
+    (out / "training_args.bin").write_text("mine too")
+    (out / "runs" / "deep").mkdir(parents=True)
+    (out / "runs" / "deep" / "model.safetensors").write_text("another checkpoint")
+    (out / "link").symlink_to("README.md")
+    os.mkfifo(out / "pipe")
+    out.chmod(0o750)
+    log = (out / "runs" / "log").open("a")
+
+    save_one(out, write_extras=lambda path: (path / "config.json").write_text("new"))
+    with log:
+        log.write("goes on")
+    assert names(out) == [
+        "README.md", "config.json", "link", "model.safetensors", "pipe", "runs", "training_args.bin",
+    ]  # fmt: skip
+    assert (out / "config.json").read_text() == "new"
+    assert (out / "link").read_text() == "mine"
+    assert (out / "runs" / "deep" / "model.safetensors").read_text() == "another checkpoint"
+    assert (out / "runs" / "log").read_text() == "goes on"
+    assert out.stat().st_mode & 0o777 == 0o750
+    assert names(tmp_path) == ["out"]
+    assert value_in(out) == 1
+
+
+def fail(path):
+    (path / "config.json").write_text("half")
+    raise KeyError("broken tokenizer")
+
+
+def test_failing_extras_leave_the_old_folder(tmp_path):
+    save_one(tmp_path / "out", write_extras=lambda path: (path / "config.json").write_text("old"))
+    with pytest.raises(KeyError, match="broken tokenizer"):
+        save_one(tmp_path / "out", 2.0, write_extras=fail)
+    assert value_in(tmp_path / "out") == 1
+    assert (tmp_path / "out" / "config.json").read_text() == "old"
+    assert names(tmp_path) == ["out"]
+
+
+def test_extras_that_break_the_weights(tmp_path):
+    def overwrite(path):
+        save_file({"other": torch.ones(1)}, path / "model.safetensors")
+
+    with pytest.raises(WeightsError, match="found 1 tensors, expected 1: \\['other', 'w'\\]"):
+        save_one(tmp_path / "out", write_extras=overwrite)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("function", ["pwrite", "posix_fallocate"])
+def test_full_disk(tmp_path, monkeypatch, function):
+    save_one(tmp_path / "out")
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, function, full)
+    with pytest.raises(WeightsError, match=r"No space left on device; expected .* bytes") as caught:
+        save_one(tmp_path / "out", 2.0)
+    assert "free space, or save to another disk" in str(caught.value)
+    assert value_in(tmp_path / "out") == 1
+    assert names(tmp_path) == ["out"]
+
+
+def test_short_writes_and_no_fallocate(tmp_path, monkeypatch):
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, place: pwrite(fd, data[:3], place))
+    monkeypatch.delattr(os, "posix_fallocate")
+    one = single()
+    save_folder(tmp_path / "out", one.specs, one.full, one.mesh)
+    assert_same(load_file(tmp_path / "out" / "model.safetensors"), one.full)
+
+
+@pytest.mark.parametrize("has_renameat2", [True, False])
+def test_leftovers_of_killed_saves_are_removed(tmp_path, monkeypatch, has_renameat2):
+    if not has_renameat2:
+        monkeypatch.setattr(staging, "_renameat2", lambda path, target: False)
+    save_one(tmp_path / "out")
+    for name in (".out.partial-0123abcd", ".out.previous-0123abcd"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").touch()
+    others = [".out.partial-notes", ".output.partial-0123abcd", "out.partial-0123abcd"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    save_one(tmp_path / "out", 2.0)
+    assert names(tmp_path) == sorted([*others, "out"])
+    assert value_in(tmp_path / "out") == 2
+
+
+def test_a_folder_that_was_moved_away_comes_back(tmp_path):
+    """Without renameat2 a kill can hit between two renames: the old files are not lost."""
+    save_one(tmp_path / "out")
+    (tmp_path / "out" / "README.md").write_text("mine")
+    (tmp_path / "out").rename(tmp_path / ".out.previous-0123abcd")
+    save_one(tmp_path / "out", 2.0)
+    assert names(tmp_path) == ["out"]
+    assert (tmp_path / "out" / "README.md").read_text() == "mine"
+
+
+def test_a_save_that_is_alive_is_left_alone(tmp_path):
+    alive = staging.Staging(tmp_path / "out")
+    alive.create()
+    save_one(tmp_path / "out")
+    assert alive.path.exists()
+    alive.discard()
+    assert names(tmp_path) == ["out"]
+
+
+def test_a_folder_of_another_kind_is_refused(tmp_path):
+    (tmp_path / "thesis").mkdir()
+    save_one(tmp_path / "thesis")  # empty: fine
+    (tmp_path / "thesis" / "model.safetensors").rename(tmp_path / "thesis" / "chapter1.tex")
+    with pytest.raises(WeightsError, match=r"no checkpoint \(chapter1.tex\)"):
+        save_one(tmp_path / "thesis")
+    assert names(tmp_path / "thesis") == ["chapter1.tex"]
+    with pytest.raises(WeightsError, match="found a file, expected a folder"):
+        save_one(tmp_path / "thesis" / "chapter1.tex")
+    with pytest.raises(WeightsError, match="cannot be replaced"):
+        save_one("/")
+    assert names(tmp_path) == ["thesis"]
+
+
+def test_the_working_directory_is_refused(tmp_path, monkeypatch):
+    save_one(tmp_path / "out")
+    monkeypatch.chdir(tmp_path / "out")
+    with pytest.raises(WeightsError, match="working directory"):
+        save_one(".")
+
+
+def test_a_link_to_a_folder_stays_a_link(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "latest").symlink_to("real")
+    save_one(tmp_path / "latest")
+    assert (tmp_path / "latest").is_symlink()
+    assert value_in(tmp_path / "real") == 1
+
+
+@pytest.mark.parametrize(
+    ("specs", "local", "problem"),
+    [
+        ([*ONE, *ONE], {"w": torch.ones(2, 3)}, "found 2 tensors of 1 names"),
+        ([], {}, "found 0 tensors"),
+        (ONE, {}, "missing on rank 0"),
+        (ONE, {"w": torch.ones(3, 2)}, r"shape \[3, 2\], expected torch.float32 of shape \[2, 3\]"),
+        (ONE, {"w": torch.ones(2, 3).half()}, "found torch.float16"),
+        (ONE, {"w": torch.ones(2, 3), "x": torch.ones(1)}, "no spec names"),
+        ([TensorSpec("w", (1,), "float33")], {"w": torch.ones(1)}, "float33"),
+        ([TensorSpec("w", (1,), "float32", None, 1)], {"w": torch.ones(1)}, "expected 0..0"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_any_work(tmp_path, specs, local, problem):
+    with pytest.raises(WeightsError, match=problem):
+        save_folder(tmp_path / "out", specs, local, Mesh())
+    assert names(tmp_path) == []
+
+
+def test_bad_size(tmp_path):
+    with pytest.raises(WeightsError, match="max_shard_size"):
+        save_one(tmp_path / "out", max_shard_size="5 potatoes")
+
+
+def test_every_element_is_written_once():
+    """The ranks of any mesh together cover each tensor; all but the shares stay silent."""
+    from slapo_zoo.weights.write import shares
+
+    for sizes in ((1, 1, 1), (2, 1, 1), (3, 2, 1), (2, 2, 2), (4, 1, 2)):
+        specs, _ = model(sizes[1])
+        for spec in specs:
+            size = spec.shape[spec.placement.axis] if spec.placement else 1
+            if spec.placement and spec.placement.problem(size, sizes[0]):
+                continue
+            ranks = range(sizes[0] * sizes[1] * sizes[2])
+            found = [s for rank in ranks for s in shares(spec, Mesh(*sizes, rank=rank))]
+            assert sorted(i for s in found for i in range(s.start, s.stop)) == [*range(size)]
+
+
+def test_no_group_for_a_large_mesh(tmp_path):
+    specs, full = model()
+    mesh = Mesh(tp=2, pp=2)
+    with pytest.raises(ValueError, match="found a process group of 0, expected tp\\*pp\\*dp = 4"):
+        save_folder(tmp_path / "out", specs, local_tensors(specs, full, mesh), mesh)
