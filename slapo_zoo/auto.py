@@ -12,10 +12,11 @@ from slapo_zoo.directive import State
 from slapo_zoo.distributed import init_distributed, is_distributed_launch, rank_guard
 from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.mesh import Mesh
+from slapo_zoo.pipeline import Pipeline
 from slapo_zoo.placement import TensorSpec
 from slapo_zoo.schedule import Schedule
 from slapo_zoo.scheduled import Runtime, scheduled_class
-from slapo_zoo.stages import Boundary, assign_stages, keep_stage, leaf_units, stage_of
+from slapo_zoo.stages import assign_stages, keep_stage, leaf_units, stages_of
 from slapo_zoo.weights.fill import fill_from_config, fill_from_folder
 from slapo_zoo.weights.folder import CheckpointFolder, open_checkpoint
 from slapo_zoo.zoo import apply_table, base_prefix, table_for
@@ -115,7 +116,7 @@ class _Build:
     ):  # fmt: skip
         self.mesh, self.seed = mesh, 0 if seed is None else seed
         config = copy.deepcopy(config)
-        self.cls = hf.resolve_class(config, auto_class)
+        self.cls: Any = hf.resolve_class(config, auto_class)
         self.table = table_for(config.model_type)
         self.skeleton = hf.build_on_meta(self.cls, config, dtype)
         self.model = hf.build_on_meta(self.cls, config, dtype)
@@ -127,17 +128,17 @@ class _Build:
         self.stages = assign_stages(self.units, self.state.cuts)
         self.specs = tensor_specs(self.skeleton, self.state, self.stages)
         self.tied_stages = _tied_stages(self.state, self.stages)
-        self.boundary = Boundary()
+        self.pipeline = None
         if mesh.pp > 1:
-            self.boundary = keep_stage(self.model, self.stages, mesh.coord("pp"))
+            cursor = keep_stage(self.model, self.stages, mesh.coord("pp"))
+            self.pipeline = Pipeline(self.schedule, self.cls, self.units, cursor)
 
     def finish(self, ledger: Any, micro_batches: int | None, folder: Path | None) -> Any:
         """Make the class of the model a scheduled one."""
         model = self.model
         runtime = Runtime(
-            schedule=self.schedule, specs=self.specs, boundary=self.boundary,
-            hidden_size=getattr(model.config, self.table.hidden), own_forward=self.cls.forward,  # pyright: ignore[reportAttributeAccessIssue]
-            ledger=ledger, micro_batches=micro_batches,
+            schedule=self.schedule, specs=self.specs, own_forward=self.cls.forward,
+            pipeline=self.pipeline, ledger=ledger, micro_batches=micro_batches,
         )  # fmt: skip
         runtime.ties, runtime.owned = self._ties()
         model.__class__ = scheduled_class(self.cls)
@@ -159,11 +160,13 @@ class _Build:
         return ties, owned
 
 
-def _tied_stages(state: State, stages: dict[str, int]) -> list[tuple[list[int], list[str]]]:
+def _tied_stages(
+    state: State, stages: dict[str, tuple[int, ...]]
+) -> list[tuple[list[int], list[str]]]:
     """Parameters that several stages hold: (stages, names)."""
     found = []
     for names in state.owners.values():
-        holders = sorted({stage_of(name, stages) for name in names})
+        holders = sorted({stage for name in names for stage in stages_of(name, stages)})
         if len(holders) > 1:
             found.append((holders, names))
     return found
@@ -182,7 +185,9 @@ def _group_of_stages(mesh: Mesh, stages: list[int]) -> Any:
     return mine
 
 
-def tensor_specs(skeleton: Any, state: State, stages: dict[str, int]) -> list[TensorSpec]:
+def tensor_specs(
+    skeleton: Any, state: State, stages: dict[str, tuple[int, ...]]
+) -> list[TensorSpec]:
     """Every tensor that the model's checkpoint holds, in the order of its state dict."""
     tied = hf.tied_names(skeleton)
     specs = []
@@ -192,7 +197,7 @@ def tensor_specs(skeleton: Any, state: State, stages: dict[str, int]) -> list[Te
         placed = state.placed.get(name)
         dtype = str(tensor.dtype).removeprefix("torch.")
         placement = placed.placement if placed else None
-        stage = stage_of(name, stages)
+        stage = stages_of(name, stages)[0]
         specs.append(TensorSpec(name, tuple(tensor.shape), dtype, placement, stage))
     return specs
 

@@ -4,45 +4,66 @@
 of the two functions that Megatron-LM calls f and g (arXiv:1909.08053, section 3).
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from slapo_zoo.compat import all_gather_single, reduce_scatter_single
+from slapo_zoo.mesh import ShapeOnlyGroup
 
-Group = dist.ProcessGroup | None
+Group = dist.ProcessGroup | Any | None
+
+
+def group_size(group: Group) -> int:
+    """Number of ranks; 1 for None."""
+    if group is None or isinstance(group, ShapeOnlyGroup):
+        return 1 if group is None else group.size
+    return dist.get_world_size(group)
+
+
+def group_rank(group: Group) -> int:
+    """Our rank in the group; 0 for None."""
+    if group is None or isinstance(group, ShapeOnlyGroup):
+        return 0 if group is None else group.rank
+    return dist.get_rank(group)
+
+
+def all_reduce_(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """Reduce x over the group in place; nothing to do for None or in a rehearsal."""
+    if group is not None and not isinstance(group, ShapeOnlyGroup):
+        dist.all_reduce(x, op=op, group=group)
+    return x
 
 
 def gather_along(x: Tensor, axis: int, group: Group) -> Tensor:
     """x [.., s, ..] on each rank --> [.., n * s, ..] on all; no gradient."""
-    n = dist.get_world_size(group)
     flat = x.movedim(axis, 0).contiguous()
-    out = flat.new_empty((n * flat.shape[0], *flat.shape[1:]))
-    all_gather_single(out, flat, group=group)
+    out = flat.new_empty((group_size(group) * flat.shape[0], *flat.shape[1:]))
+    if not isinstance(group, ShapeOnlyGroup):
+        all_gather_single(out, flat, group=group)
     return out.movedim(0, axis)
 
 
 def reduce_scatter_along(x: Tensor, axis: int, group: Group) -> Tensor:
     """x [.., n * s, ..] on each rank --> its own slice [.., s, ..] of the sum; no gradient."""
-    n = dist.get_world_size(group)
     flat = x.movedim(axis, 0).contiguous()
-    out = flat.new_empty((flat.shape[0] // n, *flat.shape[1:]))
-    reduce_scatter_single(out, flat, group=group)
+    out = flat.new_empty((flat.shape[0] // group_size(group), *flat.shape[1:]))
+    if not isinstance(group, ShapeOnlyGroup):
+        reduce_scatter_single(out, flat, group=group)
     return out.movedim(0, axis)
 
 
 def slice_along(x: Tensor, axis: int, group: Group) -> Tensor:
     """x [.., n * s, ..] the same on all --> this rank's slice [.., s, ..]."""
-    n, r = dist.get_world_size(group), dist.get_rank(group)
-    size = x.shape[axis] // n
-    return x.narrow(axis, r * size, size).contiguous()
+    size = x.shape[axis] // group_size(group)
+    return x.narrow(axis, group_rank(group) * size, size).contiguous()
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
     """The sum of x over the group, in a new tensor; no gradient."""
-    x = x.contiguous().clone()
-    dist.all_reduce(x, group=group)
-    return x
+    return all_reduce_(x.contiguous().clone(), group)
 
 
 class _ReduceForward(torch.autograd.Function):

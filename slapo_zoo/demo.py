@@ -135,11 +135,11 @@ def verdict(alone: Sequence[float], beside: Sequence[float]) -> bool:
     worst = max(range(len(alone)), key=lambda step: relative(alone[step], beside[step]))
     distance = relative(alone[worst], beside[worst])
     close = distance <= TOLERANCE
-    text = f"largest relative difference {distance:.1e}, at step {worst + 1}; limit {TOLERANCE:g}"
+    text = f"at most {distance:.1e} apart (relative; step {worst + 1}; limit {TOLERANCE:g})"
     if close:
         console.print(f"\n[bold green]The two columns agree[/]: {text}.")
     else:
-        console.print(f"\n[bold red]The two columns differ[/]: {text}. This is a bug; report it.")
+        console.print(f"\n[bold red]The two columns differ[/]: {text}.\nThis is a bug: report it.")
     return close
 
 
@@ -149,7 +149,7 @@ def write_code(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = tokenizer(PROMPT, return_tensors="pt")
     torch.manual_seed(0)
     out = model.generate(**ids, max_new_tokens=32, do_sample=True, top_k=8)

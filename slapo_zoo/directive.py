@@ -30,7 +30,7 @@ class State:
     mesh: Mesh
     random: RandomStream = field(default_factory=RandomStream)
     placed: dict[str, Placed] = field(default_factory=dict)
-    cuts: list[str] = field(default_factory=list)
+    cuts: list[tuple[str, int]] = field(default_factory=list)
     partial_gradients: set[str] = field(default_factory=set)
     checkpointed: list[str] = field(default_factory=list)
     applied: dict[str, set[str]] = field(default_factory=dict)

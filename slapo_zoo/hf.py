@@ -72,6 +72,18 @@ def build_on_meta(cls: Any, config: Any, dtype: torch.dtype, own_attention: bool
     return model.train(False)
 
 
+def build_fake(cls: Any, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The unmodified model made of fake tensors (shapes on a device), and their mode."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers.initialization import no_init_weights
+
+    mode = FakeTensorMode()
+    with mode, default_dtype(dtype), no_init_weights():
+        model = cls(config)
+        model.tie_weights()
+    return mode, model.train(False)
+
+
 def tied_names(model: Any) -> dict[str, str]:
     """Tied parameter --> the one it shares memory with, for the whole model."""
     return dict(getattr(model, "all_tied_weights_keys", None) or {})

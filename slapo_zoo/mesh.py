@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slapo_zoo.errors import MeshError
 
@@ -12,17 +12,32 @@ if TYPE_CHECKING:
 MESH_DIMS = ("pp", "dp", "tp")  # slowest to fastest: tp peers are neighbours, as in Megatron-LM
 
 
+class ShapeOnlyGroup(NamedTuple):
+    """Stands for a process group in a rehearsal: collectives only change shapes."""
+
+    size: int
+    rank: int
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Sizes of the mesh dims and the rank that looks at them.
 
     rank = (pp_coord * dp + dp_coord) * tp + tp_coord
+
+    Args:
+        tp: ranks that divide each layer.
+        pp: ranks that divide the layers into stages.
+        dp: ranks that divide the batch.
+        rank: the one that looks.
+        rehearsal: no process group; collectives only change shapes.
     """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     rank: int = 0
+    rehearsal: bool = False
 
     def __post_init__(self):
         for mesh_dim in MESH_DIMS:
@@ -57,10 +72,12 @@ class Mesh:
         """The ranks that differ from us on `mesh_dim` only, in order."""
         return [self.at(**{mesh_dim: i}) for i in range(self.size(mesh_dim))]
 
-    def group(self, mesh_dim: str) -> "ProcessGroup | None":
+    def group(self, mesh_dim: str) -> "ProcessGroup | Any | None":
         """The process group of one mesh dim, or None when its size is 1."""
         if self.size(mesh_dim) == 1:
             return None
+        if self.rehearsal:
+            return ShapeOnlyGroup(self.size(mesh_dim), self.coord(mesh_dim))
         return self._device_mesh.get_group(mesh_dim)
 
     @cached_property

@@ -7,38 +7,89 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slapo_zoo import hf
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.flow import rehearse
 from slapo_zoo.mesh import Mesh
-from slapo_zoo.stages import Boundary, StageDone, boundary_shape
+from slapo_zoo.schedule import Schedule
+from slapo_zoo.stages import Cursor, Cut, StageDone, StagePlan
 
-Run = Callable[[Mapping[str, Any]], Any]  # batch --> HuggingFace output, by the model's own forward
 ROWS = "_global_rows"  # global batch rows of a micro-batch, cut beside its tensors
+NOT_REHEARSED = ("cut_pipeline_stage", "checkpoint", "fork_rng")  # they change no shape
+
+
+class Pipeline:
+    """The stages of one model, and their plans for each shape of batch.
+
+    Args:
+        schedule: of the whole model.
+        cls: the model's own class.
+        units: what a stage holds as a whole.
+        cursor: of this rank's stage.
+    """
+
+    def __init__(self, schedule: Schedule, cls: Any, units: list[str], cursor: Cursor):
+        self.schedule, self.cls, self.units, self.cursor = schedule, cls, units, cursor
+        self._plans: dict[Any, StagePlan] = {}
+        self._fake: Any = None
+
+    @property
+    def cuts(self) -> list[Cut]:
+        """Where stages end."""
+        return self.schedule.state.cuts
+
+    def plan(self, batch: Mapping[str, Any]) -> StagePlan:
+        """What this stage does for batches of these shapes; rehearsed once per shape."""
+        key = tuple(sorted((k, _signature(v)) for k, v in batch.items()))
+        if key not in self._plans:
+            mode, model = self._rehearsal()
+            calls = rehearse(model, self.units, mode, batch)
+            stage = self.schedule.mesh.coord("pp")
+            self._plans[key] = StagePlan.make(calls, self.cuts, stage)
+        return self._plans[key]
+
+    def _rehearsal(self) -> tuple[Any, Any]:
+        """The whole scheduled model made of fake tensors; its weights take no memory."""
+        if self._fake is None:
+            model, mesh = self.schedule.model, self.schedule.mesh
+            mode, fake = hf.build_fake(self.cls, model.config, next(model.parameters()).dtype)
+            rehearsing = Mesh(mesh.tp, mesh.pp, mesh.dp, mesh.rank, rehearsal=True)
+            steps = [s for s in self.schedule.history if s[1].name not in NOT_REHEARSED]
+            with mode:
+                Schedule(fake, rehearsing).replay(steps)
+            self._fake = mode, fake
+        return self._fake
+
+
+def _signature(value: Any) -> Any:
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else repr(value)
 
 
 class StageModule(nn.Module):
     """What `torch.distributed.pipelining` calls for one micro-batch of one stage.
 
     Args:
-        model: with stand-ins for the other stages.
-        run: calls the model's own forward for (batch, rows).
-        boundary: where received hidden states go.
+        pipeline: the stages.
+        plan: for the shape of a micro-batch.
+        run: (batch, rows) --> loss, by the model's own forward.
         others: arguments that are not divided into micro-batches.
     """
 
-    def __init__(self, model: nn.Module, run: Callable[..., Any], boundary: Boundary, others: dict):
+    def __init__(self, pipeline: Pipeline, plan: StagePlan, run: Callable[..., Any], others: dict):
         super().__init__()
-        self._modules["model"] = model
-        self.run, self.boundary, self.others = run, boundary, others
+        self._modules["model"] = pipeline.schedule.model
+        self.cursor, self.plan, self.run, self.others = pipeline.cursor, plan, run, others
 
-    def forward(self, *received: Tensor, **batch: Tensor) -> Tensor:
-        """Hidden states [rows, tokens, hidden] for the next stage, or the loss [1]."""
+    def forward(self, *received: Tensor, **batch: Tensor) -> tuple[Tensor, ...]:
+        """What the next stage needs, or the loss [1]."""
         rows = batch.pop(ROWS)
-        self.boundary.received = received[0] if received else None
+        self.cursor.begin(self.plan, received, rows.device)
         try:
-            return self.run({**batch, **self.others}, rows).reshape(1)
-        except StageDone as done:
-            return done.output
+            return (self.run({**batch, **self.others}, rows).reshape(1),)
+        except StageDone:
+            return self.cursor.outgoing()
         finally:
-            self.boundary.received = None
+            self.cursor.end()
 
 
 def split_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -48,12 +99,11 @@ def split_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def pipeline_step(
-    stage: StageModule,
-    mesh: Mesh,
+    pipeline: Pipeline,
+    run: Callable[..., Any],
     tensors: dict[str, Tensor],
+    others: dict[str, Any],
     micro_batches: int,
-    hidden_size: int,
-    dtype: torch.dtype,
 ) -> Tensor:
     """Forward and backward of all micro-batches; gradients are added to `.grad`.
 
@@ -64,21 +114,21 @@ def pipeline_step(
     """
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-    device = next(iter(tensors.values())).device
-    rows, tokens, width = boundary_shape(tensors, hidden_size)
-    shape = (rows // micro_batches, tokens, width)
-    hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-    scalar = torch.empty(1, device="meta", requires_grad=True)
+    mesh = pipeline.schedule.mesh
+    first = {k: v.tensor_split(micro_batches)[0] for k, v in tensors.items() if k != ROWS}
+    plan = pipeline.plan({**first, **others})
     index, last = mesh.coord("pp"), mesh.pp - 1
-    runtime = PipelineStage(
-        stage, index, mesh.pp, device,
-        input_args=hidden if index else (),
-        output_args=hidden if index < last else scalar,
+    device = tensors[ROWS].device
+    scalar = torch.empty(1, device="meta", requires_grad=True)
+    stage = PipelineStage(
+        StageModule(pipeline, plan, run, others), index, mesh.pp, device,
+        input_args=_examples(plan, index),
+        output_args=_examples(plan, index + 1) if index < last else (scalar,),
         group=mesh.group("pp"),
     )  # fmt: skip
     # 1F1B needs a micro-batch in flight per stage; with fewer, both orders do the same.
     order = Schedule1F1B if micro_batches >= mesh.pp else ScheduleGPipe
-    schedule = order(runtime, micro_batches, loss_fn=lambda out, _: out.sum(), scale_grads=False)
+    schedule: Any = order(stage, micro_batches, loss_fn=_sum, scale_grads=False)
     if index < last:
         schedule.step(**tensors)
         return torch.zeros((), device=device)
@@ -87,47 +137,52 @@ def pipeline_step(
     return torch.stack(losses).sum().detach()
 
 
-def pipeline_forward(
-    mesh: Mesh,
-    run: Run,
-    boundary: Boundary,
-    batch: Mapping[str, Any],
-    hidden_size: int,
-    dtype: torch.dtype,
-) -> Any:
+def _examples(plan: StagePlan, stage: int) -> tuple[Tensor, ...]:
+    """Shapes of what enters a stage."""
+    return tuple(plan.shape(value).empty("meta") for value in plan.crossing(stage))
+
+
+def _sum(output: Any, target: Any) -> Tensor:
+    output = output[0] if isinstance(output, tuple) else output
+    return output.sum()
+
+
+def pipeline_forward(pipeline: Pipeline, run: Callable[..., Any], batch: Mapping[str, Any]) -> Any:
     """One forward without gradients, stage after stage; the output arrives on every rank."""
+    mesh, cursor = pipeline.schedule.mesh, pipeline.cursor
     tensors, _ = split_batch(batch)
+    if not tensors:
+        raise SlapoError("forward", "batch", "found no tensors", "pass input_ids or the like")
     device = next(iter(tensors.values())).device
-    index, last, group = mesh.coord("pp"), mesh.pp - 1, mesh.group("pp")
+    plan, index, group = pipeline.plan(batch), mesh.coord("pp"), mesh.group("pp")
     output = None
     with torch.no_grad():
-        if index:
-            boundary.received = torch.empty(
-                boundary_shape(tensors, hidden_size), dtype=dtype, device=device
-            )
-            dist.recv(boundary.received, mesh.at(pp=index - 1), group=group)
+        received = [plan.shape(v).empty(device).detach() for v in plan.crossing(index)]
+        for tensor in received:
+            dist.recv(tensor, mesh.at(pp=index - 1), group=group)
+        cursor.begin(plan, received, device)
         try:
             output = run(batch)
-        except StageDone as done:
-            dist.send(done.output.contiguous(), mesh.at(pp=index + 1), group=group)
+        except StageDone:
+            for tensor in cursor.outgoing():
+                dist.send(tensor.contiguous(), mesh.at(pp=index + 1), group=group)
         finally:
-            boundary.received = None
-    return broadcast_output(output, mesh.at(pp=last), group, device)
+            cursor.end()
+    return broadcast_output(output, mesh.at(pp=mesh.pp - 1), group, device)
 
 
 def broadcast_output(output: Any, source: int, group: Any, device: torch.device) -> Any:
     """A HuggingFace output object from one rank to its group: structure first, then tensors."""
     here = dist.get_rank() == source
-    described = [_describe(output) if here else None]
+    described: list[Any] = [_describe(output) if here else None]
     dist.broadcast_object_list(described, source, group=group, device=device)
-    cls, items = described[0]  # pyright: ignore[reportGeneralTypeIssues]
+    cls, shapes = described[0]
     values = {}
-    for name, spec in items.items():
-        if isinstance(spec, torch.Size | tuple):
-            shape, dtype = spec
-            tensor = output[name].contiguous() if here else torch.empty(shape, dtype=dtype, device=device)  # fmt: skip
-            dist.broadcast(tensor, source, group=group)
-            values[name] = tensor
+    for name, (shape, dtype) in shapes.items():
+        values[name] = torch.empty(shape, dtype=dtype, device=device)
+        if here:
+            values[name].copy_(output[name])
+        dist.broadcast(values[name], source, group=group)
     return output if here else cls(**values)
 
 

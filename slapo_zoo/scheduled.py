@@ -17,10 +17,9 @@ from slapo_zoo.distributed import rank_guard
 from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.losses import GlobalMeans, count_targets
 from slapo_zoo.mesh import Mesh
-from slapo_zoo.pipeline import ROWS, StageModule, pipeline_forward, pipeline_step, split_batch
+from slapo_zoo.pipeline import ROWS, Pipeline, pipeline_forward, pipeline_step, split_batch
 from slapo_zoo.placement import TensorSpec
 from slapo_zoo.schedule import Schedule
-from slapo_zoo.stages import Boundary
 from slapo_zoo.vocab_logits import VocabLogits
 from slapo_zoo.weights.ledger import Ledger
 from slapo_zoo.weights.save import save_folder
@@ -33,18 +32,17 @@ class Runtime:
     Args:
         schedule: the program that made it.
         specs: every tensor of the whole model, in the order of its state dict.
-        boundary: where a pipeline stage finds what it received.
+        own_forward: of the model's own class.
+        pipeline: the stages, or None without.
         ties: groups of parameters of this rank that stages share: (name, process group).
         owned: names that this stage counts in norms and saves.
         micro_batches: default of `train_step`.
-        source: folder whose tokenizer and other files `save_pretrained` carries over.
     """
 
     schedule: Schedule
     specs: list[TensorSpec]
-    boundary: Boundary
-    hidden_size: int
     own_forward: Callable[..., Any]
+    pipeline: Pipeline | None = None
     ledger: Ledger = field(default_factory=Ledger)
     ties: list[tuple[str, Any]] = field(default_factory=list)
     owned: set[str] = field(default_factory=set)
@@ -157,12 +155,11 @@ def _forward(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if runtime.schedule.state.checkpointed:
             batch["use_cache"] = False  # a recomputation would append to the cache once more
     run = functools.partial(_run_own, model, runtime)
-    if mesh.pp == 1:
+    if runtime.pipeline is None:
         return run(batch)
     batch = {**batch, "use_cache": False} if _takes_cache(runtime) else batch
     with rank_guard("forward"):
-        dtype = next(model.parameters()).dtype
-        return pipeline_forward(mesh, run, runtime.boundary, batch, runtime.hidden_size, dtype)
+        return pipeline_forward(runtime.pipeline, run, batch)
 
 
 def _takes_cache(runtime: Runtime) -> bool:
@@ -199,7 +196,7 @@ def _train_step(model: Any, batch: Mapping[str, Any], micro_batches: int | None)
         raise MeshError("train_step", "micro_batches", problem, f"legal numbers: {legal}")
     totals = _over_dp(mesh, [*count_targets(type(model).__name__, tensors), float(rows)])
     first = _first_row(mesh, rows)
-    tensors[ROWS] = torch.arange(first, first + rows)
+    tensors[ROWS] = torch.arange(first, first + rows, device=next(iter(tensors.values())).device)
     stream.step += 1
 
     def run(part: Mapping[str, Any], part_rows: Tensor) -> Tensor:
@@ -210,10 +207,8 @@ def _train_step(model: Any, batch: Mapping[str, Any], micro_batches: int | None)
 
     parameters = list(model.parameters())
     with gradients.only_new(parameters):
-        if mesh.pp > 1:
-            stage = StageModule(model, run, runtime.boundary, others)
-            dtype = parameters[0].dtype
-            loss = pipeline_step(stage, mesh, tensors, count, runtime.hidden_size, dtype)
+        if runtime.pipeline is not None:
+            loss = pipeline_step(runtime.pipeline, run, tensors, others, count)
         else:
             loss = _accumulate(run, tensors, others, count)
         _reduce(model, runtime, parameters)

@@ -1,61 +1,36 @@
 """Which pipeline stage holds which part of a model, and how a stage runs alone.
 
-A stage runs the model's own forward. Modules of other stages are stand-ins: those before the stage
-hand out what was received, and the forward ends when the last module of the stage has run. So
-masks, positions and sizes are computed by the unmodified code on every stage, and only hidden
-states cross a cut (docs/decisions/0004-stages-run-the-own-forward.md).
+A stage runs the model's own forward. Units of other stages are stand-ins: those before the stage
+hand out what was received, and the forward ends when the last unit of the stage has run. So masks,
+positions and sizes are computed by the unmodified code on every stage, and only what a rehearsal
+found to be used later crosses a cut (docs/decisions/0004-stages-run-the-own-forward.md).
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from slapo_zoo.directive import join
 from slapo_zoo.errors import ScheduleError
+from slapo_zoo.flow import Call, Shape, Value
+
+Cut = tuple[str, int]  # unit, and after which of its calls (0 unless a shared block)
 
 
 class StageDone(Exception):  # noqa: N818 - not an error: it ends the forward of a stage
-    """Carries the output of the last module of a stage out of the model's forward."""
-
-    def __init__(self, output: Tensor):
-        self.output = output
+    """Raised when the last unit of a stage has run."""
 
 
-class Boundary:
-    """What a stage received for the current micro-batch."""
-
-    received: Tensor | None = None
-
-
-class Foreign(nn.Module):
-    """Stands where a module of another stage was; holds no parameters.
-
-    rewrite:  h.3(x, ...)  -->  what the previous stage sent
-    """
-
-    def __init__(self, original: nn.Module, boundary: Boundary, is_last: bool):
-        super().__init__()
-        self.original_name = type(original).__name__
-        self.boundary, self.is_last = boundary, is_last
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The received hidden states; only the last stand-in passes gradients to them."""
-        received = self.boundary.received
-        if received is None:
-            raise RuntimeError(f"a stage called {self.original_name}, which an earlier stage holds")
-        return received if self.is_last else received.detach()
-
-    def extra_repr(self) -> str:
-        """Shown in the tree: which class another stage holds."""
-        return self.original_name
-
-
-def leaf_units(model: nn.Module, blocks: list[str]) -> list[str]:
-    """Paths of the modules that a stage holds as a whole, in the order in which they run.
+def leaf_units(model: nn.Module, blocks: Sequence[str]) -> list[str]:
+    """Paths of the modules with parameters that a stage holds as a whole, in order.
 
     These are the blocks, and whatever lies beside them below the modules that contain blocks.
+    Modules without parameters (dropouts, rotary tables) belong to no stage: they run on each.
     """
     containers = {""}
     for block in blocks:
@@ -66,63 +41,177 @@ def leaf_units(model: nn.Module, blocks: list[str]) -> list[str]:
         found = []
         for name, child in module.named_children():
             at = join(path, name)
-            found += below(at, child) if at in containers else [at]
+            if at in containers:
+                found += below(at, child)
+            elif next(child.parameters(), None) is not None:
+                found.append(at)
         return found
 
     return below("", model)
 
 
-def assign_stages(units: list[str], cuts: list[str]) -> dict[str, int]:
-    """Unit --> stage; a stage ends with each module of `cuts`."""
-    for cut in cuts:
-        if cut not in units:
+def assign_stages(units: Sequence[str], cuts: Sequence[Cut]) -> dict[str, tuple[int, ...]]:
+    """Unit --> the stages that hold it: one, or several for a shared block that is cut."""
+    for unit, _ in cuts:
+        if unit not in units:
             problem = "it lies inside a block, or contains blocks"
-            raise ScheduleError(cut, "cut_pipeline_stage()", problem, "cut after a whole block")
+            raise ScheduleError(unit, "cut_pipeline_stage()", problem, "cut after a whole block")
     stages, stage = {}, 0
     for unit in units:
-        stages[unit] = stage
-        stage += unit in cuts
+        ends = [call for name, call in cuts if name == unit]
+        shared = len(ends) > 1 or any(ends)
+        stages[unit] = tuple(range(stage, stage + len(ends) + 1)) if shared else (stage,)
+        stage += len(ends)
     return stages
 
 
-def stage_of(name: str, stages: Mapping[str, int]) -> int:
-    """The stage that holds a parameter; one of a container goes with the first stage."""
+def stages_of(name: str, stages: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """The stages that hold a parameter; one of a container goes with the first stage."""
     path = name
     while path:
         if path in stages:
             return stages[path]
         path = path.rpartition(".")[0]
-    return 0
+    return (0,)
 
 
-def keep_stage(model: nn.Module, stages: Mapping[str, int], stage: int) -> Boundary:
+@dataclass(frozen=True)
+class StagePlan:
+    """What one stage does in one forward: from a rehearsal and the cuts.
+
+    Args:
+        calls: every unit call of the whole model, in order.
+        stage_of_call: which stage makes it.
+        stage: this one.
+    """
+
+    calls: tuple[Call, ...]
+    stage_of_call: tuple[int, ...]
+    stage: int
+
+    @staticmethod
+    def make(calls: Sequence[Call], cuts: Sequence[Cut], stage: int) -> "StagePlan":
+        """A stage ends with each call named by a cut."""
+        ends, seen, at, of_call = set(cuts), {}, 0, []
+        for call in calls:
+            of_call.append(at)
+            nth = seen.get(call.unit, 0)
+            seen[call.unit] = nth + 1
+            at += (call.unit, nth) in ends
+        return StagePlan(tuple(calls), tuple(of_call), stage)
+
+    def crossing(self, stage: int) -> list[Value]:
+        """Values that enter `stage`: made before it, used in it or after it."""
+        used = {v for call, at in zip(self.calls, self.stage_of_call, strict=True) if at >= stage
+                for v in call.needs}  # fmt: skip
+        return sorted(v for v in used if self.stage_of_call[v.call] < stage)
+
+    def shape(self, value: Value) -> Shape:
+        """Shape of a value."""
+        return self.calls[value.call].leaves[value.leaf]
+
+    @property
+    def last_call(self) -> int:
+        """Index of the last call that this stage makes."""
+        return max(i for i, at in enumerate(self.stage_of_call) if at == self.stage)
+
+
+class Cursor:
+    """Where one forward of one stage is, what it received and what it made."""
+
+    def __init__(self) -> None:
+        self.plan: StagePlan | None = None
+
+    def begin(self, plan: StagePlan, received: Sequence[Tensor], device: torch.device) -> None:
+        """Start a forward with what the previous stage sent."""
+        self.plan, self.index, self.device = plan, -1, device
+        incoming = plan.crossing(plan.stage)
+        # A view: what only passes through must not be the received leaf itself.
+        self.values = {v: x.view_as(x) for v, x in zip(incoming, received, strict=True)}
+        self.wanted = set(plan.crossing(plan.stage + 1))
+
+    def end(self) -> None:
+        """Forget the forward."""
+        self.plan, self.values = None, {}
+
+    def outgoing(self) -> tuple[Tensor, ...]:
+        """What the next stage needs."""
+        assert self.plan is not None  # noqa: S101 - called within begin and end
+        return tuple(self.values[v] for v in self.plan.crossing(self.plan.stage + 1))
+
+    def stand_in(self, unit: str) -> Any:
+        """The output of a call that another stage makes, or None when this one makes it."""
+        self.index += 1
+        assert self.plan is not None  # noqa: S101 - called within begin and end
+        call = self.plan.calls[self.index] if self.index < len(self.plan.calls) else None
+        if call is None or call.unit != unit:
+            problem = f"its call is number {self.index} here, not in the rehearsal"
+            hint = "the model's forward depends on data; cut it elsewhere, or use pp=1"
+            raise ScheduleError(unit, "pipeline", problem, hint)
+        if self.plan.stage_of_call[self.index] == self.plan.stage:
+            return None
+        tensors = {v.leaf: x for v, x in self.values.items() if v.call == self.index}
+        return call.output(tensors, self.device)
+
+    def made(self, output: Any) -> None:
+        """Keep what later stages need; end the forward after the last call of a stage."""
+        assert self.plan is not None  # noqa: S101 - called within begin and end
+        for leaf, tensor in enumerate(tree_leaves(output)):
+            if (value := Value(self.index, leaf)) in self.wanted:
+                self.values[value] = tensor
+        if self.index == self.plan.last_call and self.plan.stage < max(self.plan.stage_of_call):
+            raise StageDone
+
+
+class Foreign(nn.Module):
+    """Stands where a unit of another stage was; holds no parameters.
+
+    rewrite:  h.3(x, ...)  -->  what the previous stages sent, or zeros that nothing here uses
+    """
+
+    def __init__(self, unit: str, original: nn.Module, cursor: Cursor):
+        super().__init__()
+        self.unit, self.original_name, self.cursor = unit, type(original).__name__, cursor
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The output that the unit has on its own stage."""
+        return self.cursor.stand_in(self.unit)
+
+    def extra_repr(self) -> str:
+        """Shown in the tree: which class another stage holds."""
+        return self.original_name
+
+
+def keep_stage(model: nn.Module, stages: Mapping[str, tuple[int, ...]], stage: int) -> Cursor:
     """Replace the units of other stages by stand-ins; the module tree and all paths stay.
 
     Returns:
-        where the runtime puts what it received before each forward.
+        what the runtime moves along with each forward.
     """
-    boundary = Boundary()
-    before = [unit for unit, s in stages.items() if s < stage]
-    mine = [unit for unit, s in stages.items() if s == stage]
-    for unit, s in stages.items():
-        if s == stage:
+    cursor = Cursor()
+    for unit, held_by in stages.items():
+        module = model.get_submodule(unit)
+        if stage in held_by:
+            _follow(unit, module, cursor)
             continue
         parent, _, name = unit.rpartition(".")
-        holder = model.get_submodule(parent)
-        stand_in = Foreign(holder._modules[name], boundary, bool(before) and unit == before[-1])  # pyright: ignore[reportArgumentType]
-        holder._modules[name] = stand_in
-    if stage < max(stages.values()):
-        model.get_submodule(mine[-1]).register_forward_hook(_finish)
-    return boundary
+        model.get_submodule(parent)._modules[name] = Foreign(unit, module, cursor)
+    return cursor
 
 
-def _finish(module: nn.Module, args: Any, output: Any) -> None:
-    raise StageDone(output[0] if isinstance(output, tuple) else output)
+def _follow(unit: str, module: Any, cursor: Cursor) -> None:
+    """Let the cursor see the calls of a unit that this stage holds."""
+    forward = module.forward
 
+    @functools.wraps(forward)
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        output = cursor.stand_in(unit) if cursor.plan is not None else None
+        return forward(*args, **kwargs) if output is None else output
 
-def boundary_shape(batch: Mapping[str, Any], hidden_size: int) -> tuple[int, int, int]:
-    """Shape [rows, tokens, hidden] of what crosses a cut for a batch."""
-    ids, embeds = batch.get("input_ids"), batch.get("inputs_embeds")
-    sizes = ids.shape if ids is not None else embeds.shape[:-1]  # pyright: ignore[reportOptionalMemberAccess]
-    rows = int(torch.tensor(sizes[:-1]).prod())
-    return rows, sizes[-1], hidden_size
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        plan = cursor.plan
+        if plan is not None and plan.stage_of_call[cursor.index] == plan.stage:
+            cursor.made(output)  # after the hooks of the schedule: an embedding is summed by now
+
+    module.forward = followed
+    module.register_forward_hook(after)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from slapo_zoo import collectives
+from slapo_zoo.mesh import ShapeOnlyGroup
 from slapo_zoo.placement import Placement
 
 _ELEMENTWISE = {
@@ -19,17 +20,13 @@ _ELEMENTWISE = {
     torch.Tensor.to, torch.Tensor.type, torch.Tensor.contiguous, torch.Tensor.clone,
     torch.Tensor.detach,
 }  # fmt: skip
+_TENSOR: Any = torch.Tensor  # its attributes are descriptors, which type checkers do not know
+_SHAPE = _TENSOR.shape.__get__
 _ATTRIBUTES = {
-    torch.Tensor.dtype.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    torch.Tensor.device.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    torch.Tensor.requires_grad.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    torch.Tensor.grad_fn.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    torch.Tensor.is_cuda.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    torch.Tensor.dim,
-    torch.Tensor.ndim.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    torch.Tensor.is_floating_point,
-}
-_SHAPE = torch.Tensor.shape.__get__  # pyright: ignore[reportAttributeAccessIssue]
+    _TENSOR.dtype.__get__, _TENSOR.device.__get__, _TENSOR.requires_grad.__get__,
+    _TENSOR.grad_fn.__get__, _TENSOR.is_cuda.__get__, _TENSOR.ndim.__get__,
+    torch.Tensor.dim, torch.Tensor.is_floating_point,
+}  # fmt: skip
 
 
 class VocabLogits(torch.Tensor):
@@ -47,6 +44,8 @@ class VocabLogits(torch.Tensor):
         """Local columns --> VocabLogits; the tensor itself when the axis is not divided."""
         if group is None:
             return local
+        if isinstance(group, ShapeOnlyGroup):  # a rehearsal has no data to keep apart
+            return local.new_empty((*local.shape[:-1], vocab_size))
         logits = local.as_subclass(VocabLogits)
         logits.vocab_size, logits.group = vocab_size, group
         return logits
@@ -167,12 +166,12 @@ def vocab_parallel_cross_entropy(
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, target, vocab_size, group, ignore_index, smoothing):
-        n, r = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        n, r = collectives.group_size(group), collectives.group_rank(group)
         runs = Placement(0, pad=True).runs(vocab_size, n, r)
         start, stop = runs[0] if runs else (0, 0)
         valid = logits[:, : stop - start]
         highest = valid.amax(1) if stop > start else logits.new_full((len(logits),), -torch.inf)
-        _all_reduce(highest, group, dist.ReduceOp.MAX)
+        collectives.all_reduce_(highest, group, dist.ReduceOp.MAX)
         exp = (valid - highest[:, None]).exp_()
         ours = (target >= start) & (target < stop)
         index = (target - start).masked_fill(~ours, 0)[:, None]
@@ -181,7 +180,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         if smoothing:
             sums.append(valid.sum(1))
         total = torch.stack(sums)
-        _all_reduce(total, group, dist.ReduceOp.SUM)
+        collectives.all_reduce_(total, group)
         log_sum = total[0].log() + highest
         loss = log_sum - (1.0 - smoothing) * total[1]
         if smoothing:
@@ -204,8 +203,3 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         padding = ctx.width - d_valid.shape[1]
         d_logits = functional.pad(d_valid, (0, padding)) if padding else d_valid
         return d_logits, None, None, None, None, None
-
-
-def _all_reduce(x: Tensor, group: Any, op: Any) -> None:
-    if group is not None:
-        dist.all_reduce(x, op=op, group=group)

@@ -86,7 +86,7 @@ class Table:
         body: rows below the base model (`transformer.`, `bert.`), for all head classes.
         heads: rows for modules outside the base model.
         blocks: pattern of the repeated blocks, below the base model; cuts fall between them.
-        hidden: config attribute of the width of what crosses a cut.
+        ignored_keys: regular expressions of checkpoint keys that may stay unused.
     """
 
     model_type: str
@@ -95,7 +95,6 @@ class Table:
     body: tuple[Row, ...]
     heads: tuple[Row, ...]
     blocks: str
-    hidden: str = "hidden_size"
     ignored_keys: tuple[str, ...] = field(default=())
 
     def rows(self, model: Any) -> list[Row]:

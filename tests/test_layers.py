@@ -11,12 +11,23 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [  # low to high
     {"errors", "paths", "placement", "mesh", "compat"},
     {"directive", "collectives", "rng", "kernel", "graph", "weights", "losses"}
-    | {"attention", "distributed", "vocab_logits"},
+    | {"attention", "distributed", "hf", "tensors", "vocab_logits"},
     {"primitives", "kernels"},
-    {"schedule", "zoo", "pipeline"},
-    {"build", "verify", "plan", "tune", "dialects", "auto", "scheduled", "launch"},
+    {"schedule", "zoo", "pipeline", "stages", "consolidate", "gradients", "flow"},
+    {
+        "build",
+        "verify",
+        "plan",
+        "tune",
+        "dialects",
+        "auto",
+        "scheduled",
+        "launch",
+        "resume",
+        "reshard",
+    },
     {"schedules"},
-    {"cli", "cards", "demo"},
+    {"cli", "cards", "demo", "commands", "training", "report"},
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 LINKED = ("kernels", "schedules", "hub_cards")  # slapo_zoo/<name> -> ../<name>

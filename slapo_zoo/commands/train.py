@@ -35,6 +35,7 @@ def train(
 
     from slapo_zoo.training import job
     from slapo_zoo.training.loop import TrainOptions
+    from slapo_zoo.training.text import check_data
 
     options = TrainOptions(
         model=model, tp=tp, pp=pp, dp=job.data_parallel_size(tp, pp, dp), steps=steps,
@@ -42,7 +43,7 @@ def train(
         output=None if output is None else str(output), device=job.device_named(device),
     )  # fmt: skip
     job.check_batch(batch_size, options.dp, micro_batches)
-    job.check_data(data)
+    check_data(data)
     if output is not None:
         job.check_output(output)
     config = job.read_config(model)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -15,6 +16,7 @@ from rich.progress import (
 from rich.table import Table
 
 from slapo_zoo.mesh import Mesh
+from slapo_zoo.weights.ledger import Ledger
 
 OnStep = Callable[[int, float, float], None]  # step, loss, gradient norm
 
@@ -57,14 +59,16 @@ def silence() -> Iterator[OnStep]:
     yield lambda step, loss, norm: None
 
 
-def ledger_table(mesh: Mesh, ledgers: Sequence[str]) -> Table:
+def ledger_table(mesh: Mesh, ledgers: Sequence[Ledger]) -> Table:
     """One row per rank: where it stands in the mesh, and what its load did."""
-    table = Table(title="what each rank read", title_justify="left")
-    for name in ("rank", "pp", "dp", "tp"):
+    table = Table(title="what each rank read", title_justify="left", box=box.SIMPLE)
+    for name in ("rank", "pp", "dp", "tp", "tensors", "read", "its share", "files", "s", "memory"):
         table.add_column(name, justify="right")
-    table.add_column("ledger", overflow="fold")
     for rank, ledger in enumerate(ledgers):
         place = Mesh(mesh.tp, mesh.pp, mesh.dp, rank)
-        coords = (place.coord(name) for name in ("pp", "dp", "tp"))
-        table.add_row(str(rank), *map(str, coords), ledger)
+        coords = [str(place.coord(name)) for name in ("pp", "dp", "tp")]
+        sizes = [f"{size / 1e6:.1f} MB" for size in (ledger.bytes_read, ledger.shard_bytes)]
+        memory, seconds = f"+{ledger.peak_anonymous / 1e6:.1f} MB", f"{ledger.seconds:.2f}"
+        counts = [str(ledger.tensors), *sizes, str(ledger.files_opened), seconds, memory]
+        table.add_row(str(rank), *coords, *counts)
     return table

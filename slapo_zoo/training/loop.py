@@ -9,6 +9,7 @@ from rich.console import Console
 
 from slapo_zoo.training.display import OnStep, ledger_table, progress_bar, silence
 from slapo_zoo.training.text import Batches
+from slapo_zoo.weights.ledger import Ledger
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,12 @@ def fit(model: Any, batches: Batches, options: TrainOptions, on_step: OnStep) ->
     return losses
 
 
-def gather_ledgers(model: Any) -> list[str]:
+def gather_ledgers(model: Any) -> list[Ledger]:
     """The ledger of every rank, on every rank."""
     if not dist.is_initialized():
-        return [str(model.ledger)]
+        return [model.ledger]
     ledgers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ledgers, str(model.ledger))
+    dist.all_gather_object(ledgers, model.ledger)
     return ledgers
 
 

@@ -1,0 +1,1 @@
+"""One file per benchmark; a benchmark is a function `run(quick) -> {title: rows}`."""

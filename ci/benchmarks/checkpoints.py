@@ -1,0 +1,109 @@
+"""Large checkpoints made on the fly: configs, and files of cheap random values."""
+
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slapo_zoo.placement import TensorSpec
+from slapo_zoo.weights.layout import plan_layout
+
+BLOCK = 4 << 20  # bytes of random values, repeated: drawing them all would take minutes
+
+
+def gpt2(quick: bool = False) -> Any:
+    """The 124M GPT-2 (or a small one)."""
+    from transformers import GPT2Config
+
+    small = {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": 5000} if quick else {}
+    return GPT2Config(architectures=["GPT2LMHeadModel"], dtype="float32", **small)
+
+
+def gpt2_1b(quick: bool = False) -> Any:
+    """1.02 billion parameters in the shape of GPT-2, bf16."""
+    from transformers import GPT2Config
+
+    size = {"n_layer": 24, "n_embd": 1792, "n_head": 28}
+    if quick:
+        size = {"n_layer": 4, "n_embd": 512, "n_head": 8}
+    return GPT2Config(architectures=["GPT2LMHeadModel"], dtype="bfloat16", **size)
+
+
+def llama_1b(quick: bool = False) -> Any:
+    """A Llama of nearly as many bytes, bf16."""
+    from transformers import LlamaConfig
+
+    size = {"hidden_size": 1792, "intermediate_size": 4864, "num_hidden_layers": 24,
+            "num_attention_heads": 28, "num_key_value_heads": 28}  # fmt: skip
+    if quick:
+        size |= {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4}
+        size |= {"num_attention_heads": 8, "num_key_value_heads": 8}
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"], dtype="bfloat16", vocab_size=50257,
+        tie_word_embeddings=True, **size,
+    )  # fmt: skip
+
+
+def specs_of(config: Any) -> list[TensorSpec]:
+    """Every tensor of the checkpoint of a config, built without memory."""
+    import transformers
+
+    with torch.device("meta"):
+        model = getattr(transformers, config.architectures[0])(config)
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    dtype = str(config.dtype).removeprefix("torch.")
+    return [
+        TensorSpec(name, tuple(tensor.shape), dtype)
+        for name, tensor in model.state_dict().items()
+        if name not in tied
+    ]
+
+
+def write_checkpoint(folder: Path, config: Any, max_shard_size: str) -> int:
+    """Write config and weights in the layout of transformers; return the bytes of the tensors."""
+    specs = specs_of(config)
+    layout = plan_layout(specs, max_shard_size, {"format": "pt"})
+    folder.mkdir(parents=True)
+    config.save_pretrained(folder)
+    if layout.index:
+        (folder / "model.safetensors.index.json").write_text(layout.index)
+    dtype = getattr(torch, specs[0].dtype)
+    block = (torch.randn(BLOCK // dtype.itemsize) * 0.02).to(dtype).view(torch.uint8).numpy().data
+    for name, header in layout.headers.items():
+        left = layout.sizes[name] - len(header)
+        with (folder / name).open("wb") as file:
+            file.write(header)
+            while left > 0:
+                left -= file.write(block[:left])
+    return sum(math.prod(spec.shape) * dtype.itemsize for spec in specs)
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder that goes again."""
+    path = Path(tempfile.mkdtemp(prefix="slapo-zoo-bench-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def warm(folder: Path) -> None:
+    """Bring all files of a folder into the page cache."""
+    buffer = bytearray(16 << 20)
+    for path in folder.iterdir():
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def describe(config: Any) -> str:
+    """`gpt2 1.02B bfloat16`."""
+    count = sum(math.prod(spec.shape) for spec in specs_of(config))
+    size = f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"
+    return f"{config.model_type} {size} {str(config.dtype).removeprefix('torch.')}"

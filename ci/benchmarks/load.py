@@ -1,0 +1,66 @@
+"""Load GPT-2 checkpoints on several layouts: bytes read, peak memory and time per rank."""
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks import checkpoints, ranks
+from benchmarks.ranks import LAYOUTS, MIB
+
+MOST_READ = 1.02  # times the bytes of the shard
+MOST_MEMORY = 1.10  # times the bytes of the shard, and 64 MiB
+
+
+def load_one(folder: Path, tp: int, pp: int) -> dict[str, Any]:
+    """What one rank measures: a load, then the floor for as many bytes."""
+    ranks.import_all()
+    from slapo_zoo import AutoScheduledModel
+
+    def load() -> Any:
+        return AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp)
+
+    model, seconds, growth = ranks.timed(load)
+    ledger = model.ledger
+    del model
+    ranks.barrier()
+    floor = ranks.readinto_floor(ledger.bytes_read, folder)
+    return {
+        "shard": ledger.shard_bytes, "read": ledger.bytes_read, "growth": growth,
+        "in ledger": ledger.peak_anonymous, "seconds": seconds, "fill": ledger.seconds,
+        "floor": floor, "files": ledger.files_opened,
+    }  # fmt: skip
+
+
+def row(model: str, layout: str, found: list[dict[str, Any]], most: float) -> dict[str, Any]:
+    """One line of the table: the worst rank in every figure."""
+    read = max(r["read"] / r["shard"] for r in found)
+    limits = [(r["growth"], most * r["shard"] + 64 * MIB) for r in found]
+    line: dict[str, Any] = {
+        "model": model, "layout": layout,
+        "shard MiB": round(max(r["shard"] for r in found) / MIB),
+        "read/shard": round(read, 4),
+        "peak anonymous MiB": round(max(r["growth"] for r in found) / MIB),
+        "limit MiB": round(min(limit for _, limit in limits) / MIB),
+        "files": max(r["files"] for r in found),
+        "wall s": max(r["seconds"] for r in found), "of it filling s": max(r["fill"] for r in found),
+        "readinto s": max(r["floor"] for r in found),
+    }  # fmt: skip
+    line["filling/readinto"] = max(r["fill"] / r["floor"] for r in found)
+    line["beyond"] = ["read/shard"] if read > MOST_READ else []
+    line["beyond"] += ["peak anonymous MiB"] if any(x > limit for x, limit in limits) else []
+    return line
+
+
+def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
+    """All layouts of both checkpoints."""
+    rows = []
+    sizes = ("5MB", "5MB") if quick else ("150MB", "450MB")
+    configs = (checkpoints.gpt2(quick), checkpoints.gpt2_1b(quick))
+    with checkpoints.scratch() as path:
+        for i, (config, size) in enumerate(zip(configs, sizes, strict=True)):
+            folder = path / str(i)
+            checkpoints.write_checkpoint(folder, config, size)
+            checkpoints.warm(folder)
+            for name, (tp, pp, _) in LAYOUTS.items():
+                found = ranks.on_ranks(load_one, tp * pp, folder, tp, pp)
+                rows.append(row(checkpoints.describe(config), name, found, MOST_MEMORY))
+    return {f"load: read <= {MOST_READ} x shard, peak <= {MOST_MEMORY} x shard + 64 MiB": rows}

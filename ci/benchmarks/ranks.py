@@ -1,0 +1,62 @@
+"""Work on fresh processes: nothing that an earlier run left in an allocator hides a peak."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slapo_zoo.launch import run_local
+from slapo_zoo.weights.ledger import AnonymousPeak
+
+LAYOUTS = {"tp=2": (2, 1, 1), "tp=4": (4, 1, 1), "pp=2": (1, 2, 1), "tp=2 pp=2": (2, 2, 1)}
+MIB = 2**20
+
+
+def on_ranks(fn: Callable[..., Any], nprocs: int, *args: Any) -> list[Any]:
+    """Results of `fn(*args)` on new processes of one thread each."""
+    return run_local(fn, nprocs, args, timeout=500, start="spawn", threads=1, device="cpu")
+
+
+def import_all() -> None:
+    """Import what a load needs, so that code is not counted as memory of the load."""
+    import transformers.models.gpt2.modeling_gpt2
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    from slapo_zoo.auto import AutoScheduledModel  # noqa: F401
+    from slapo_zoo.zoo import families
+
+    families()
+
+
+def readinto_floor(bytes_wanted: int, folder: Path) -> float:
+    """Seconds to copy so many bytes of the files into fresh memory with `readinto`."""
+    target = torch.empty(bytes_wanted, dtype=torch.uint8).numpy().data
+    done, begin = 0, time.perf_counter()
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb", buffering=0) as file:
+            while done < bytes_wanted:
+                count = file.readinto(target[done : done + (64 << 20)])  # pyright: ignore[reportAttributeAccessIssue]
+                if not count:
+                    break
+                done += count
+    return time.perf_counter() - begin
+
+
+def barrier() -> None:
+    """All ranks start together, so that each has its fair share of the memory bus."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def timed(action: Callable[[], Any]) -> tuple[Any, float, int]:
+    """The result, its seconds from a common start, and the growth of anonymous memory."""
+    barrier()
+    with AnonymousPeak() as peak:
+        begin = time.perf_counter()
+        result = action()
+        seconds = time.perf_counter() - begin
+    return result, seconds, peak.growth
