@@ -3,7 +3,18 @@
 D hidden, F ffn, V vocabulary, P positions; heads are divided whole and may be uneven.
 """
 
-from slapo_zoo.zoo import Table, attention, column, enter, register, row, vocab, vocab_head, whole
+from slapo_zoo.zoo import (
+    Table,
+    attention,
+    column,
+    enter,
+    enter_once,
+    register,
+    row,
+    vocab,
+    vocab_head,
+    whole,
+)
 
 BERT = register(
     Table(
@@ -27,7 +38,9 @@ BERT = register(
             ("encoder.layer.*.attention.output.dense",       row(1, "head_dim")),     # [D, D/n], y summed over tp
             ("encoder.layer.*.attention.output.LayerNorm",   whole),            # [D]
             ("encoder.layer.*.crossattention.self",          attention("num_heads", ("num_attention_heads", ""), ("all_head_size", "head_dim"))),
-            ("encoder.layer.*.crossattention.self.*",        enter),            # dx, d(encoder states) summed over tp
+            ("encoder.layer.*.crossattention.self.query",    enter),            # dx summed over tp
+            ("encoder.layer.*.crossattention.self.key",      enter_once),       # d(encoder states) summed over tp
+            ("encoder.layer.*.crossattention.self.value",    enter_once),
             ("encoder.layer.*.crossattention.self.query",    column(0, "head_dim")),  # [D/n, D]
             ("encoder.layer.*.crossattention.self.key",      column(0, "head_dim")),  # [D/n, D]
             ("encoder.layer.*.crossattention.self.value",    column(0, "head_dim")),  # [D/n, D]
@@ -44,6 +57,6 @@ BERT = register(
             ("cls.predictions.transform.LayerNorm",          whole),            # [D]
             ("cls.predictions.decoder",                      vocab_head),       # [ceil(V/n), D], tied to word_embeddings
         ),
-        blocks="encoder.layer.*",
+        blocks=("encoder.layer.*",),
     )
 )

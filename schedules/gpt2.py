@@ -39,6 +39,6 @@ GPT2 = register(
         heads=(
             ("lm_head",            vocab_head),                                            # [ceil(V/n), D], tied to wte
         ),
-        blocks="h.*",
+        blocks=("h.*",),
     )
 )

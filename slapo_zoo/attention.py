@@ -58,14 +58,16 @@ class CoreAttention(nn.Module):
         scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
         causal = kwargs.get("is_causal")
         causal = getattr(attention, "is_causal", True) if causal is None else causal
-        return self._dropped(q, k, v, mask, dropout, scaling, causal), None
+        bias = kwargs.get("position_bias")
+        return self._dropped(q, k, v, mask, bias, dropout, scaling, causal), None
 
-    def _dropped(self, q, k, v, mask, p, scaling, causal) -> Tensor:
+    def _dropped(self, q, k, v, mask, bias, p, scaling, causal) -> Tensor:
         """The explicit form: torch's fused attention offers no way to choose the dropout mask."""
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
         scores = q @ k.transpose(-1, -2) * scaling
+        scores = scores if bias is None else scores + bias
         if mask is None and causal and q.shape[-2] > 1:
             mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
         if mask is not None:

@@ -19,7 +19,7 @@ from slapo_zoo.scheduled import Runtime, scheduled_class
 from slapo_zoo.stages import assign_stages, keep_stage, leaf_units, stages_of
 from slapo_zoo.weights.fill import fill_from_config, fill_from_folder
 from slapo_zoo.weights.folder import CheckpointFolder, open_checkpoint
-from slapo_zoo.zoo import apply_table, base_prefix, table_for
+from slapo_zoo.zoo import apply_table, block_paths, table_for
 
 
 class AutoScheduledModel:
@@ -118,13 +118,12 @@ class _Build:
         config = copy.deepcopy(config)
         self.cls: Any = hf.resolve_class(config, auto_class)
         self.table = table_for(config.model_type)
-        self.skeleton = hf.build_on_meta(self.cls, config, dtype)
-        self.model = hf.build_on_meta(self.cls, config, dtype)
+        self.skeleton = hf.build_on_meta(self.cls, config, dtype, self.table.seam)
+        self.model = hf.build_on_meta(self.cls, config, dtype, self.table.seam)
         self.schedule = Schedule(self.model, mesh, self.seed)
         apply_table(self.schedule, self.table, checkpoint_ratio)
         self.state: State = self.schedule.state
-        blocks = self.schedule.matching(base_prefix(self.model) + self.table.blocks, "blocks")
-        self.units = leaf_units(self.model, blocks)
+        self.units = leaf_units(self.model, block_paths(self.schedule, self.table))
         self.stages = assign_stages(self.units, self.state.cuts)
         self.specs = tensor_specs(self.skeleton, self.state, self.stages)
         self.tied_stages = _tied_stages(self.state, self.stages)

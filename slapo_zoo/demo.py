@@ -33,7 +33,7 @@ SEQ_LEN = 128
 BATCH_SIZE = 8
 TOLERANCE = 1e-3  # relative; sums are taken in another order on four processes
 END = "<|endoftext|>"
-PROMPT = "def close(self):\n    "
+PROMPT = "    return self."
 
 console = Console(highlight=False)
 
@@ -150,14 +150,14 @@ def write_code(folder: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    breaks = [i for i in range(len(tokenizer)) if "\n" in tokenizer.decode([i])]
     ids = tokenizer(PROMPT, return_tensors="pt")
     torch.manual_seed(0)
-    out = model.generate(**ids, max_new_tokens=32, do_sample=True, top_k=8)
-    text = tokenizer.decode(out[0][ids["input_ids"].shape[1] :], skip_special_tokens=True)
-    line = next((line for line in text.splitlines() if line.strip()), text)
+    out = model.generate(**ids, max_new_tokens=16, do_sample=True, top_k=20, suppress_tokens=breaks)
     names = ", ".join(sorted(path.name for path in folder.iterdir()))
     console.print(f"\nSaved by the four ranks: {names}\nPlain transformers reads it and writes:")
-    console.print(Syntax(PROMPT + line, "python", background_color="default"))
+    code = tokenizer.decode(out[0], skip_special_tokens=True)
+    console.print(Syntax(code, "python", background_color="default"))
 
 
 def make_inputs(folder: Path) -> tuple[Any, Batches]:
@@ -191,7 +191,7 @@ def run(steps: int = 40) -> int:
     with tempfile.TemporaryDirectory() as place:
         start, end = Path(place, "start"), Path(place, "trained")
         tokenizer, batches = make_inputs(start)
-        alone = TrainOptions(str(start), steps=steps, lr=3e-3, seed=1, device="cpu")
+        alone = TrainOptions(str(start), steps=steps, lr=1e-3, seed=1, device="cpu")
         mesh = replace(alone, tp=2, pp=2, output=str(end))
         # one thread per rank: a fork is then safe and takes milliseconds
         (left,) = run_local(train_alone, 1, (alone, batches), threads=1, device="cpu")

@@ -34,6 +34,7 @@ class State:
     partial_gradients: set[str] = field(default_factory=set)
     checkpointed: list[str] = field(default_factory=list)
     applied: dict[str, set[str]] = field(default_factory=dict)
+    shared: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self):
         self.index()

@@ -28,6 +28,8 @@ class Placement:
         unit: length of a run that stays whole, e.g. head_dim; ranks differ by at most one unit.
         pad: every rank holds ceil(units / n) units; what lies beyond the end is zeros.
         replicate: with fewer units than ranks, neighbouring ranks hold the same unit (KV heads).
+        together: units that share a KV head: a rank holds whole runs of that many units, or, with
+            more ranks than such runs, an equal part of one.
     """
 
     axis: int
@@ -36,6 +38,7 @@ class Placement:
     unit: int = 1
     pad: bool = False
     replicate: bool = False
+    together: int = 1
 
     def units(self, size: int) -> list[int]:
         """Number of units of each group of an axis of `size`."""
@@ -52,9 +55,21 @@ class Placement:
             return f"group sizes {groups} are not multiples of unit {self.unit}"
         if self.pad and len(groups) > 1:
             return "only an axis of one group can be padded"
+        if self.together > 1:
+            return self._together_problem(self.units(size)[0], n)
         fewest = min(self.units(size))
         if fewest < n and not self.pad and not self.replicate:
             return f"{fewest} units of {self.unit} cannot be divided over {self.mesh_dim}={n}"
+        return ""
+
+    def _together_problem(self, units: int, n: int) -> str:
+        runs, rest = divmod(units, self.together)
+        if rest:
+            return f"{units} units are not a multiple of {self.together} that belong together"
+        if runs < n and (n % runs or self.together % (n // runs)):
+            return (
+                f"{runs} runs of {self.together} units cannot be divided over {self.mesh_dim}={n}"
+            )
         return ""
 
     def runs(self, size: int, n: int, r: int) -> list[Run]:
@@ -71,10 +86,12 @@ class Placement:
         if self.pad:
             share = -(-units // n)
             return min(r * share, units), min((r + 1) * share, units)
+        if self.together > 1 and units // self.together >= n:
+            first, last = _balanced(units // self.together, n, r)
+            return first * self.together, last * self.together
         if self.replicate and units < n:
             return r * units // n, r * units // n + 1
-        small, larger = divmod(units, n)
-        return r * small + min(r, larger), (r + 1) * small + min(r + 1, larger)
+        return _balanced(units, n, r)
 
     def local_size(self, size: int, n: int, r: int) -> int:
         """Length of the axis on rank `r`, padding included."""
@@ -92,6 +109,12 @@ class Placement:
         local = list(shape)
         local[self.axis] = self.local_size(shape[self.axis], n, r)
         return tuple(local)
+
+
+def _balanced(units: int, n: int, r: int) -> tuple[int, int]:
+    """First and one-past-last of `units` on rank `r`; the first ranks hold one more."""
+    small, larger = divmod(units, n)
+    return r * small + min(r, larger), (r + 1) * small + min(r + 1, larger)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from slapo_zoo.primitives import (
     ForkRng,
     Shard,
     ShardAttribute,
+    SumGradient,
     Sync,
 )
 from slapo_zoo.schedule import Schedule
@@ -38,32 +39,46 @@ Row = tuple[str, Rule]
 
 
 def _dim(name: str) -> Any:
-    return Dim(name)
+    """The dim of a name; 1, a directive's own default, for none."""
+    return Dim(name) if name else 1
 
 
-def column(axis: int = 0, unit: str = "", groups: tuple[str, ...] = ()) -> Rule:
-    """Each rank computes some outputs: the weight (and bias) divided along its output axis."""
-    how = {"unit": _dim(unit) if unit else 1, "uneven": True}
+def column(
+    axis: int = 0,
+    unit: str = "",
+    groups: tuple[str, ...] = (),
+    together: str = "",
+    kv: bool = False,
+) -> Rule:
+    """Each rank computes some outputs: the weight (and bias) divided along its output axis.
+
+    Args:
+        axis: output axis of the weight.
+        unit: dim that stays whole (head_dim).
+        groups: dims of parts that are divided one by one (q|k|v).
+        together: dim: query heads per KV head.
+        kv: heads of keys or values: shared by neighbouring ranks when there are too few.
+    """
+    how: dict[str, Any] = {"unit": _dim(unit), "together": _dim(together), "replicate": kv}
     sizes: Any = tuple(Dim(name) for name in groups)
-    weight = Shard("weight", axis, groups=sizes, **how)
-    return (weight, Shard("bias", 0, groups=sizes, **how))
+    weight = Shard("weight", axis, groups=sizes, uneven=True, **how)
+    return (weight, Shard("bias", 0, groups=sizes, uneven=True, **how))
 
 
-def row(axis: int = 1, unit: str = "") -> Rule:
+def row(axis: int = 1, unit: str = "", together: str = "") -> Rule:
     """Each rank holds some inputs: the product is summed over tp, then the bias added once."""
-    how = {"unit": _dim(unit) if unit else 1, "uneven": True}
-    return (Shard("weight", axis, **how), Sync("fwd_post", "all_reduce"))
+    how: dict[str, Any] = {"unit": _dim(unit), "together": _dim(together)}
+    return (Shard("weight", axis, uneven=True, **how), Sync("fwd_post", "all_reduce"))
 
 
-def attention(num_heads: str, *attributes: tuple[str, str]) -> Rule:
+def attention(num_heads: str, *attributes: tuple[str, str], together: str = "") -> Rule:
     """The seam `core_attn`, and attributes that count heads: ("split_size", "head_dim")."""
-    patches = tuple(
-        ShardAttribute(name, unit=_dim(unit) if unit else 1) for name, unit in attributes
-    )
-    return (CoreAttentionSeam(_dim(num_heads)), *patches)
+    patches = tuple(ShardAttribute(name, unit=_dim(unit)) for name, unit in attributes)
+    return (CoreAttentionSeam(_dim(num_heads), together=_dim(together)), *patches)
 
 
 enter: Rule = (Sync("bwd_post", "all_reduce"),)
+enter_once: Rule = (Sync("bwd_post", "all_reduce", shared=True),)  # q, k, v of one x
 vocab: Rule = (Shard("weight", 0, pad=True), Sync("fwd_post", "all_reduce"))
 vocab_head: Rule = (
     Shard("weight", 0, pad=True),
@@ -72,7 +87,13 @@ vocab_head: Rule = (
     Sync("fwd_post", "vocab_logits"),
 )
 whole: Rule = ()
+whole_on_heads: Rule = (SumGradient("weight"),)  # used on this rank's heads only
 dropout: Rule = (ForkRng(),)
+
+
+def dropout_on(axis: int, size: str) -> Rule:
+    """Dropout of an activation that is divided over tp along an axis."""
+    return (ForkRng(axis=axis, size=_dim(size)),)
 
 
 @dataclass(frozen=True)
@@ -85,7 +106,9 @@ class Table:
         dims: name -> config attribute, or a function of the config.
         body: rows below the base model (`transformer.`, `bert.`), for all head classes.
         heads: rows for modules outside the base model.
-        blocks: pattern of the repeated blocks, below the base model; cuts fall between them.
+        blocks: patterns of the repeated blocks, below the base model; cuts fall between them.
+        calls: config attribute: how often a shared block runs (ALBERT).
+        seam: whether the attention of the family goes through the AttentionInterface.
         ignored_keys: regular expressions of checkpoint keys that may stay unused.
     """
 
@@ -94,7 +117,9 @@ class Table:
     dims: Mapping[str, str | Callable[[Any], int]]
     body: tuple[Row, ...]
     heads: tuple[Row, ...]
-    blocks: str
+    blocks: tuple[str, ...]
+    calls: str = ""
+    seam: bool = True
     ignored_keys: tuple[str, ...] = field(default=())
 
     def rows(self, model: Any) -> list[Row]:
@@ -165,27 +190,36 @@ def table_for(model_type: str) -> Table:
     return ZOO[model_type]
 
 
+def block_paths(sch: Schedule, table: Table) -> list[str]:
+    """Paths of the repeated blocks, in order."""
+    prefix = base_prefix(sch.model)
+    found = [path for pattern in table.blocks for path in sch[prefix + pattern].paths]
+    return found or sch.matching(prefix + table.blocks[0], "blocks")
+
+
 def apply_table(sch: Schedule, table: Table, checkpoint_ratio: float = 0.0) -> Schedule:
     """Apply a table: tensor parallelism, random streams, recomputation, pipeline cuts.
 
     Rows that match no module of this head class are skipped, and so is a division of a tensor
     that the module does not have (a Linear without bias).
     """
-    blocks = sch.matching(base_prefix(sch.model) + table.blocks, "blocks")
-    cuts = even_cuts(len(blocks), sch.mesh.pp)
+    blocks = block_paths(sch, table)
+    calls = getattr(sch.model.config, table.calls) if table.calls else 1
+    runs = [(block, call) for call in range(calls) for block in blocks]
+    cuts = [runs[i] for i in even_cuts(len(runs), sch.mesh.pp)]
     for pattern, rule in table.rows(sch.model):
         for directive in rule if sch[pattern].paths else ():
             if _applies(sch, pattern, directive):
                 sch.do(pattern, directive)
     for i in spread(len(blocks), checkpoint_ratio):
         sch.do(blocks[i], Checkpoint())
-    for i in cuts:
-        sch.do(blocks[i], CutPipelineStage())
+    for block, call in cuts:
+        sch.do(block, CutPipelineStage(call))
     return sch
 
 
 def _applies(sch: Schedule, pattern: str, directive: Directive) -> bool:
-    if not isinstance(directive, Shard):
+    if not isinstance(directive, Shard | SumGradient):
         return True
     modules = [sch.state.modules[path] for path in sch[pattern].paths]
     return all(m._parameters.get(directive.param_name) is not None for m in modules)

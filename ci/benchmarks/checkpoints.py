@@ -20,7 +20,7 @@ def gpt2(quick: bool = False) -> Any:
     """The 124M GPT-2 (or a small one)."""
     from transformers import GPT2Config
 
-    small = {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": 5000} if quick else {}
+    small = {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": 128} if quick else {}
     return GPT2Config(architectures=["GPT2LMHeadModel"], dtype="float32", **small)
 
 

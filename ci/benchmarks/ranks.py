@@ -1,5 +1,7 @@
-"""Work on fresh processes: nothing that an earlier run left in an allocator hides a peak."""
+"""Work on new processes: nothing that an earlier run left in an allocator hides a peak."""
 
+import ctypes
+import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +17,17 @@ MIB = 2**20
 
 
 def on_ranks(fn: Callable[..., Any], nprocs: int, *args: Any) -> list[Any]:
-    """Results of `fn(*args)` on new processes of one thread each."""
-    return run_local(fn, nprocs, args, timeout=500, start="spawn", threads=1, device="cpu")
+    """Results of `fn(*args)` on new processes of one thread each.
+
+    They are forked from this one, which has imported everything and holds nothing else: code is
+    not counted as memory of a load, and no time goes into importing it again.
+    """
+    import_all()
+    return run_local(fn, nprocs, args, timeout=500, start="fork", threads=1, device="cpu")
 
 
 def import_all() -> None:
-    """Import what a load needs, so that code is not counted as memory of the load."""
+    """Import what a load needs."""
     import transformers.models.gpt2.modeling_gpt2
     import transformers.models.llama.modeling_llama  # noqa: F401
 
@@ -60,3 +67,11 @@ def timed(action: Callable[[], Any]) -> tuple[Any, float, int]:
         result = action()
         seconds = time.perf_counter() - begin
     return result, seconds, peak.growth
+
+
+def give_back() -> None:
+    """Return freed memory to the kernel, so that the next measurement must fault it in again."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -7,4 +7,5 @@ from slapo_zoo.primitives.fork_rng import ForkRng as ForkRng
 from slapo_zoo.primitives.replace import Replace as Replace
 from slapo_zoo.primitives.shard import Shard as Shard
 from slapo_zoo.primitives.shard_attribute import ShardAttribute as ShardAttribute
+from slapo_zoo.primitives.sum_gradient import SumGradient as SumGradient
 from slapo_zoo.primitives.sync import Sync as Sync

@@ -18,21 +18,26 @@ class CoreAttentionSeam(Directive):
 
     Args:
         num_heads: global number of query heads.
+        together: query heads that share a KV head.
         mesh_dim: the mesh dim that the heads are divided over.
     """
 
     num_heads: int
+    together: int = 1
     mesh_dim: str = "tp"
 
     def check(self, site: Site) -> None:
         n = site.mesh.size(self.mesh_dim)
-        if self.num_heads < n:
+        placement = Placement(0, together=self.together)
+        if placement.problem(self.num_heads, n):
             problem = f"{self.num_heads} heads cannot be divided over {self.mesh_dim}={n}"
-            raise self.fail(site, problem, f"legal sizes of {self.mesh_dim}: 1..{self.num_heads}")
+            heads = range(1, self.num_heads + 1)
+            legal = [m for m in heads if not placement.problem(self.num_heads, m)]
+            raise self.fail(site, problem, f"legal sizes of {self.mesh_dim}: {legal}")
 
     def apply(self, site: Site) -> None:
         n, r = site.mesh.size(self.mesh_dim), site.mesh.coord(self.mesh_dim)
-        (run,) = Placement(0).runs(self.num_heads, n, r)
+        (run,) = Placement(0, together=self.together).runs(self.num_heads, n, r)
         core = CoreAttention(site.state.random, site.name(ATTRIBUTE), range(*run))
         core.train(site.module.training)
         site.module.add_module(ATTRIBUTE, core)

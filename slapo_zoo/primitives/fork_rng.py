@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from slapo_zoo import rng
 from slapo_zoo.directive import Directive, Site, primitive
+from slapo_zoo.placement import Placement, Run
 
 
 @primitive("fork_rng")
@@ -18,21 +20,39 @@ class ForkRng(Directive):
     """Make the randomness of a module independent of what ran before it.
 
     rewrite:  Dropout:  y = dropout(x)  -->  y = x * mask(seed, step, path, batch row) / (1 - p)
-              others:   y = f(x)        -->  y = f(x) under a generator seeded for (step, path, row)
+              others:   y = f(x)        -->  y = f(x) under a generator seeded for (step, path, row),
+                        and F.dropout called in f draws as a Dropout does
     note:     a Dropout then draws the same mask on every layout; `eval()` switches it off
 
     Args:
         per_rank: for modules other than Dropout, draw differently on every tp rank (for an
             activation that is divided over them).
+        axis: for a Dropout whose input is divided over tp: along which axis (1: heads; -1).
+        size: global size of that axis.
     """
 
     per_rank: bool = False
+    axis: int = 0
+    size: int = 0
+
+    def check(self, site: Site) -> None:
+        if self.axis and self.size < site.mesh.size("tp"):
+            problem = f"an axis of size {self.size} cannot be divided over tp={site.mesh.tp}"
+            raise self.fail(site, problem, "give the global size of the divided axis")
 
     def apply(self, site: Site) -> None:
-        if isinstance(site.module, nn.Dropout):
-            site.module.forward = _dropout(site, site.module)
+        applied = site.state.applied.setdefault(site.path, set())
+        if self.name in applied:
+            return  # a row for all dropouts leaves one that was named before as it is
+        applied.add(self.name)
+        module: Any = site.module
+        if isinstance(module, nn.Dropout):
+            run = None
+            if self.axis:
+                (run,) = Placement(0).runs(self.size, site.mesh.tp, site.mesh.coord("tp"))
+            module.forward = _dropout(site, module, self, run)
         else:
-            site.module.forward = self._forked(site, site.module.forward)
+            module.forward = self._forked(site, module.forward)
 
     def _forked(self, site: Site, forward: Callable) -> Callable:
         stream, rank = site.state.random, site.mesh.coord("tp") if self.per_rank else 0
@@ -41,11 +61,34 @@ class ForkRng(Directive):
         def forked(*args: Any, **kwargs: Any) -> Any:
             if not site.module.training:
                 return forward(*args, **kwargs)
-            with torch.random.fork_rng():
+            with torch.random.fork_rng(), OwnDropout(stream, site.path):
                 torch.manual_seed(rng.mix(stream.seed, *stream.position(), hash_path(site), rank))
                 return forward(*args, **kwargs)
 
         return forked
+
+
+class OwnDropout(TorchFunctionMode):
+    """Within it, the k-th F.dropout draws its mask from the cells of `path#k` (OPT has no module)."""
+
+    def __init__(self, stream: rng.RandomStream, path: str):
+        super().__init__()
+        self.stream, self.path, self.count = stream, path, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """F.dropout(x, p, training) --> x * mask / (1 - p)."""
+        if func is not nn.functional.dropout:
+            return func(*args, **(kwargs or {}))
+        x, p, training = _dropout_arguments(*args, **(kwargs or {}))
+        self.count += 1
+        return rng.dropout(x, p, self.stream, f"{self.path}#{self.count}") if training else x
+
+
+def _dropout_arguments(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> tuple[Tensor, float, bool]:
+    """The signature of torch.nn.functional.dropout."""
+    return input, p, training
 
 
 def hash_path(site: Site) -> int:
@@ -53,10 +96,18 @@ def hash_path(site: Site) -> int:
     return rng.zlib.crc32(site.path.encode())
 
 
-def _dropout(site: Site, module: nn.Dropout) -> Callable[[Tensor], Tensor]:
+def _dropout(
+    site: Site, module: nn.Dropout, directive: ForkRng, run: Run | None
+) -> Callable[[Tensor], Tensor]:
+    stream, path = site.state.random, site.path
+
     def forward(input: Tensor) -> Tensor:
         if not module.training:
             return input
-        return rng.dropout(input, module.p, site.state.random, site.path)
+        if run is None:
+            return rng.dropout(input, module.p, stream, path)
+        if directive.axis == 1:
+            return rng.dropout(input, module.p, stream, path, heads=range(*run))
+        return input * stream.keep_columns(input, module.p, path, run, directive.size)
 
     return forward

@@ -58,6 +58,7 @@ class Shard(Directive):
         uneven: let ranks differ by one unit.
         pad: give every rank the same length, zeros beyond the end (vocabularies).
         replicate: ranks share a unit when there are fewer units than ranks (KV heads).
+        together: units that share a KV head stay on one rank, or are divided equally.
         mesh_dim: the mesh dim.
     """
 
@@ -68,12 +69,21 @@ class Shard(Directive):
     uneven: bool = False
     pad: bool = False
     replicate: bool = False
+    together: int = 1
     mesh_dim: str = "tp"
 
     @property
     def placement(self) -> Placement:
         """The placement that this directive gives to its tensor."""
-        return Placement(self.axis, self.mesh_dim, self.groups, self.unit, self.pad, self.replicate)
+        return Placement(
+            self.axis,
+            self.mesh_dim,
+            self.groups,
+            self.unit,
+            self.pad,
+            self.replicate,
+            self.together,
+        )
 
     def check(self, site: Site) -> None:
         tensor = site.tensor(self.param_name)

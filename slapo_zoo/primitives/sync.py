@@ -1,11 +1,13 @@
 """sync: one collective at the boundary of a module."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_zoo import collectives
 from slapo_zoo.directive import Directive, Site, primitive
@@ -100,6 +102,7 @@ class Sync(Directive):
         sync_op_or_fn: a registered name, or a callable that becomes a hook (then local only).
         axis: the tensor axis that is gathered or scattered.
         tensor_parallel_output_grad: for all_gather, whether dy differs between ranks.
+        shared: modules of one parent that take the same x (q, k, v) use one collective for it.
         mesh_dim: the mesh dim.
     """
 
@@ -107,6 +110,7 @@ class Sync(Directive):
     sync_op_or_fn: Any
     axis: int = -1
     tensor_parallel_output_grad: bool = True
+    shared: bool = False
     mesh_dim: str = "tp"
 
     def check(self, site: Site) -> None:
@@ -146,9 +150,25 @@ class Sync(Directive):
             if not self._before_bias(site, run):
                 site.module.register_forward_hook(lambda _m, _a, y: on_output(run, y))
             return
+        enter = self._once_per_input(site, run) if self.shared else run
         site.module.register_forward_pre_hook(
-            lambda _m, args, kwargs: first_tensor(run, args, kwargs), with_kwargs=True
+            lambda _m, args, kwargs: first_tensor(enter, args, kwargs), with_kwargs=True
         )
+
+    def _once_per_input(self, site: Site, run: Callable[[Tensor], Tensor]) -> Callable:
+        """The op, or its result for the same x in a sibling; weak, so that no activation is kept."""
+        key = (site.path.rpartition(".")[0], self.mode, self.sync_op_or_fn)
+        results = site.state.shared.setdefault(key, WeakIdKeyDictionary())
+
+        def enter(x: Tensor) -> Tensor:
+            found = results.get(x)
+            y = found() if found is not None else None
+            if y is None or y.requires_grad != x.requires_grad:
+                y = run(x)
+                results[x] = weakref.ref(y)
+            return y
+
+        return enter
 
     def _before_bias(self, site: Site, run: Callable[[Tensor], Tensor]) -> bool:
         """Put the collective between product and bias when each rank holds a part of the product."""

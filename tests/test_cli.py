@@ -1,0 +1,192 @@
+"""The command line: quick, readable errors, and `train` on a person's own checkpoint."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from slapo_zoo.cli import main
+
+END, MASK, CLS, SEP = "<|endoftext|>", "[MASK]", "[CLS]", "[SEP]"
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+
+
+def tokenizer(**special):
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.train_from_iterator(
+        ["to be or not to be"],
+        trainers.BpeTrainer(
+            special_tokens=list(special.values()), show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )  # fmt: skip
+    return PreTrainedTokenizerFast(tokenizer_object=raw, **special)
+
+
+def save(folder, model, words):
+    model.save_pretrained(folder)
+    words.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    words = tokenizer(eos_token=END)
+    config = GPT2Config(
+        n_embd=32, n_head=4, n_layer=2, n_positions=64, vocab_size=len(words),
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return save(tmp_path_factory.mktemp("gpt2"), GPT2LMHeadModel(config), words)
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    from transformers import BertConfig, BertForMaskedLM
+
+    words = tokenizer(mask_token=MASK, cls_token=CLS, sep_token=SEP)
+    config = BertConfig(
+        **SIZES, intermediate_size=64, max_position_embeddings=64, vocab_size=len(words)
+    )
+    return save(tmp_path_factory.mktemp("bert"), BertForMaskedLM(config), words)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "hamlet.txt"
+    path.write_text("to be or not to be, that is the question\n" * 60)
+    return str(path)
+
+
+def train(*arguments):
+    main(["train", *map(str, arguments), "--device", "cpu"])
+
+
+def failure(capsys, *arguments):
+    """What a command that must fail prints on stderr."""
+    with pytest.raises(SystemExit) as caught:
+        main(list(map(str, arguments)))
+    assert caught.value.code == 2
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    return err
+
+
+def run_cli(*arguments, **options):
+    command = [sys.executable, "-W", "error", "-m", "slapo_zoo.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+def test_help_is_quick_and_names_every_command():
+    code = "import sys, slapo_zoo.cli; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == ["False", "False"]
+    result = run_cli("--help")
+    assert result.returncode == 0
+    assert all(name in result.stdout for name in ("train", "list", "demo", "version"))
+
+
+def test_list_and_version(capsys):
+    for arguments, words in ((["list"], ("gpt2", "bert")), (["version"], ("torch 2.", "python"))):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code in (0, None)
+        out = capsys.readouterr().out
+        assert all(word in out for word in words)
+
+
+@pytest.mark.parametrize("mesh", [(), ("--tp", 2, "--pp", 2), ("--dp", 2)], ids=str)
+def test_train_saves_what_transformers_loads(mesh, gpt2, text, tmp_path, capfd):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    output = tmp_path / "trained"
+    numbers = ("--steps", 3, "--seq-len", 16, "--batch-size", 4, "--lr", 1e-3)
+    with pytest.raises(SystemExit) as caught:
+        train(gpt2, *mesh, "--data", text, *numbers, "--output", output)
+    assert caught.value.code in (0, None)
+    out = capfd.readouterr().out
+    assert "what each rank read" in out
+    assert "step 3/3" in out
+    AutoTokenizer.from_pretrained(output)
+    AutoModelForCausalLM.from_pretrained(output)
+
+
+def losses(capfd, *arguments):
+    with pytest.raises(SystemExit):
+        train(*arguments, "--steps", 3, "--seq-len", 16, "--batch-size", 4, "--lr", 1e-3)
+    return [line for line in capfd.readouterr().out.splitlines() if line.startswith("training:")]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_every_mesh_prints_the_same_losses(family, request, text, capfd):
+    folder = request.getfixturevalue(family)
+    alone = losses(capfd, folder, "--data", text)
+    assert len(alone) == 3
+    assert losses(capfd, folder, "--data", text, "--tp", 2) == alone
+
+
+def test_bad_arguments_are_found_before_any_work(gpt2, text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("slapo_zoo.training.job.run", lambda *args: pytest.fail("work began"))
+    start = ("train", gpt2, "--data")
+    assert "found nothing there" in failure(capsys, *start, tmp_path / "none")
+    assert "expected at least 999 rows" in failure(
+        capsys, *start, text, "--seq-len", 16, "--batch-size", 999
+    )
+    assert "multiple of dp * micro-batches = 6" in failure(
+        capsys, *start, text, "--dp", 2, "--micro-batches", 3
+    )
+    assert "the model has 64 positions" in failure(capsys, *start, text, "--seq-len", 65)
+    assert "expected auto, cpu or cuda" in failure(capsys, *start, text, "--device", "tpu")
+    (tmp_path / "notes.txt").write_text("mine")
+    assert "is not a checkpoint" in failure(capsys, *start, text, "--output", tmp_path)
+    assert "found no such folder" in failure(capsys, "train", "./none", "--data", text)
+    assert "found no config.json" in failure(capsys, "train", tmp_path, "--data", text)
+
+
+def test_a_family_without_a_table_is_named(text, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "xlnet"}))
+    assert "the zoo has no table for it" in failure(capsys, "train", tmp_path, "--data", text)
+
+
+def test_wrong_number_of_processes(gpt2, text, capsys, monkeypatch):
+    names = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    err = failure(capsys, "train", gpt2, "--data", text, "--tp", 2)
+    assert "found 3 processes, expected a multiple of tp*pp = 2" in err
+
+
+def test_an_error_on_the_ranks_has_no_traceback(gpt2, text, capsys):
+    err = failure(capsys, "train", gpt2, "--data", text, "--pp", 3, "--seq-len", 16)
+    assert "pp=3" in err
+    assert err.startswith("error: rank ")
+
+
+def test_debug_shows_the_traceback(gpt2, text, tmp_path):
+    result = run_cli("--debug", "train", gpt2, "--data", str(tmp_path / "none"))
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+    assert "DataError" in result.stderr
+
+
+@pytest.mark.slow
+def test_under_torchrun(gpt2, text, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "slapo_zoo.cli", "train", gpt2, "--tp=2", "--data", text, "--steps=2"]
+    command += ["--seq-len=16", "--device=cpu", f"--output={tmp_path / 'trained'}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "trained" / "model.safetensors").exists()
+    assert (tmp_path / "trained" / "tokenizer.json").exists()
