@@ -38,4 +38,10 @@ class WeightsError(SlapoError, ValueError):
 
 
 class RankError(SlapoError, RuntimeError):
-    """Another rank failed; this rank stops with that rank's error."""
+    """Another rank failed; this rank stops with that rank's error.
+
+    Attributes:
+        traceback_text: where it happened there, or the empty string.
+    """
+
+    traceback_text: str = ""

@@ -35,5 +35,5 @@ def report(error: SlapoError) -> None:
         return
     text = Text(f"{error.what}: " if str(error.what) else "", style="bold")
     text.append(error.problem, style="not bold")
-    text.append(f"\n{error.hint}" if error.hint else "", style="green")
+    text.append(f"\n{error.hint}" if error.hint else "", style="not bold green")
     console.print(Panel(text, title=Text(error.where), title_align="left", border_style="red"))

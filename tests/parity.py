@@ -50,24 +50,74 @@ class Result:
     weights: dict[str, torch.Tensor] = field(repr=False)
 
 
+# Head counts, widths and vocabularies that divide evenly by neither 2 nor 4.
+BERT = {
+    "hidden_size": 30, "num_attention_heads": 5, "num_hidden_layers": 3, "vocab_size": 99,
+    "intermediate_size": 70, "max_position_embeddings": 20, "pad_token_id": 0,
+}  # fmt: skip
+LLAMA = {  # 8 query heads over 2 KV heads: with tp=4 neighbours hold the same KV head
+    "hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4,
+    "num_hidden_layers": 3, "vocab_size": 99, "intermediate_size": 70, "pad_token_id": 0,
+    "max_position_embeddings": 20, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+TINY = {
+    "gpt2": {
+        "n_embd": 30, "n_head": 5, "n_layer": 3, "n_positions": 16, "vocab_size": 99,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "loss_type": "ForCausalLMLoss",
+    },
+    "bert": BERT,
+    "roberta": {**BERT, "bos_token_id": 1, "eos_token_id": 2},
+    "albert": {**BERT, "embedding_size": 14, "num_hidden_layers": 4, "bos_token_id": 1, "eos_token_id": 2},
+    "gpt_neo": {
+        "hidden_size": 30, "num_heads": 5, "num_layers": 4, "window_size": 3, "vocab_size": 99,
+        "attention_types": [[["global", "local"], 2]], "max_position_embeddings": 16,
+        "intermediate_size": 70, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    },
+    "opt": {
+        "hidden_size": 30, "num_attention_heads": 5, "num_hidden_layers": 3, "vocab_size": 99,
+        "ffn_dim": 70, "max_position_embeddings": 16, "word_embed_proj_dim": 30, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "t5": {
+        "d_model": 30, "d_kv": 6, "num_heads": 5, "d_ff": 70, "num_layers": 2, "vocab_size": 99,
+        "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
+        "relative_attention_num_buckets": 8,
+    },
+    "llama": LLAMA,
+    "mistral": {**LLAMA, "sliding_window": 5},
+    "qwen3": LLAMA,
+    "vit": {
+        "hidden_size": 30, "num_attention_heads": 5, "num_hidden_layers": 3, "intermediate_size": 70,
+        "image_size": 12, "patch_size": 4,
+    },
+}  # fmt: skip
+DROPOUTS = (
+    "resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_dropout", "classifier_dropout",
+    "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob", "dropout",
+    "attention_dropout", "resid_dropout", "embed_dropout", "dropout_rate", "activation_dropout",
+)  # fmt: skip
+
+
 def tiny_config(case):
-    """Head counts, widths and vocabularies that divide evenly by neither 2 nor 4."""
+    """The tiny config of a case's family, with its dropout probability everywhere."""
     cls = getattr(transformers, case.cls)
-    p = case.dropout
-    if cls.config_class.model_type == "gpt2":
-        base = {"n_embd": 30, "n_head": 5, "n_layer": 3, "n_positions": 16, "vocab_size": 99, "bos_token_id": 1,
-                    "eos_token_id": 2, "pad_token_id": 0, "resid_pdrop": p, "embd_pdrop": p, "attn_pdrop": p,
-                    "summary_first_dropout": p, "classifier_dropout": p, "loss_type": "ForCausalLMLoss"}  # fmt: skip
-    else:
-        base = {"hidden_size": 30, "num_attention_heads": 5, "num_hidden_layers": 3, "vocab_size": 99,
-                    "intermediate_size": 70, "max_position_embeddings": 16, "pad_token_id": 0,
-                    "hidden_dropout_prob": p, "attention_probs_dropout_prob": p}  # fmt: skip
-    return cls.config_class(**{**base, "initializer_range": 0.2, **dict(case.config)}), cls
+    tiny = TINY[cls.config_class.model_type]
+    known = vars(cls.config_class()) | {"classifier_dropout": None}
+    drops = {name: case.dropout for name in DROPOUTS if name in known}
+    scale = (
+        {"initializer_factor": 1.0}
+        if cls.config_class.model_type == "t5"
+        else {"initializer_range": 0.2}
+    )
+    return cls.config_class(**{**drops, **tiny, **scale, **dict(case.config)}), cls
 
 
 def batch_of(case, step=0):
     """Padded rows with ignored labels; every row has at least 4 real tokens."""
     g = torch.Generator().manual_seed(100 + step)
+    if case.cls.startswith("ViT"):
+        pixels = torch.randn(ROWS, 3, 12, 12, generator=g)
+        return {"pixel_values": pixels, **LABELS[case.labels[0]](pixels, None, g)}
     shape = (ROWS, case.choices, TOKENS) if case.choices else (ROWS, TOKENS)
     ids = torch.randint(3, 99, shape, generator=g)
     lengths = torch.randint(4, TOKENS + 1, shape[:-1], generator=g)
@@ -78,6 +128,8 @@ def batch_of(case, step=0):
         batch |= LABELS[kind](ids, mask, g)
     if dict(case.config).get("add_cross_attention"):
         batch["encoder_hidden_states"] = torch.randn(ROWS, 5, 30, generator=g)
+    if "ForConditionalGeneration" in case.cls:  # targets of another length than the source
+        batch["labels"] = batch["labels"][:, : TOKENS - 3].contiguous()
     return batch
 
 
@@ -133,8 +185,9 @@ def checkpoint(case, root):
 
 def references(case, folder):
     """The fp64 truth, and plain fp32 runs: with both of its attentions, to know its own error."""
-    truth = plain(case, folder, torch.float64, "sdpa")
-    return truth, [plain(case, folder, torch.float32, kind) for kind in ("sdpa", "eager")]
+    kinds = ("sdpa", "eager") if getattr(transformers, case.cls)._supports_sdpa else ("eager",)
+    truth = plain(case, folder, torch.float64, kinds[0])
+    return truth, [plain(case, folder, torch.float32, kind) for kind in kinds]
 
 
 @cache

@@ -158,7 +158,8 @@ def train(case, folder, layout, options):
         batch = {k: v[part] for k, v in batch_of(case, step).items()}
         optimizer.zero_grad()
         losses.append(model.train_step(batch))
-        grads = grads or model.consolidated_state_dict(grads=True)
+        if step == 0:
+            grads = model.consolidated_state_dict(grads=True)
         new_norm = model.clip_grad_norm_(1.0)
         norm = new_norm if norm is None else norm
         optimizer.step()

@@ -34,7 +34,9 @@ def load_one(folder: Path, tp: int, pp: int) -> dict[str, Any]:
         times = {"seconds": seconds, "fill": ledger.seconds, "floor": floor}
         found |= {name: min(found.get(name, value), value) for name, value in times.items()}
     return found | {
-        "shard": ledger.shard_bytes, "read": ledger.bytes_read, "files": ledger.files_opened
+        "shard": ledger.shard_bytes,
+        "read": ledger.bytes_read,
+        "files": ledger.files_opened,
     }
 
 

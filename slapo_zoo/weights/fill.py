@@ -1,7 +1,7 @@
 """Give a scheduled model on meta its values: from a checkpoint, or newly drawn."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ def fill_from_folder(
         )  # fmt: skip
         _refuse_foreign(names, units, folder, model.base_model_prefix)
         local = _allocate(model, state, device)
-        canonical = {name: _canonical(name, state, specs) for name in local}
+        canonical = _canonical(local, state, specs)
         shapes = {spec.name: spec.shape for spec in specs}
         targets = {
             name: Target(tensor, shapes[canonical[name]], _placement(state, name))
@@ -73,7 +73,7 @@ def fill_from_config(
     begin = time.perf_counter()
     with AnonymousPeak() as peak:
         local = _allocate(model, state, device)
-        canonical = {name: _canonical(name, state, specs) for name in local}
+        canonical = _canonical(local, state, specs)
         _draw(skeleton, units, local, canonical, state, mesh, seed)
         fill_buffers(model, device)
     return Ledger(
@@ -108,12 +108,16 @@ def _allocate(model: Any, state: State, device: torch.device) -> dict[str, Tenso
     return local
 
 
-def _canonical(name: str, state: State, specs: Sequence[TensorSpec]) -> str:
-    """The name under which a checkpoint holds a tensor that several modules share."""
+def _canonical(
+    local: Iterable[str], state: State, specs: Sequence[TensorSpec]
+) -> dict[str, str]:  # fmt: skip
+    """Local name --> the name under which a checkpoint holds it: several modules may share it."""
     known = {spec.name for spec in specs}
-    if name in known:
-        return name
-    return next((n for names in state.owners.values() if name in names for n in names if n in known), name)  # fmt: skip
+    shared = {}
+    for names in state.owners.values():
+        held = next((name for name in names if name in known), None)
+        shared |= dict.fromkeys(names, held) if held is not None else {}
+    return {name: name if name in known else shared.get(name, name) for name in local}
 
 
 def _placement(state: State, name: str) -> Placement | None:
@@ -149,19 +153,14 @@ def _refuse_foreign(
 
     A part of a unit, or a block, that is missing or too many means another architecture or size.
     """
-    strip = f"{prefix}."
     lists = {child.rpartition(".")[0] for child in units if child.rpartition(".")[2].isdigit()}
-    present = {unit for name in names.source for unit in units if name.startswith(unit + ".")}
-    missing = [
-        name
-        for name in names.missing
-        if any(name.startswith(f"{at}.") for at in (*present, *lists))
-    ]
-    known = [unit.removeprefix(strip) for unit in (*units, *lists)]
+    held = {path for name in names.source for path in _above(name)}
+    parts = {*(unit for unit in units if unit in held), *lists}
+    missing = [name for name in names.missing if not parts.isdisjoint(_above(name))]
+    strip = f"{prefix}."
+    known = {unit.removeprefix(strip) for unit in (*units, *lists)}
     unexpected = [
-        key
-        for key in names.unexpected
-        if any(key.removeprefix(strip).startswith(f"{at}.") for at in known)
+        key for key in names.unexpected if not known.isdisjoint(_above(key.removeprefix(strip)))
     ]
     if not missing and not unexpected:
         return
@@ -170,3 +169,9 @@ def _refuse_foreign(
     what = f"{len(missing)} missing and {len(unexpected)} unexpected keys"
     hint = "is it a checkpoint of another architecture or size?"
     raise WeightsError(str(folder.path), what, "\n    ".join(lines), hint)
+
+
+def _above(name: str) -> list[str]:
+    """The paths of the modules around a tensor: `a.b.weight` --> `a.b`, `a`."""
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1)]

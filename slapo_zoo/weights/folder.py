@@ -28,8 +28,11 @@ class CheckpointFolder:
         self.path = path
         self._allow_pickle = allow_pickle
         self._files: dict[str, SafetensorsFile | PickleFile] = {}
+        self._indexed: dict[str, set[str]] = {}
         if main.endswith(".index.json"):
             self.key_to_file = read_index(path / main)
+            for key, name in self.key_to_file.items():
+                self._indexed.setdefault(name, set()).add(key)
         else:
             self.key_to_file = {}
             self.key_to_file = dict.fromkeys(self._file(main).entries, main)
@@ -92,7 +95,7 @@ class CheckpointFolder:
 
     def _check_index(self, name: str, file: SafetensorsFile | PickleFile) -> None:
         """The index and the file must agree on what the file holds."""
-        indexed = {key for key, owner in self.key_to_file.items() if owner == name}
+        indexed = self._indexed.get(name, set())
         absent = indexed - file.entries.keys()
         twice = (file.entries.keys() & self.key_to_file.keys()) - indexed
         if not absent and not twice:

@@ -1,0 +1,48 @@
+"""ALBERT: one group of layers runs `num_hidden_layers` times; its attention holds dense and LayerNorm too.
+
+D hidden, E embedding, F ffn, V vocabulary, P positions; n is the size of mesh dim tp.
+"""
+
+from slapo_zoo.zoo import Table, attention, column, enter, enter_once, register, row, vocab, vocab_head, whole
+
+LAYER = "encoder.albert_layer_groups.*.albert_layers.*"
+
+ALBERT = register(
+    Table(
+        model_type="albert",
+        source="transformers 5.23.0, models/albert/modeling_albert.py",
+        dims={
+            "num_heads": "num_attention_heads",
+            "head_dim": lambda config: config.hidden_size // config.num_attention_heads,
+        },
+        body=(
+            # module                                 rule                       per rank
+            ("embeddings.word_embeddings",           vocab),                  # [ceil(V/n), E], y summed over tp
+            ("embeddings.position_embeddings",       whole),                  # [P, E]
+            ("embeddings.token_type_embeddings",     whole),                  # [2, E]
+            ("embeddings.LayerNorm",                 whole),                  # [E]
+            ("encoder.embedding_hidden_mapping_in",  whole),                  # [D, E]
+            (f"{LAYER}.attention",                   attention("num_heads", ("num_attention_heads", ""), ("all_head_size", "head_dim"))),
+            (f"{LAYER}.attention.query",             enter_once),             # the module's own input is also its residual
+            (f"{LAYER}.attention.key",               enter_once),
+            (f"{LAYER}.attention.value",             enter_once),
+            (f"{LAYER}.attention.query",             column(0, "head_dim")),  # [D/n, D]
+            (f"{LAYER}.attention.key",               column(0, "head_dim")),  # [D/n, D]
+            (f"{LAYER}.attention.value",             column(0, "head_dim")),  # [D/n, D]
+            (f"{LAYER}.attention.dense",             row(1, "head_dim")),     # [D, D/n], y summed over tp
+            (f"{LAYER}.attention.LayerNorm",         whole),                  # [D]
+            (f"{LAYER}.ffn",                         enter),                  # dx summed over tp
+            (f"{LAYER}.ffn",                         column(0)),              # [F/n, D]
+            (f"{LAYER}.ffn_output",                  row(1)),                 # [D, F/n], y summed over tp
+            (f"{LAYER}.full_layer_layer_norm",       whole),                  # [D]
+            ("pooler",                               whole),                  # [D, D]
+        ),
+        heads=(
+            ("predictions.dense",                    whole),                  # [E, D]
+            ("predictions.LayerNorm",                whole),                  # [E]
+            ("predictions.decoder",                  vocab_head),             # [ceil(V/n), E], tied to word_embeddings
+        ),
+        blocks=("encoder.albert_layer_groups.*",),
+        calls="num_hidden_layers",
+    )
+)

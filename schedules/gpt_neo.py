@@ -1,0 +1,43 @@
+"""GPT-Neo: explicit attention with a local window in every other block, which the seam does not reach.
+
+D hidden, F ffn, V vocabulary, P positions; n is the size of mesh dim tp.
+"""
+
+from slapo_zoo.primitives import ShardAttribute
+from slapo_zoo.zoo import Dim, Table, column, dropout_on, enter, register, row, vocab, vocab_head, whole
+
+ATTENTION = "h.*.attn.attention"
+
+GPT_NEO = register(
+    Table(
+        model_type="gpt_neo",
+        source="transformers 5.23.0, models/gpt_neo/modeling_gpt_neo.py",
+        dims={
+            "num_heads": "num_heads",
+            "head_dim": lambda config: config.hidden_size // config.num_heads,
+        },
+        body=(
+            # module                     rule                           per rank
+            ("wte",                      vocab),                      # [ceil(V/n), D], y summed over tp
+            ("wpe",                      whole),                      # [P, D]
+            ("h.*.ln_1",                 whole),                      # [D]
+            (ATTENTION,                  enter),                      # dx summed over tp
+            (ATTENTION,                  (ShardAttribute("num_heads"), ShardAttribute("embed_dim", unit=Dim("head_dim")))),
+            (f"{ATTENTION}.q_proj",      column(0, "head_dim")),      # [D/n, D]
+            (f"{ATTENTION}.k_proj",      column(0, "head_dim")),      # [D/n, D]
+            (f"{ATTENTION}.v_proj",      column(0, "head_dim")),      # [D/n, D]
+            (f"{ATTENTION}.attn_dropout", dropout_on(1, "num_heads")),  # probabilities [B, H/n, S, S]
+            (f"{ATTENTION}.out_proj",    row(1, "head_dim")),         # [D, D/n], y summed over tp
+            ("h.*.ln_2",                 whole),                      # [D]
+            ("h.*.mlp",                  enter),                      # dx summed over tp
+            ("h.*.mlp.c_fc",             column(0)),                  # [F/n, D]
+            ("h.*.mlp.c_proj",           row(1)),                     # [D, F/n], y summed over tp
+            ("ln_f",                     whole),                      # [D]
+        ),
+        heads=(
+            ("lm_head",                  vocab_head),                 # [ceil(V/n), D], tied to wte
+        ),
+        blocks=("h.*",),
+        seam=False,
+    )
+)

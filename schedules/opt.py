@@ -1,0 +1,41 @@
+"""OPT: fc1 and fc2 are called by the block itself, and its residual dropout is F.dropout.
+
+D hidden, W word embedding, F ffn, V vocabulary, P positions; n is the size of mesh dim tp.
+"""
+
+from slapo_zoo.zoo import Table, attention, column, dropout, enter, register, row, vocab, vocab_head, whole
+
+OPT = register(
+    Table(
+        model_type="opt",
+        source="transformers 5.23.0, models/opt/modeling_opt.py",
+        dims={
+            "num_heads": "num_attention_heads",
+            "head_dim": lambda config: config.hidden_size // config.num_attention_heads,
+        },
+        body=(
+            # module                                  rule                       per rank
+            ("decoder.embed_tokens",                  vocab),                  # [ceil(V/n), W], y summed over tp
+            ("decoder.embed_positions",               whole),                  # [P, D]
+            ("decoder.project_in",                    whole),                  # [D, W], only where W != D
+            ("decoder.project_out",                   whole),                  # [W, D]
+            ("decoder.layers.*",                      dropout),                # its F.dropout draws as a Dropout does
+            ("decoder.layers.*.self_attn_layer_norm", whole),                  # [D]
+            ("decoder.layers.*.self_attn",            enter),                  # dx summed over tp
+            ("decoder.layers.*.self_attn",            attention("num_heads", ("num_heads", ""), ("embed_dim", "head_dim"))),
+            ("decoder.layers.*.self_attn.q_proj",     column(0, "head_dim")),  # [D/n, D]
+            ("decoder.layers.*.self_attn.k_proj",     column(0, "head_dim")),  # [D/n, D]
+            ("decoder.layers.*.self_attn.v_proj",     column(0, "head_dim")),  # [D/n, D]
+            ("decoder.layers.*.self_attn.out_proj",   row(1, "head_dim")),     # [D, D/n], y summed over tp
+            ("decoder.layers.*.final_layer_norm",     whole),                  # [D]
+            ("decoder.layers.*.fc1",                  enter),                  # dx summed over tp
+            ("decoder.layers.*.fc1",                  column(0)),              # [F/n, D]
+            ("decoder.layers.*.fc2",                  row(1)),                 # [D, F/n], y summed over tp
+            ("decoder.final_layer_norm",              whole),                  # [D]
+        ),
+        heads=(
+            ("lm_head",                               vocab_head),             # [ceil(V/n), W], tied to embed_tokens
+        ),
+        blocks=("decoder.layers.*",),
+    )
+)

@@ -1,0 +1,37 @@
+"""ViT. Weights are [out, in]; n is the size of mesh dim tp.
+
+D hidden, F ffn, C channels, P patch size, N patches.
+"""
+
+from slapo_zoo.zoo import Table, attention, column, enter, register, row, whole
+
+VIT = register(
+    Table(
+        model_type="vit",
+        source="transformers 5.23.0, models/vit/modeling_vit.py",
+        dims={
+            "num_heads": "num_attention_heads",
+            "head_dim": lambda config: config.hidden_size // config.num_attention_heads,
+        },
+        body=(
+            # module                        rule                       per rank
+            ("embeddings",                  whole),                  # cls_token [1, 1, D], position_embeddings [1, N + 1, D]
+            ("embeddings.patch_embeddings.projection", whole),       # [D, C, P, P]
+            ("layers.*.layernorm_before",   whole),                  # [D]
+            ("layers.*.attention",          enter),                  # dx summed over tp
+            ("layers.*.attention",          attention("num_heads", ("num_attention_heads", ""))),
+            ("layers.*.attention.q_proj",   column(0, "head_dim")),  # [D/n, D]
+            ("layers.*.attention.k_proj",   column(0, "head_dim")),  # [D/n, D]
+            ("layers.*.attention.v_proj",   column(0, "head_dim")),  # [D/n, D]
+            ("layers.*.attention.o_proj",   row(1, "head_dim")),     # [D, D/n], y summed over tp
+            ("layers.*.layernorm_after",    whole),                  # [D]
+            ("layers.*.mlp",                enter),                  # dx summed over tp
+            ("layers.*.mlp.fc1",            column(0)),              # [F/n, D]
+            ("layers.*.mlp.fc2",            row(1)),                 # [D, F/n], y summed over tp
+            ("layernorm",                   whole),                  # [D]
+            ("pooler.dense",                whole),                  # [D, D]
+        ),
+        heads=(),
+        blocks=("layers.*",),
+    )
+)

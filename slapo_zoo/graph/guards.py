@@ -1,0 +1,55 @@
+"""Checks that a traced graph makes when it runs: what the trace decided must still hold.
+
+A trace follows one path through Python's `if`s. Each decision that read a size, a type or an
+argument leaves a check in the graph, so that a call which would have gone another way is an error
+and never a wrong result.
+"""
+
+from typing import Any
+
+from torch.fx.node import has_side_effect
+
+from slapo_zoo.errors import ScheduleError
+
+
+@has_side_effect
+def expect(value: Any, expected: Any, where: str, read: str) -> None:
+    """Raise unless `value` is what it was during the trace."""
+    if isinstance(expected, bool) or expected is None:
+        same = value is expected
+    else:
+        same = value == expected
+    if not same:
+        problem = f"{read} was {expected!r} during the trace, this call has {_shown(value)}"
+        raise ScheduleError(where, "trace", problem, "trace with example_inputs like this call")
+
+
+@has_side_effect
+def expect_given(value: Any, where: str, name: str) -> None:
+    """Raise when an argument that was a tensor during the trace is None now."""
+    if value is None:
+        problem = f"{name!r} was given during the trace, this call has None"
+        hint = f"pass {name!r}, or trace with example_inputs in which it is None"
+        raise ScheduleError(where, "trace", problem, hint)
+
+
+@has_side_effect
+def expect_no_others(others: dict[str, Any], where: str) -> None:
+    """Raise when a keyword argument arrives that the trace has not seen."""
+    unknown = sorted(name for name, value in others.items() if value is not None)
+    if unknown:
+        problem = f"this call has {unknown}, which the trace has not seen"
+        raise ScheduleError(where, "trace", problem, "trace with example_inputs that have them")
+
+
+def by_mode(training: bool, in_training: Any, in_eval: Any) -> Any:
+    """A literal that `self.training` decides, such as the probability of a dropout."""
+    return in_training if training else in_eval
+
+
+GUARDS = {expect, expect_given, expect_no_others}
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else f"a {type(value).__name__}"
