@@ -37,5 +37,6 @@ OPT = register(
             ("lm_head",                               vocab_head),             # [ceil(V/n), W], tied to embed_tokens
         ),
         blocks=("decoder.layers.*",),
+        after_blocks=("decoder.final_layer_norm", "decoder.project_out"),
     )
 )

@@ -19,7 +19,7 @@ from slapo_zoo.scheduled import Runtime, scheduled_class
 from slapo_zoo.stages import assign_stages, keep_stage, leaf_units, stages_of
 from slapo_zoo.weights.fill import fill_from_config, fill_from_folder
 from slapo_zoo.weights.folder import CheckpointFolder, open_checkpoint
-from slapo_zoo.zoo import apply_table, block_paths, table_for
+from slapo_zoo.zoo import apply_table, base_prefix, block_paths, table_for
 
 
 class AutoScheduledModel:
@@ -123,7 +123,8 @@ class _Build:
         self.schedule = Schedule(self.model, mesh, self.seed)
         apply_table(self.schedule, self.table, checkpoint_ratio)
         self.state: State = self.schedule.state
-        self.units = leaf_units(self.model, block_paths(self.schedule, self.table))
+        late = [base_prefix(self.model) + path for path in self.table.after_blocks]
+        self.units = leaf_units(self.model, block_paths(self.schedule, self.table), late)
         self.stages = assign_stages(self.units, self.state.cuts)
         self.specs = tensor_specs(self.skeleton, self.state, self.stages)
         self.tied_stages = _tied_stages(self.state, self.stages)
@@ -140,6 +141,7 @@ class _Build:
             pipeline=self.pipeline, ledger=ledger, micro_batches=micro_batches,
         )  # fmt: skip
         runtime.ties, runtime.owned = self._ties()
+        runtime.replicas = self._replicas()
         model.__class__ = scheduled_class(self.cls)
         model._slapo = runtime
         _take_generation_config(model, folder)
@@ -157,6 +159,31 @@ class _Build:
                 if mine != stages[0]:
                     owned -= set(local)
         return ties, owned
+
+
+    def _replicas(self) -> list[tuple[str, Any]]:
+        """Divided parameters that neighbouring tp ranks share (KV heads), and the group of those."""
+        found, groups = [], {}
+        for name, placed in sorted(self.state.placed.items()):
+            placement, tp = placed.placement, self.mesh.tp
+            units = placement.units(placed.shape[placement.axis])[0]
+            if not placement.replicate or units >= tp:
+                continue
+            if units not in groups:
+                groups[units] = _group_of_neighbours(self.mesh, tp // units)
+            found.append((name, groups[units]))
+        mine = {name for name, _ in self.model.named_parameters()}
+        return [(name, group) for name, group in found if name in mine]
+
+
+def _group_of_neighbours(mesh: Mesh, count: int) -> Any:
+    """Our process group of `count` neighbouring tp ranks; a collective call of all ranks."""
+    mine = None
+    for first in range(0, mesh.world_size, count):
+        ranks = list(range(first, first + count))  # tp is the fastest mesh dim
+        group = dist.new_group(ranks)
+        mine = group if mesh.rank in ranks else mine
+    return mine
 
 
 def _tied_stages(

@@ -35,6 +35,7 @@ class Runtime:
         own_forward: of the model's own class.
         pipeline: the stages, or None without.
         ties: groups of parameters of this rank that stages share: (name, process group).
+        replicas: divided parameters that neighbouring tp ranks share: (name, process group).
         owned: names that this stage counts in norms and saves.
         micro_batches: default of `train_step`.
     """
@@ -45,6 +46,7 @@ class Runtime:
     pipeline: Pipeline | None = None
     ledger: Ledger = field(default_factory=Ledger)
     ties: list[tuple[str, Any]] = field(default_factory=list)
+    replicas: list[tuple[str, Any]] = field(default_factory=list)
     owned: set[str] = field(default_factory=set)
     micro_batches: int | None = None
 
@@ -115,12 +117,12 @@ class Scheduled:
         with rank_guard("save_pretrained"):
             save_folder(
                 save_directory, self._slapo.specs, local, self.mesh,
-                write_extras=functools.partial(_write_configs, self),
+                write_extras=functools.partial(write_configs, self),
                 max_shard_size=max_shard_size,
             )  # fmt: skip
 
 
-def _write_configs(model: Any, folder: Path) -> None:
+def write_configs(model: Any, folder: Path) -> None:
     """config.json and generation_config.json, as `transformers` writes them."""
     config = model.config.__class__.from_dict(model.config.to_dict())
     config.architectures = [type(model).__name__]
@@ -262,7 +264,7 @@ def _accumulate(run: Callable, tensors: dict[str, Tensor], others: dict, count: 
 def _reduce(model: Any, runtime: Runtime, parameters: list[nn.Parameter]) -> None:
     """Sum gradients over tied stages, over tp where they are partial, and over dp."""
     named = dict(model.named_parameters())
-    for name, group in runtime.ties:
+    for name, group in (*runtime.ties, *runtime.replicas):
         gradients.all_reduce_gradients([named[name]], group)
     partial = [named[n] for n in sorted(runtime.schedule.state.partial_gradients) if n in named]
     gradients.all_reduce_gradients(partial, model.mesh.group("tp") if partial else None)

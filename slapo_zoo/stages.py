@@ -26,11 +26,16 @@ class StageDone(Exception):  # noqa: N818 - not an error: it ends the forward of
     """Raised when the last unit of a stage has run."""
 
 
-def leaf_units(model: nn.Module, blocks: Sequence[str]) -> list[str]:
-    """Paths of the modules with parameters that a stage holds as a whole, in order.
+def leaf_units(model: nn.Module, blocks: Sequence[str], late: Sequence[str] = ()) -> list[str]:
+    """Paths of the modules with parameters that a stage holds as a whole, in the order they run.
 
     These are the blocks, and whatever lies beside them below the modules that contain blocks.
     Modules without parameters (dropouts, rotary tables) belong to no stage: they run on each.
+
+    Args:
+        model: whole, or on meta.
+        blocks: paths of the repeated blocks.
+        late: paths that run after the blocks, though the model defines them before.
     """
     containers = {""}
     for block in blocks:
@@ -47,7 +52,11 @@ def leaf_units(model: nn.Module, blocks: Sequence[str]) -> list[str]:
                 found.append(at)
         return found
 
-    return below("", model)
+    units = below("", model)
+    moved = [unit for unit in units if unit in late]
+    rest = [unit for unit in units if unit not in late]
+    end = max((i for i, unit in enumerate(rest) if unit in blocks), default=-1) + 1
+    return [*rest[:end], *moved, *rest[end:]]
 
 
 def assign_stages(units: Sequence[str], cuts: Sequence[Cut]) -> dict[str, tuple[int, ...]]:
@@ -137,9 +146,10 @@ class Cursor:
     def outgoing(self) -> tuple[Tensor, ...]:
         """What the next stage needs."""
         assert self.plan is not None  # noqa: S101 - called within begin and end
-        return tuple(self.values[v] for v in self.plan.crossing(self.plan.stage + 1))
+        crossing = self.plan.crossing(self.plan.stage + 1)
+        return tuple(self.values[value].contiguous() for value in crossing)
 
-    def stand_in(self, unit: str) -> Any:
+    def stand_in(self, unit: str, held: bool) -> Any:
         """The output of a call that another stage makes, or None when this one makes it."""
         self.index += 1
         assert self.plan is not None  # noqa: S101 - called within begin and end
@@ -149,6 +159,10 @@ class Cursor:
             hint = "the model's forward depends on data; cut it elsewhere, or use pp=1"
             raise ScheduleError(unit, "pipeline", problem, hint)
         if self.plan.stage_of_call[self.index] == self.plan.stage:
+            if not held:
+                problem = "this stage runs it, but another one holds it"
+                hint = "name it in the table's after_blocks: it runs later than it is defined"
+                raise ScheduleError(unit, "pipeline", problem, hint)
             return None
         tensors = {v.leaf: x for v, x in self.values.items() if v.call == self.index}
         return call.output(tensors, self.device)
@@ -175,7 +189,7 @@ class Foreign(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output that the unit has on its own stage."""
-        return self.cursor.stand_in(self.unit)
+        return self.cursor.stand_in(self.unit, held=False)
 
     def extra_repr(self) -> str:
         """Shown in the tree: which class another stage holds."""
@@ -205,7 +219,7 @@ def _follow(unit: str, module: Any, cursor: Cursor) -> None:
 
     @functools.wraps(forward)
     def followed(*args: Any, **kwargs: Any) -> Any:
-        output = cursor.stand_in(unit) if cursor.plan is not None else None
+        output = cursor.stand_in(unit, held=True) if cursor.plan is not None else None
         return forward(*args, **kwargs) if output is None else output
 
     def after(module: nn.Module, args: Any, output: Any) -> None:

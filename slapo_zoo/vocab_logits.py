@@ -17,7 +17,7 @@ from slapo_zoo.placement import Placement
 
 _ELEMENTWISE = {
     torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.Tensor.bfloat16,
-    torch.Tensor.to, torch.Tensor.type, torch.Tensor.contiguous, torch.Tensor.clone,
+    torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.clone,
     torch.Tensor.detach,
 }  # fmt: skip
 _TENSOR: Any = torch.Tensor  # its attributes are descriptors, which type checkers do not know
@@ -70,7 +70,8 @@ class VocabLogits(torch.Tensor):
                     return func(*args, **kwargs)
                 if func is _SHAPE or func is torch.Tensor.size:
                     shape = torch.Size((*_SHAPE(x)[:-1], x.vocab_size))
-                    return shape[args[1]] if len(args) > 1 else shape
+                    axis = args[1] if len(args) > 1 else kwargs.get("dim")
+                    return shape if axis is None else shape[axis]
                 if local := _on_local(func, x, args[1:], kwargs):
                     return VocabLogits.wrap(local[0], x.vocab_size, x.group)
                 if func is functional.cross_entropy and _parallel(x, *args[1:], **kwargs):
@@ -94,8 +95,8 @@ def _on_local(func: Any, x: VocabLogits, rest: tuple, kwargs: dict) -> tuple[Ten
     if func in _ELEMENTWISE:
         return (func(local, *rest, **kwargs),)
     if func in (torch.Tensor.view, torch.Tensor.reshape) and not kwargs:
-        sizes = tuple(rest[0]) if len(rest) == 1 and not isinstance(rest[0], int) else rest
-        if all(isinstance(s, int) for s in sizes) and sizes[-1] == x.vocab_size:
+        sizes = tuple(rest[0]) if isinstance(rest[0], tuple | list) else rest
+        if all(isinstance(s, int) for s in sizes) and sizes[-1:] == (x.vocab_size,):
             return (func(local, (*sizes[:-1], local.shape[-1])),)
     if func is torch.Tensor.__getitem__ and _keeps_last_axis(rest[0], local.ndim):
         return (func(local, *rest),)

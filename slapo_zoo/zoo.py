@@ -107,6 +107,7 @@ class Table:
         body: rows below the base model (`transformer.`, `bert.`), for all head classes.
         heads: rows for modules outside the base model.
         blocks: patterns of the repeated blocks, below the base model; cuts fall between them.
+        after_blocks: modules below the base model that run after the blocks, though defined before.
         calls: config attribute: how often a shared block runs (ALBERT).
         seam: whether the attention of the family goes through the AttentionInterface.
         ignored_keys: regular expressions of checkpoint keys that may stay unused.
@@ -118,6 +119,7 @@ class Table:
     body: tuple[Row, ...]
     heads: tuple[Row, ...]
     blocks: tuple[str, ...]
+    after_blocks: tuple[str, ...] = ()
     calls: str = ""
     seam: bool = True
     ignored_keys: tuple[str, ...] = field(default=())

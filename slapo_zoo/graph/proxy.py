@@ -59,8 +59,8 @@ class ValueProxy(Proxy):
         value = self.node.meta["value"]
         if isinstance(value, Tensor):
             return operator.index(self.shape[0])
-        if isinstance(value, torch.Size):
-            _tracer(self).read(_tracer(self).create_proxy("call_function", len, (self,), {}))
+        if isinstance(value, torch.Size):  # the rank of a tensor; other lengths are structure
+            _tracer(self).check_length(self)
         return len(value)
 
     def __iter__(self) -> Iterator[Any]:

@@ -6,8 +6,11 @@ import re
 import shutil
 from pathlib import Path
 
-# The files that a save replaces: the weights of the model and their index.
-WEIGHT_FILE = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+# The files that a save replaces: the weights of the model and what belongs to just these weights.
+WEIGHT_FILE = re.compile(
+    r"(model|pytorch_model|optimizer)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
+    r"|training_state\.json"
+)
 
 
 def carry_over(old: Path, new: Path) -> None:

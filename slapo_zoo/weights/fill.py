@@ -45,7 +45,7 @@ def fill_from_folder(
         )  # fmt: skip
         _refuse_foreign(names, units, folder, model.base_model_prefix)
         local = _allocate(model, state, device)
-        canonical = _canonical(local, state, specs)
+        canonical = canonical_names(local, state, specs)
         shapes = {spec.name: spec.shape for spec in specs}
         targets = {
             name: Target(tensor, shapes[canonical[name]], _placement(state, name))
@@ -73,7 +73,7 @@ def fill_from_config(
     begin = time.perf_counter()
     with AnonymousPeak() as peak:
         local = _allocate(model, state, device)
-        canonical = _canonical(local, state, specs)
+        canonical = canonical_names(local, state, specs)
         _draw(skeleton, units, local, canonical, state, mesh, seed)
         fill_buffers(model, device)
     return Ledger(
@@ -108,9 +108,9 @@ def _allocate(model: Any, state: State, device: torch.device) -> dict[str, Tenso
     return local
 
 
-def _canonical(
+def canonical_names(
     local: Iterable[str], state: State, specs: Sequence[TensorSpec]
-) -> dict[str, str]:  # fmt: skip
+) -> dict[str, str]:
     """Local name --> the name under which a checkpoint holds it: several modules may share it."""
     known = {spec.name for spec in specs}
     shared = {}

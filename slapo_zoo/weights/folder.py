@@ -11,8 +11,7 @@ from slapo_zoo.weights.index import check_inside, read_index
 from slapo_zoo.weights.pickle_file import PickleFile
 from slapo_zoo.weights.safetensors_file import SafetensorsFile
 
-# What a folder may hold, in the order in which transformers prefers it.
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Taken, where it is allowed, only if there are no safetensors files.
 PICKLE_SINGLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
@@ -110,23 +109,27 @@ class CheckpointFolder:
         raise WeightsError(str(self.path / name), what, problem, hint)
 
 
-def open_checkpoint(folder: str | os.PathLike[str], allow_pickle: bool = False) -> CheckpointFolder:
+def open_checkpoint(
+    folder: str | os.PathLike[str], allow_pickle: bool = False, stem: str = "model"
+) -> CheckpointFolder:
     """Open `model.safetensors`, or the files that `model.safetensors.index.json` names.
 
     Args:
         folder: a local folder; of the Hub cache, the snapshot.
         allow_pickle: take `pytorch_model.bin` where there is no safetensors file. It is read with
             `weights_only=True`, and costs memory where it was written by an old torch.
+        stem: how the files are named; "optimizer" opens what `save_checkpoint` put beside the model.
     """
     path = Path(folder)
     if not path.is_dir():
         raise WeightsError(str(folder), "", "found no such folder", "pass a checkpoint folder")
-    for name in (SINGLE, INDEX):
+    names = [f"{stem}.safetensors", f"{stem}.safetensors.index.json"]
+    for name in names:
         if os.path.lexists(path / name):
             return CheckpointFolder(path, name)
-    for name in (PICKLE_SINGLE, PICKLE_INDEX):
+    for name in (PICKLE_SINGLE, PICKLE_INDEX) if stem == "model" else ():
         if os.path.lexists(path / name):
             return CheckpointFolder(path, name, allow_pickle)
     found = ", ".join(sorted(os.listdir(path))[:8]) or "nothing"
-    problem = f"found {found}; expected {SINGLE} or {INDEX}"
+    problem = f"found {found}; expected {' or '.join(names)}"
     raise WeightsError(str(folder), "", problem, "pass the folder that save_pretrained wrote")

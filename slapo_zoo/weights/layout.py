@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -32,13 +32,24 @@ class Layout:
         headers: file name --> its first bytes, the length of the header included.
         sizes: file name --> its size in bytes.
         slots: tensor name --> Slot.
-        index: the text of `model.safetensors.index.json`, or "" for a single file.
+        indexes: name of an index (`model.safetensors.index.json`) --> its text; none for a set of
+            tensors that fits into a single file.
     """
 
-    headers: dict[str, bytes]
-    sizes: dict[str, int]
-    slots: dict[str, Slot]
-    index: str
+    headers: dict[str, bytes] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    slots: dict[str, Slot] = field(default_factory=dict)
+    indexes: dict[str, str] = field(default_factory=dict)
+
+    def __or__(self, other: "Layout") -> "Layout":
+        """Both sets of files; no tensor may be in both."""
+        if twice := self.slots.keys() & other.slots.keys():
+            problem = f"found in two sets of tensors, {len(twice)} in all, expected in one"
+            raise WeightsError("save", min(twice), problem)
+        return Layout(
+            self.headers | other.headers, self.sizes | other.sizes, self.slots | other.slots,
+            self.indexes | other.indexes,
+        )  # fmt: skip
 
 
 def torch_dtype(spec: TensorSpec) -> torch.dtype:
@@ -56,7 +67,10 @@ def tensor_bytes(spec: TensorSpec) -> int:
 
 
 def plan_layout(
-    specs: Sequence[TensorSpec], max_shard_size: int | str, metadata: Mapping[str, str]
+    specs: Sequence[TensorSpec],
+    max_shard_size: int | str,
+    metadata: Mapping[str, str],
+    stem: str = "model",
 ) -> Layout:
     """Divide the tensors over files as `save_pretrained` of transformers does, and place them.
 
@@ -64,14 +78,18 @@ def plan_layout(
         specs: all tensors of the model, in state-dict order.
         max_shard_size: "5GB" or bytes; a tensor that is larger gets a file of its own.
         metadata: `__metadata__` of every file.
+        stem: how the names of the files begin.
     """
     by_name = {spec.name: spec for spec in specs}
     if len(by_name) < len(specs) or not specs:
         problem = f"found {len(specs)} tensors of {len(by_name)} names, expected one of each"
         raise WeightsError("save", "specs", problem)
     state = {s.name: torch.empty(s.shape, dtype=torch_dtype(s), device="meta") for s in specs}
+    pattern = f"{stem}{{suffix}}.safetensors"
     try:
-        split = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_size)
+        split = split_torch_state_dict_into_shards(
+            state, filename_pattern=pattern, max_shard_size=max_shard_size
+        )
     except ValueError as error:
         problem = f"found {max_shard_size!r}: {error}"
         raise WeightsError("save", "max_shard_size", problem, 'pass e.g. "5GB"') from error
@@ -86,8 +104,9 @@ def plan_layout(
         sizes[file] = end
     counts = {"total_parameters": sum(math.prod(spec.shape) for spec in specs)}
     index = {"metadata": {**counts, **split.metadata}, "weight_map": split.tensor_to_filename}
-    text = json.dumps(index, indent=2, sort_keys=True) + "\n" if split.is_sharded else ""
-    return Layout(headers, sizes, slots, text)
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    indexes = {f"{stem}.safetensors.index.json": text} if split.is_sharded else {}
+    return Layout(headers, sizes, slots, indexes)
 
 
 def _aligned(specs: list[TensorSpec]) -> list[TensorSpec]:

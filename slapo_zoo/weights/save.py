@@ -22,7 +22,6 @@ from slapo_zoo.weights.staging import Staging
 from slapo_zoo.weights.together import together
 from slapo_zoo.weights.write import write_tensors
 
-INDEX = "model.safetensors.index.json"
 STEP = "save_folder"
 PYTORCH = {"format": "pt"}
 
@@ -35,6 +34,7 @@ def save_folder(
     write_extras: Callable[[Path], None] | None = None,
     max_shard_size: int | str = "5GB",
     metadata: Mapping[str, str] | None = None,
+    beside: Mapping[str, Sequence[TensorSpec]] | None = None,
 ) -> None:
     """Write a checkpoint that plain `transformers` loads; a collective call on all ranks.
 
@@ -51,8 +51,9 @@ def save_folder(
         write_extras: called on rank 0 with the folder under construction: config, tokenizer.
         max_shard_size: largest file, "5GB" or bytes.
         metadata: `__metadata__` of the files; {"format": "pt"} by default.
+        beside: more tensors, in files of their own: {"optimizer": specs}.
     """
-    save = _Save(Path(folder).resolve(), specs, local, mesh)
+    save = _Save(Path(folder).resolve(), {"model": specs, **(beside or {})}, local, mesh)
     digests = together(mesh, STEP, lambda: save.prepare(max_shard_size, metadata or PYTORCH))
     if differs := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         problem = f"found other tensors or sizes on ranks {differs} than on rank 0"
@@ -69,15 +70,21 @@ class _Save:
     """The steps of one save on one rank; files and folders are made by rank 0 alone."""
 
     def __init__(
-        self, target: Path, specs: Sequence[TensorSpec], local: Mapping[str, Tensor], mesh: Mesh
+        self,
+        target: Path,
+        sets: Mapping[str, Sequence[TensorSpec]],
+        local: Mapping[str, Tensor],
+        mesh: Mesh,
     ):
-        self.target, self.specs, self.local, self.mesh = target, list(specs), local, mesh
+        self.target, self.sets, self.local, self.mesh = target, sets, local, mesh
+        self.specs = [spec for specs in sets.values() for spec in specs]
         self.staging = Staging(target)
-        self.layout = Layout({}, {}, {}, "")
+        self.layout = Layout()
 
     def prepare(self, max_shard_size: int | str, metadata: Mapping[str, str]) -> str:
         """Plan the files, check our tensors; return a digest of what all ranks must agree on."""
-        self.layout = plan_layout(self.specs, max_shard_size, metadata)
+        for stem, specs in self.sets.items():
+            self.layout |= plan_layout(specs, max_shard_size, metadata, stem)
         for spec in self.specs:
             _check_spec(spec, self.local, self.mesh)
         strange = self.local.keys() - self.layout.slots.keys()
@@ -110,8 +117,8 @@ class _Save:
             raise WeightsError(STEP, self.target, problem, "do the placements cover every tensor?")
         path = self.staging.path
         with self._io_errors():
-            if self.layout.index:
-                (path / INDEX).write_text(self.layout.index, encoding="utf-8")
+            for name, text in self.layout.indexes.items():
+                (path / name).write_text(text, encoding="utf-8")
             if write_extras is not None:
                 write_extras(path)
             _check_files(path, self.layout)

@@ -1,0 +1,227 @@
+"""Training checkpoints: stop on one mesh, go on from another.
+
+The folder is the model as `save_pretrained` writes it, which plain `transformers` loads, and beside
+it the optimizer's tensors (`optimizer*.safetensors`) and the rest (`training_state.json`). All of it
+appears by one rename, and nothing in it is a pickle.
+"""
+
+import functools
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from slapo_zoo import consolidate
+from slapo_zoo.distributed import rank_guard
+from slapo_zoo.errors import WeightsError
+from slapo_zoo.mesh import Mesh
+from slapo_zoo.scheduled import write_configs
+from slapo_zoo.weights import optimizer as optimizers
+from slapo_zoo.weights.encode import decode, encode
+from slapo_zoo.weights.fill import canonical_names
+from slapo_zoo.weights.folder import open_checkpoint
+from slapo_zoo.weights.load import Target, load_tensors
+from slapo_zoo.weights.random_state import pack_states, restore_states, states_here
+from slapo_zoo.weights.save import save_folder
+from slapo_zoo.weights.together import together
+
+FILE, FORMAT = "training_state.json", "slapo-zoo-training-state/1"
+SAVE, LOAD = "save_checkpoint", "load_checkpoint"
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where training stood.
+
+    Args:
+        step: number of finished optimizer steps.
+        data_position: as given to `save_checkpoint`.
+        extra: as given to `save_checkpoint`.
+    """
+
+    step: int = 0
+    data_position: Any = None
+    extra: Any = None
+
+
+def save_checkpoint(
+    model: Any,
+    folder: str | os.PathLike[str],
+    optimizer: Any = None,
+    scheduler: Any = None,
+    step: int = 0,
+    data_position: Any = None,
+    extra: Any = None,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Write all that training needs to go on; a collective call on all ranks.
+
+    If it fails on one rank it raises on all of them, and the folder is as it was.
+
+    Args:
+        model: of AutoScheduledModel.
+        folder: on a file system that all ranks share.
+        optimizer: of torch, over this rank's parameters; its state must be of the size of the
+            parameters, or numbers.
+        scheduler: of torch.optim.lr_scheduler, the same on every rank.
+        step: number of finished optimizer steps.
+        data_position: where the data loader stands: numbers, texts, lists, dictionaries.
+        extra: more of your own.
+        max_shard_size: largest file, "5GB" or bytes.
+    """
+    mesh, specs = model.mesh, model._slapo.specs
+    with rank_guard(SAVE):
+        record, tensors = None, {}
+        if optimizer is not None:
+            record, tensors = optimizers.collect(optimizer, _names(model))
+        record, packed = _exchange(mesh, record, states_here(_device(model)))
+        stream = model.schedule.state.random
+        state = {
+            "format": FORMAT, "step": step, "mesh": {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.dp},
+            "random": {"seed": stream.seed, "step": stream.step}, "torch_random": packed,
+            "optimizer": record,
+            "scheduler": None if scheduler is None else encode(scheduler.state_dict(), "scheduler"),
+            "data_position": encode(data_position, "data_position"), "extra": encode(extra, "extra"),
+        }  # fmt: skip
+        beside = optimizers.optimizer_specs(record, specs) if record else []
+        local = consolidate.local_tensors(model, specs, mesh, grads=False)
+        save_folder(
+            folder, specs, {**local, **tensors}, mesh,
+            write_extras=functools.partial(_write, model, state), max_shard_size=max_shard_size,
+            beside={"optimizer": beside} if beside else None,
+        )  # fmt: skip
+
+
+def _write(model: Any, state: dict[str, Any], folder: Path) -> None:
+    write_configs(model, folder)
+    (folder / FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+
+
+def _exchange(mesh: Mesh, record: Any, states: dict[str, str]) -> tuple[Any, dict[str, Any]]:
+    """The record of the whole model, and the generators of all ranks."""
+    digest = hashlib.sha256(json.dumps(record).encode()).hexdigest()
+    is_first = mesh.coord("tp") == mesh.coord("dp") == 0
+    found = together(mesh, SAVE, lambda: (digest, record if is_first else None, states))
+    if differ := optimizers.disagreement([digest for digest, _, _ in found], mesh):
+        problem = f"ranks {differ} have another one than the first rank of their stage"
+        raise WeightsError(SAVE, "optimizer", problem, "make it in the same way on every rank")
+    records = [part for _, part, _ in found if part is not None]
+    if records and len(records) != mesh.pp:
+        raise WeightsError(SAVE, "optimizer", f"found on {len(records)} of {mesh.pp} stages")
+    packed = pack_states([states for _, _, states in found])
+    return (optimizers.merge(records) if records else None), packed
+
+
+def load_checkpoint(
+    model: Any, folder: str | os.PathLike[str], optimizer: Any = None, scheduler: Any = None
+) -> Resumed:
+    """Go on where `save_checkpoint` was called, on this or any other (tp, pp, dp).
+
+    Weights, optimizer, scheduler and random streams are overwritten; all is checked on all ranks
+    before anything is.
+
+    Args:
+        model: of AutoScheduledModel, of the saved architecture and size.
+        folder: what `save_checkpoint` wrote.
+        optimizer: of the saved class and groups, over this rank's parameters.
+        scheduler: of the saved class.
+    """
+    load = _Load(model, Path(folder), optimizer, scheduler)
+    with rank_guard(LOAD):
+        together(model.mesh, LOAD, load.prepare)
+        together(model.mesh, LOAD, load.finish)
+    state = load.state
+    return Resumed(state["step"], decode(state["data_position"]), decode(state["extra"]))
+
+
+class _Load:
+    """The steps of one load on one rank; only the last one changes anything."""
+
+    def __init__(self, model: Any, path: Path, optimizer: Any, scheduler: Any):
+        self.model, self.path = model, path
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.state: dict[str, Any] = {}
+        self.restored: optimizers.Restored | None = None
+
+    def prepare(self) -> None:
+        """Check what was saved against what is asked for, and read the optimizer's tensors."""
+        self.state = _read_state(self.path)
+        for name in ("optimizer", "scheduler"):
+            if getattr(self, name) is not None and self.state[name] is None:
+                problem = f"the checkpoint was saved without {name}"
+                raise WeightsError(
+                    str(self.path / FILE), name, problem, "leave it out, or begin anew"
+                )
+        if self.optimizer is None:
+            return
+        specs = {spec.name: spec for spec in self.model._slapo.specs}
+        record, names = self.state["optimizer"], _names(self.model)
+        self.restored = optimizers.Restored(self.optimizer, record, names, specs)
+        if targets := self.restored.targets:
+            with open_checkpoint(self.path, stem="optimizer") as checkpoint:
+                load_tensors(targets, checkpoint, {key: key for key in targets}, self.model.mesh)
+
+    def finish(self) -> None:
+        """Read the weights in place, then set all the rest."""
+        model, state = self.model, self.state
+        targets, source = _weights(model)
+        with open_checkpoint(self.path) as checkpoint:
+            load_tensors(targets, checkpoint, source, model.mesh)
+        if self.restored is not None:
+            self.restored.apply()
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(decode(state["scheduler"]))
+        stream = model.schedule.state.random
+        stream.seed, stream.step = state["random"]["seed"], state["random"]["step"]
+        restore_states(
+            state["torch_random"], Mesh(**state["mesh"]), model.mesh, _device(model)
+        )  # fmt: skip
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    """The JSON part, checked as far as its own fields go."""
+    place, again = str(path / FILE), "pass the folder that save_checkpoint wrote"
+    try:
+        state = json.loads((path / FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        hint = f"{again}; weights alone are loaded by from_pretrained"
+        raise WeightsError(place, "", "found no such file", hint) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise WeightsError(place, "", f"found no JSON: {error}", again) from error
+    found = state.get("format") if isinstance(state, dict) else type(state).__name__
+    if found != FORMAT:
+        raise WeightsError(place, "format", f"found {found!r:.80}, expected {FORMAT!r}", again)
+    fields = {"step", "mesh", "random", "torch_random", "optimizer", "scheduler"}
+    if missing := sorted((fields | {"data_position", "extra"}) - state.keys()):
+        raise WeightsError(place, ", ".join(missing), "not found", again)
+    return state
+
+
+def _weights(model: Any) -> tuple[dict[str, Target], dict[str, str]]:
+    """All parameters and persistent buffers of this rank, and the key of each."""
+    runtime = model._slapo
+    specs = {spec.name: spec for spec in runtime.specs}
+    tensors = {name: p.detach() for name, p in model.named_parameters()}
+    buffers = {name: b for name, b in model.named_buffers() if name in specs}
+    local = tensors | buffers
+    source = canonical_names(local, runtime.schedule.state, runtime.specs)
+    targets = {
+        name: Target(tensor, specs[source[name]].shape, specs[source[name]].placement)
+        for name, tensor in local.items()
+    }
+    return targets, source
+
+
+def _names(model: Any) -> dict[int, str]:
+    """id of a parameter --> its name in the checkpoint."""
+    runtime = model._slapo
+    local = dict(model.named_parameters())
+    canonical = canonical_names(local, runtime.schedule.state, runtime.specs)
+    return {id(p): canonical[name] for name, p in local.items()}
+
+
+def _device(model: Any) -> torch.device:
+    return next(model.parameters()).device

@@ -1,0 +1,57 @@
+"""Python values as JSON and back, exactly: what optimizers and schedulers remember, without pickle.
+
+Numbers, texts, lists and dictionaries stay as they are, so a person can read the file; what JSON
+does not know is a dictionary of one marked key: {"$tuple": [0.9, 0.999]}.
+"""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.errors import WeightsError
+
+MOST_ELEMENTS = 4096  # a larger tensor belongs into a safetensors file
+
+
+def encode(value: Any, where: str) -> Any:
+    """The JSON form of a value; WeightsError names the place of what cannot be written.
+
+    >>> encode({"betas": (0.9, 0.99), 3: None}, "lr")
+    {'$items': [['betas', {'$tuple': [0.9, 0.99]}], [3, None]]}
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Tensor) and value.numel() <= MOST_ELEMENTS and not value.is_complex():
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"$tensor": value.detach().cpu().tolist(), "dtype": dtype}
+    if type(value) in (list, tuple):
+        items = [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return items if type(value) is list else {"$tuple": items}
+    if isinstance(value, dict):
+        pairs = [[encode(k, where), encode(v, f"{where}.{k}")] for k, v in value.items()]
+        if isinstance(value, Counter):
+            return {"$counter": pairs}
+        is_plain = all(type(k) is str and not k.startswith("$") for k in value)
+        return dict(pairs) if is_plain else {"$items": pairs}
+    problem = f"found a {type(value).__name__}, expected numbers, texts, lists and dictionaries"
+    raise WeightsError("save_checkpoint", where, problem, "pass it through `extra` in another form")
+
+
+def decode(value: Any) -> Any:
+    """What `encode` was given."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match value:
+        case {"$tuple": items}:
+            return tuple(decode(items))
+        case {"$items": pairs}:
+            return {decode(k): decode(v) for k, v in pairs}
+        case {"$counter": pairs}:
+            return Counter({decode(k): v for k, v in pairs})
+        case {"$tensor": data, "dtype": dtype}:
+            return torch.tensor(data, dtype=getattr(torch, dtype))
+    return {key: decode(item) for key, item in value.items()}

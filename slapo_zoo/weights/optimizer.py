@@ -1,0 +1,158 @@
+"""The state of an optimizer as data and tensors: what is a parameter's size is placed like it.
+
+rewrite:  state[p] = {step, exp_avg [as p], ...}  <-->  "<name of p>.exp_avg" in a file, step in JSON
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.errors import WeightsError
+from slapo_zoo.mesh import Mesh
+from slapo_zoo.placement import TensorSpec
+from slapo_zoo.weights.encode import decode, encode
+from slapo_zoo.weights.load import Target
+
+# Options that say how to compute, not what: the given optimizer keeps its own.
+OWN_OPTIONS = {"params", "foreach", "fused", "capturable", "differentiable"}
+SAVE, LOAD = "save_checkpoint", "load_checkpoint"
+Record = dict[str, Any]
+
+
+def collect(optimizer: Any, names: Mapping[int, str]) -> tuple[Record, dict[str, Tensor]]:
+    """What this rank's optimizer remembers: a JSON record, and its tensors by name.
+
+    Args:
+        optimizer: of torch.
+        names: id of a parameter --> its name in the checkpoint.
+    """
+    groups, state, tensors = [], {}, {}
+    for number, group in enumerate(optimizer.param_groups):
+        options = {k: v for k, v in group.items() if k not in OWN_OPTIONS}
+        held = [_name_of(p, names, SAVE) for p in group["params"]]
+        groups.append({"names": held, "options": encode(options, f"group {number}")})
+        for p, name in zip(group["params"], held, strict=True):
+            if remembered := optimizer.state.get(p):
+                state[name] = _divide(name, p, remembered, tensors)
+    return {"class": type(optimizer).__name__, "groups": groups, "state": state}, tensors
+
+
+def _name_of(parameter: Tensor, names: Mapping[int, str], step: str) -> str:
+    if id(parameter) not in names:
+        problem = f"it holds a parameter of shape {list(parameter.shape)} that the model has not"
+        raise WeightsError(step, "optimizer", problem, "make it from model.parameters()")
+    return names[id(parameter)]
+
+
+def _divide(name: str, p: Tensor, remembered: Mapping[str, Any], tensors: dict[str, Tensor]) -> Any:
+    """Split one parameter's state into a record and tensors, which go into `tensors`."""
+    record = {}
+    for key, value in remembered.items():
+        if isinstance(value, Tensor) and value.shape == p.shape:
+            tensors[f"{name}.{key}"] = value.detach()
+            record[key] = {"$like": str(value.dtype).removeprefix("torch.")}
+        elif isinstance(value, Tensor) and value.numel() > 1:
+            problem = f"found a tensor of {list(value.shape)}, expected {list(p.shape)} or a number"
+            hint = "an optimizer that factors its state cannot be saved from a divided model"
+            raise WeightsError(SAVE, f"{name}.{key}", problem, hint)
+        else:
+            record[key] = encode(value, f"{name}.{key}")
+    return record
+
+
+def merge(records: Sequence[Record]) -> Record:
+    """The record of the whole model from those of the stages; a tied parameter counts once."""
+    first = records[0]
+    for record in records[1:]:
+        kinds = [(r["class"], [g["options"] for g in r["groups"]]) for r in (first, record)]
+        if kinds[0] != kinds[1]:
+            problem = f"stages have different optimizers: {kinds[0]!r:.200} and {kinds[1]!r:.200}"
+            raise WeightsError(SAVE, "optimizer", problem, "make it in the same way on every rank")
+    groups = [
+        {
+            "names": list(dict.fromkeys(name for r in records for name in r["groups"][i]["names"])),
+            "options": group["options"],
+        }
+        for i, group in enumerate(first["groups"])
+    ]
+    state = {name: kept for record in records for name, kept in record["state"].items()}
+    return {"class": first["class"], "groups": groups, "state": state}
+
+
+def optimizer_specs(record: Record, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """Where the tensors of a merged record go: each is divided as its parameter."""
+    return [
+        TensorSpec(f"{spec.name}.{key}", spec.shape, kept["$like"], spec.placement, spec.stage)
+        for spec in specs
+        for key, kept in record["state"].get(spec.name, {}).items()
+        if _is_tensor(kept)
+    ]
+
+
+def _is_tensor(kept: Any) -> bool:
+    return isinstance(kept, dict) and "$like" in kept
+
+
+class Restored:
+    """A saved state made ready for this rank's optimizer, which is not touched before `apply`.
+
+    Args:
+        optimizer: of the same class and groups as the saved one.
+        record: the merged record.
+        names: id of a parameter --> its name in the checkpoint.
+        specs: name --> spec of the model's tensors.
+
+    Attributes:
+        targets: tensors to be filled from the file, by their names there.
+    """
+
+    def __init__(
+        self, optimizer: Any, record: Record, names: Mapping[int, str],
+        specs: Mapping[str, TensorSpec],
+    ):  # fmt: skip
+        self.optimizer, self.record = optimizer, record
+        self.targets: dict[str, Target] = {}
+        self._state: dict[Tensor, dict[str, Any]] = {}
+        _check_kind(optimizer, record)
+        for group, saved in zip(optimizer.param_groups, record["groups"], strict=True):
+            allowed = set(saved["names"])
+            for p in group["params"]:
+                name = _name_of(p, names, LOAD)
+                if name not in allowed:
+                    problem = "the saved optimizer has it in another group, or not at all"
+                    raise WeightsError(LOAD, name, problem, "make the same groups as when saving")
+                if name in record["state"]:
+                    self._state[p] = self._prepare(name, p, specs[name])
+
+    def _prepare(self, name: str, p: Tensor, spec: TensorSpec) -> dict[str, Any]:
+        state = {}
+        for key, kept in self.record["state"][name].items():
+            state[key] = decode(kept)
+            if _is_tensor(kept):
+                state[key] = torch.empty_like(p, dtype=getattr(torch, kept["$like"])).detach()
+                target = Target(state[key], spec.shape, spec.placement)
+                self.targets[f"{name}.{key}"] = target
+        return state
+
+    def apply(self) -> None:
+        """Give the optimizer its state; the tensors are filled by now."""
+        for group, saved in zip(self.optimizer.param_groups, self.record["groups"], strict=True):
+            group.update(decode(saved["options"]))
+        self.optimizer.state.clear()
+        self.optimizer.state.update(self._state)
+
+
+def _check_kind(optimizer: Any, record: Record) -> None:
+    found = type(optimizer).__name__, len(optimizer.param_groups)
+    expected = record["class"], len(record["groups"])
+    if found != expected:
+        problem = "found {} of {} groups, expected {} of {}".format(*found, *expected)
+        raise WeightsError(LOAD, "optimizer", problem, "make the same optimizer as when saving")
+
+
+def disagreement(digests: Sequence[str], mesh: Mesh) -> list[int]:
+    """Ranks whose optimizer differs from that of the first rank of their stage."""
+    ranks = [Mesh(mesh.tp, mesh.pp, mesh.dp, rank) for rank in range(mesh.world_size)]
+    return [m.rank for m in ranks if digests[m.rank] != digests[m.at(tp=0, dp=0)]]
