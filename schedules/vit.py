@@ -33,5 +33,15 @@ VIT = register(
         ),
         heads=(),
         blocks=("layers.*",),
+        renames=(
+            # in files                      in the model
+            ("encoder.layer.",              "layers."),
+            ("attention.attention.query",   "attention.q_proj"),
+            ("attention.attention.key",     "attention.k_proj"),
+            ("attention.attention.value",   "attention.v_proj"),
+            ("attention.output.dense",      "attention.o_proj"),
+            ("intermediate.dense",          "mlp.fc1"),
+            (".output.dense",               ".mlp.fc2"),
+        ),
     )
 )

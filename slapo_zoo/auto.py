@@ -19,6 +19,7 @@ from slapo_zoo.scheduled import Runtime, scheduled_class
 from slapo_zoo.stages import assign_stages, keep_stage, leaf_units, stages_of
 from slapo_zoo.weights.fill import fill_from_config, fill_from_folder
 from slapo_zoo.weights.folder import CheckpointFolder, open_checkpoint
+from slapo_zoo.weights.keys import KeyMap
 from slapo_zoo.zoo import apply_table, base_prefix, block_paths, table_for
 
 
@@ -76,7 +77,7 @@ class AutoScheduledModel:
                 place = pick_device(device)
                 ledger = fill_from_folder(
                     build.model, build.skeleton, build.state, build.specs, checkpoint, mesh, place,
-                    build.units, build.seed,
+                    build.units, build.seed, build.keys,
                 )  # fmt: skip
             return build.finish(ledger, micro_batches, folder)
 
@@ -118,6 +119,7 @@ class _Build:
         config = copy.deepcopy(config)
         self.cls: Any = hf.resolve_class(config, auto_class)
         self.table = table_for(config.model_type)
+        self.keys = KeyMap(self.table.renames)
         self.skeleton = hf.build_on_meta(self.cls, config, dtype, self.table.seam)
         self.model = hf.build_on_meta(self.cls, config, dtype, self.table.seam)
         self.schedule = Schedule(self.model, mesh, self.seed)
@@ -138,7 +140,7 @@ class _Build:
         model = self.model
         runtime = Runtime(
             schedule=self.schedule, specs=self.specs, own_forward=self.cls.forward,
-            pipeline=self.pipeline, ledger=ledger, micro_batches=micro_batches,
+            pipeline=self.pipeline, keys=self.keys, ledger=ledger, micro_batches=micro_batches,
         )  # fmt: skip
         runtime.ties, runtime.owned = self._ties()
         runtime.replicas = self._replicas()
@@ -159,7 +161,6 @@ class _Build:
                 if mine != stages[0]:
                     owned -= set(local)
         return ties, owned
-
 
     def _replicas(self) -> list[tuple[str, Any]]:
         """Divided parameters that neighbouring tp ranks share (KV heads), and the group of those."""

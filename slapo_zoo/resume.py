@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from slapo_zoo import consolidate
 from slapo_zoo.distributed import rank_guard
 from slapo_zoo.errors import WeightsError

@@ -21,6 +21,7 @@ from slapo_zoo.pipeline import ROWS, Pipeline, pipeline_forward, pipeline_step, 
 from slapo_zoo.placement import TensorSpec
 from slapo_zoo.schedule import Schedule
 from slapo_zoo.vocab_logits import VocabLogits
+from slapo_zoo.weights.keys import KeyMap
 from slapo_zoo.weights.ledger import Ledger
 from slapo_zoo.weights.save import save_folder
 
@@ -34,6 +35,7 @@ class Runtime:
         specs: every tensor of the whole model, in the order of its state dict.
         own_forward: of the model's own class.
         pipeline: the stages, or None without.
+        keys: names that the family's files use.
         ties: groups of parameters of this rank that stages share: (name, process group).
         replicas: divided parameters that neighbouring tp ranks share: (name, process group).
         owned: names that this stage counts in norms and saves.
@@ -44,6 +46,7 @@ class Runtime:
     specs: list[TensorSpec]
     own_forward: Callable[..., Any]
     pipeline: Pipeline | None = None
+    keys: KeyMap = field(default_factory=KeyMap)
     ledger: Ledger = field(default_factory=Ledger)
     ties: list[tuple[str, Any]] = field(default_factory=list)
     replicas: list[tuple[str, Any]] = field(default_factory=list)
@@ -114,9 +117,11 @@ class Scheduled:
             problem = "these arguments of transformers are not supported here"
             raise SlapoError("save_pretrained", ", ".join(kwargs), problem, "leave them out")
         local = consolidate.local_tensors(self, self._slapo.specs, self.mesh, grads=False)
+        keys = self._slapo.keys
         with rank_guard("save_pretrained"):
             save_folder(
-                save_directory, self._slapo.specs, local, self.mesh,
+                save_directory, keys.file_specs(self._slapo.specs),
+                {keys.to_file(name): tensor for name, tensor in local.items()}, self.mesh,
                 write_extras=functools.partial(write_configs, self),
                 max_shard_size=max_shard_size,
             )  # fmt: skip

@@ -186,6 +186,14 @@ class Foreign(nn.Module):
     def __init__(self, unit: str, original: nn.Module, cursor: Cursor):
         super().__init__()
         self.unit, self.original_name, self.cursor = unit, type(original).__name__, cursor
+        self.__dict__["_original"] = original  # on meta, and no child: only its sizes and dtypes
+
+    def __getattr__(self, name: str) -> Any:
+        """Sizes and dtypes that a model's forward asks its modules for."""
+        original = self.__dict__.get("_original")
+        if original is None:
+            raise AttributeError(name)
+        return getattr(original, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output that the unit has on its own stage."""

@@ -1,4 +1,4 @@
-"""Cutting a full tensor by its placement."""
+"""Cutting a full tensor by its placement, and indices into one of which a rank holds a part."""
 
 import torch
 from torch import Tensor
@@ -16,3 +16,15 @@ def local_part(tensor: Tensor, placement: Placement, n: int, r: int) -> Tensor:
         shape[axis] = missing
         parts.append(tensor.new_zeros(shape))
     return torch.cat(parts, axis) if len(parts) > 1 else parts[0].clone()
+
+
+def require_indices(inside: Tensor, what: str, size: int) -> None:
+    """Raise unless all are True, as torch does for a whole tensor; on a GPU without a wait.
+
+    Args:
+        inside: whether each index lies in the whole tensor: beyond this rank's part is no error.
+        what: the indices, as the message names them.
+        size: of the whole axis.
+    """
+    hint = "do the tokenizer and the model have the same vocabulary?"
+    torch._assert_async(inside.all(), f"{what}: found one beyond 0..{size - 1}\n  hint: {hint}")

@@ -14,6 +14,7 @@ from torch.nn import functional
 from slapo_zoo import collectives
 from slapo_zoo.mesh import ShapeOnlyGroup
 from slapo_zoo.placement import Placement
+from slapo_zoo.tensors import require_indices
 
 _ELEMENTWISE = {
     torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.Tensor.bfloat16,
@@ -170,6 +171,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         n, r = collectives.group_size(group), collectives.group_rank(group)
         runs = Placement(0, pad=True).runs(vocab_size, n, r)
         start, stop = runs[0] if runs else (0, 0)
+        ignored = target == ignore_index
+        require_indices(((target >= 0) & (target < vocab_size)) | ignored, "labels", vocab_size)
         valid = logits[:, : stop - start]
         highest = valid.amax(1) if stop > start else logits.new_full((len(logits),), -torch.inf)
         collectives.all_reduce_(highest, group, dist.ReduceOp.MAX)
@@ -186,7 +189,6 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         loss = log_sum - (1.0 - smoothing) * total[1]
         if smoothing:
             loss = loss - smoothing / vocab_size * total[2]
-        ignored = target == ignore_index
         ctx.save_for_backward(exp.div_(total[0][:, None]), index, ours, ignored)
         ctx.smoothing, ctx.vocab_size, ctx.width = smoothing, vocab_size, logits.shape[1]
         return loss.masked_fill_(ignored, 0.0)

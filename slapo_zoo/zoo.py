@@ -7,7 +7,7 @@ import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -110,7 +110,7 @@ class Table:
         after_blocks: modules below the base model that run after the blocks, though defined before.
         calls: config attribute: how often a shared block runs (ALBERT).
         seam: whether the attention of the family goes through the AttentionInterface.
-        ignored_keys: regular expressions of checkpoint keys that may stay unused.
+        renames: (in files, in the model): parts of names that the family's files spell otherwise.
     """
 
     model_type: str
@@ -122,7 +122,7 @@ class Table:
     after_blocks: tuple[str, ...] = ()
     calls: str = ""
     seam: bool = True
-    ignored_keys: tuple[str, ...] = field(default=())
+    renames: tuple[tuple[str, str], ...] = ()
 
     def rows(self, model: Any) -> list[Row]:
         """All rows with full patterns and resolved numbers, for one model."""

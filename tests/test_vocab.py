@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from parity import EPS, LEARNING_RATE, ROWS, Case, batch_of, checkpoint, tiny_config
 from slapo_zoo import AutoScheduledModel, Mesh, Schedule
+from slapo_zoo.errors import RankError
 from slapo_zoo.placement import Placement
 from slapo_zoo.tensors import local_part
 from slapo_zoo.vocab_logits import VocabLogits
@@ -176,7 +177,9 @@ TARGETS = torch.tensor([[0, 3, -100, 10], [10, 5, 6, -100]])
 
 def labels_for(targets, options):
     """The ignored labels have the number that the call ignores."""
-    return targets.flatten().masked_fill(targets.flatten() == -100, options.get("ignore_index", -100))
+    return targets.flatten().masked_fill(
+        targets.flatten() == -100, options.get("ignore_index", -100)
+    )
 
 
 def parallel_losses(full, targets):
@@ -365,3 +368,24 @@ def tied_of_three(folder, case):
         model.clip_grad_norm_(1.0)
         optimizer.step()
     return [p.detach() for p in tied_copies(model)]
+
+
+def out_of_range(folder, batch):
+    model = AutoScheduledModel.from_pretrained(folder, tp=2).train()
+    with pytest.raises((RuntimeError, RankError)) as caught:
+        model.train_step(batch)
+    return str(caught.value), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("bad", [99, 1000, -1])
+@pytest.mark.parametrize("name", ["input_ids", "labels"])
+def test_ids_beyond_the_vocabulary(name, bad, ranks, tmp_path):
+    """Zeros for an id that no rank holds would train in silence; nn.Embedding raises too."""
+    case = Case("GPT2LMHeadModel", ("tokens",))
+    batch = batch_of(case)
+    batch[name][1, 2] = bad
+    what = {"input_ids": "transformer.wte: ids", "labels": "labels"}[name]
+    for text, grads in ranks.run(out_of_range, 2, checkpoint(case, tmp_path), batch):
+        assert f"{what}: found one beyond 0..98" in text
+        assert "same vocabulary?" in text
+        assert grads == []

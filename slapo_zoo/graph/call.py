@@ -63,13 +63,17 @@ class Call:
             bound = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             hint = f"its forward is {type(module).__name__}.forward{signature}"
-            raise ScheduleError(where or "(the model)", "example inputs", str(error), hint) from None
+            raise ScheduleError(
+                where or "(the model)", "example inputs", str(error), hint
+            ) from None
         arguments, others = [], ""
         varies = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
         for name, parameter in signature.parameters.items():
             if parameter.kind is parameter.VAR_POSITIONAL:
                 extra = enumerate(bound.get(name, ()))
-                arguments += [Argument(f"{name}_{i}", v, NO_DEFAULT, "positional") for i, v in extra]
+                arguments += [
+                    Argument(f"{name}_{i}", v, NO_DEFAULT, "positional") for i, v in extra
+                ]
             elif parameter.kind is parameter.VAR_KEYWORD:
                 others = name
                 named = bound.get(name, {}).items()
@@ -89,7 +93,9 @@ class Call:
     def _check(self) -> None:
         for a in self.arguments:
             if not a.live and not _is_literal(a.value):
-                problem = f"argument {a.name!r} is a {type(a.value).__name__}: neither tensor nor literal"
+                problem = (
+                    f"argument {a.name!r} is a {type(a.value).__name__}: neither tensor nor literal"
+                )
                 hint = "leave it out of the example (use_cache=False for a cache)"
                 raise ScheduleError(self.where or "(the model)", "trace", problem, hint)
 

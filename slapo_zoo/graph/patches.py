@@ -1,5 +1,6 @@
 """What is replaced in torch while a trace runs, and put back whatever happens."""
 
+import builtins
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_zoo.graph.proxy import has_proxy
+from slapo_zoo.graph.proxy import ValueProxy, has_proxy
 from slapo_zoo.graph.tracer import ValueTracer, recorded
 
 # They make a tensor, or read a dtype, without a tensor among their arguments.
@@ -34,10 +35,24 @@ def recording(tracer: ValueTracer) -> Iterator[None]:
         for name in FACTORIES + RANDOM:
             new = recorded(tracer, getattr(torch, name), always=name in RANDOM)
             stack.enter_context(replaced(torch, name, new))
+        stack.enter_context(replaced(builtins, "isinstance", _is_instance))
         stack.enter_context(replaced(nn.Module, "__setattr__", _setattr(tracer)))
         apply = classmethod(_apply(tracer))
         stack.enter_context(replaced(torch.autograd.Function, "apply", apply))
         yield
+
+
+_isinstance = isinstance
+
+
+def _is_instance(value: Any, classes: Any) -> bool:
+    """Models branch on `isinstance(x, torch.Tensor)`; a proxy must answer as its value would.
+
+    A `__class__` of its own cannot do this: torch's C code would then take it for a tensor.
+    """
+    if type(value) is ValueProxy and not _isinstance(value, classes):
+        value = value.node.meta["value"]
+    return _isinstance(value, classes)
 
 
 def _setattr(tracer: ValueTracer) -> Any:
@@ -96,4 +111,3 @@ def set_mode(module: nn.Module, training: bool) -> None:
     for m in module.modules():
         if m.training == before:
             m.training = training
-

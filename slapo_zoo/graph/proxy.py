@@ -15,17 +15,11 @@ CONTAINERS = (tuple, list, dict)  # torch.Size is a tuple, an output of transfor
 
 
 class ValueProxy(Proxy):
-    """Stands for a value during a trace; `isinstance`, `len` and iteration see that value.
+    """Stands for a value during a trace; `len`, iteration and attributes are those of that value.
 
     An `if`, a `range` or an `int()` over a size reads the value, and the tracer notes it as a
     check. An `if` over the elements of a tensor is an error: the trace would have to guess.
     """
-
-    @property
-    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # Models branch on `isinstance(x, torch.Tensor)` or `isinstance(out, tuple)`; a proxy
-        # that is neither would take the wrong branch in silence.
-        return type(self.node.meta["value"])
 
     def __getattr__(self, name: str) -> Any:
         if name in ("node", "tracer"):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from slapo_zoo.directive import Directive, Placed, Site, primitive
 from slapo_zoo.placement import Placement, Run
-from slapo_zoo.tensors import local_part
+from slapo_zoo.tensors import local_part, require_indices
 
 
 @dataclass(frozen=True)
@@ -157,15 +157,18 @@ class VocabParallelLookup:
 
     rewrite:  y = w[ids]  -->  y_r = w_r[ids - start] where start <= ids < stop, else 0
               (partial: the sum over ranks is y)
+    errors:   an id beyond the whole embedding, as in nn.Embedding
     """
 
-    def __init__(self, module: nn.Embedding, start: int, stop: int):
+    def __init__(self, site: Site, module: nn.Embedding, size: int, start: int, stop: int):
         self.module, self.start, self.stop = module, start, stop
+        self.size, self.what = size, f"{site.path}: ids"
         index = module.padding_idx
         inside = index is not None and start <= index < stop
         self.padding_idx = index - start if inside and index is not None else None
 
     def __call__(self, input: Tensor) -> Tensor:
+        require_indices((input >= 0) & (input < self.size), self.what, self.size)
         outside = (input < self.start) | (input >= self.stop)
         ids = (input - self.start).masked_fill(outside, 0)
         y = nn.functional.embedding(ids, self.module.weight, None)
@@ -182,7 +185,10 @@ def _divide_embedding(site: Site, param_name: str, directive: Shard, runs: list[
         return
     start, stop = (runs[0].start, runs[0].stop) if runs else (0, 0)
     assert isinstance(site.module, nn.Embedding)  # noqa: S101 - the rule is registered for it
-    site.module.forward = VocabParallelLookup(site.module, start, stop)
+    placed = site.placed(param_name)
+    assert placed is not None  # noqa: S101 - it was divided just now
+    size = placed.shape[directive.axis]
+    site.module.forward = VocabParallelLookup(site, site.module, size, start, stop)
 
 
 register_shard_rule(

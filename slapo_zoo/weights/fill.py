@@ -15,6 +15,7 @@ from slapo_zoo.placement import Placement, TensorSpec
 from slapo_zoo.tensors import local_part
 from slapo_zoo.weights.folder import CheckpointFolder
 from slapo_zoo.weights.initialize import fill_buffers, initialize_weights
+from slapo_zoo.weights.keys import KeyMap
 from slapo_zoo.weights.ledger import AnonymousPeak, Ledger
 from slapo_zoo.weights.load import Target, load_tensors
 from slapo_zoo.weights.names import NameMap, match_names
@@ -23,6 +24,7 @@ from slapo_zoo.weights.names import NameMap, match_names
 def fill_from_folder(
     model: Any, skeleton: Any, state: State, specs: Sequence[TensorSpec],
     folder: CheckpointFolder, mesh: Mesh, device: torch.device, units: Sequence[str], seed: int,
+    keys: KeyMap,
 ) -> Ledger:  # fmt: skip
     """Read this rank's slices; what the checkpoint lacks is drawn as `from_config` draws it.
 
@@ -36,11 +38,13 @@ def fill_from_folder(
         device: where the values go.
         units: paths of blocks and their neighbours.
         seed: of new weights.
+        keys: the names that the family's files use.
     """
     begin = time.perf_counter()
     with AnonymousPeak() as peak:
+        key_of = {keys.to_model(key): key for key in folder.keys()}  # noqa: SIM118 - not a dict
         names = match_names(
-            [spec.name for spec in specs], folder.keys(), model.base_model_prefix,
+            [spec.name for spec in specs], key_of, model.base_model_prefix,
             hf.ignored_keys(skeleton), hf.tied_names(skeleton),
         )  # fmt: skip
         _refuse_foreign(names, units, folder, model.base_model_prefix)
@@ -52,7 +56,7 @@ def fill_from_folder(
             for name, tensor in local.items()
             if canonical[name] in names.source
         }
-        source = {name: names.source[canonical[name]] for name in targets}
+        source = {name: key_of[names.source[canonical[name]]] for name in targets}
         loaded = load_tensors(targets, folder, source, mesh)
         missing = {name: local[name] for name in local if name not in targets}
         _draw(skeleton, units, missing, canonical, state, mesh, seed)
