@@ -3,7 +3,7 @@
 D hidden, F ffn, V vocabulary, P positions; heads are divided whole and may be uneven.
 """
 
-from slapo_zoo.zoo import Table, attention, column, enter, register, row, vocab, vocab_head, whole
+from slapo_zoo.zoo import Table, attention, column, enter, enter_once, register, row, vocab, vocab_head, whole
 
 GPT2 = register(
     Table(
@@ -27,7 +27,7 @@ GPT2 = register(
             ("h.*.crossattention", attention("num_heads", ("num_heads", ""), ("split_size", "head_dim"), ("embed_dim", "head_dim"))),
             ("h.*.crossattention.q_attn", enter),                                          # dx summed over tp
             ("h.*.crossattention.q_attn", column(1, "head_dim")),                          # [D, D/n]
-            ("h.*.crossattention.c_attn", enter),                                          # d(encoder states) summed over tp
+            ("h.*.crossattention.c_attn", enter_once),                                         # d(encoder states) summed over tp
             ("h.*.crossattention.c_attn", column(1, "head_dim", ("hidden", "hidden"))),    # [D, 2 * D/n], k|v
             ("h.*.crossattention.c_proj", row(0, "head_dim")),                             # [D/n, D], y summed over tp
             ("h.*.ln_2",           whole),                                                 # [D]

@@ -3,7 +3,7 @@
 D hidden, W word embedding, F ffn, V vocabulary, P positions; n is the size of mesh dim tp.
 """
 
-from slapo_zoo.zoo import Table, attention, column, dropout, enter, register, row, vocab, vocab_head, whole
+from slapo_zoo.zoo import Table, attention, column, dropout_tokens, enter, enter_flat, register, row, vocab, vocab_head, whole
 
 OPT = register(
     Table(
@@ -19,7 +19,7 @@ OPT = register(
             ("decoder.embed_positions",               whole),                  # [P, D]
             ("decoder.project_in",                    whole),                  # [D, W], only where W != D
             ("decoder.project_out",                   whole),                  # [W, D]
-            ("decoder.layers.*",                      dropout),                # its F.dropout draws as a Dropout does
+            ("decoder.layers.*",                      dropout_tokens),               # its F.dropout draws as a Dropout does
             ("decoder.layers.*.self_attn_layer_norm", whole),                  # [D]
             ("decoder.layers.*.self_attn",            enter),                  # dx summed over tp
             ("decoder.layers.*.self_attn",            attention("num_heads", ("num_heads", ""), ("embed_dim", "head_dim"))),
@@ -28,9 +28,9 @@ OPT = register(
             ("decoder.layers.*.self_attn.v_proj",     column(0, "head_dim")),  # [D/n, D]
             ("decoder.layers.*.self_attn.out_proj",   row(1, "head_dim")),     # [D, D/n], y summed over tp
             ("decoder.layers.*.final_layer_norm",     whole),                  # [D]
-            ("decoder.layers.*.fc1",                  enter),                  # dx summed over tp
+            ("decoder.layers.*.fc1",                  enter_flat),                 # dx summed over tp
             ("decoder.layers.*.fc1",                  column(0)),              # [F/n, D]
-            ("decoder.layers.*.fc2",                  row(1)),                 # [D, F/n], y summed over tp
+            ("decoder.layers.*.fc2",                  row(1, tokens=0)),                # [D, F/n], y summed over tp
             ("decoder.final_layer_norm",              whole),                  # [D]
         ),
         heads=(

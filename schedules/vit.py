@@ -33,6 +33,7 @@ VIT = register(
         ),
         heads=(),
         blocks=("layers.*",),
+        num_tokens=lambda config: (config.image_size // config.patch_size) ** 2 + 1,
         renames=(
             # in files                      in the model
             ("encoder.layer.",              "layers."),

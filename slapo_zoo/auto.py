@@ -37,6 +37,7 @@ class AutoScheduledModel:
         tp: int = 1,
         pp: int = 1,
         dp: int | None = None,
+        sequence_parallel: bool = False,
         auto_class: Any = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
@@ -54,6 +55,7 @@ class AutoScheduledModel:
             tp: ranks that divide each layer.
             pp: ranks that divide the layers into stages.
             dp: ranks that divide the batch; None takes all that are left.
+            sequence_parallel: tp ranks divide the tokens too, where a layer is not divided.
             auto_class: which head; None takes the checkpoint's own class.
             dtype: of the parameters; "auto" takes the checkpoint's.
             device: None takes this rank's GPU, or the CPU.
@@ -73,7 +75,10 @@ class AutoScheduledModel:
             table_for(config.model_type)
             with open_checkpoint(folder, allow_pickle) as checkpoint:
                 found = checkpoint_dtype(config, checkpoint) if dtype == "auto" else dtype
-                build = _Build(config, auto_class, mesh, to_dtype(found), seed, checkpoint_ratio)
+                build = _Build(
+                    config, auto_class, mesh, to_dtype(found), seed, checkpoint_ratio,
+                    sequence_parallel,
+                )  # fmt: skip
                 place = pick_device(device)
                 ledger = fill_from_folder(
                     build.model, build.skeleton, build.state, build.specs, checkpoint, mesh, place,
@@ -88,6 +93,7 @@ class AutoScheduledModel:
         tp: int = 1,
         pp: int = 1,
         dp: int | None = None,
+        sequence_parallel: bool = False,
         auto_class: Any = None,
         dtype: str | torch.dtype = torch.float32,
         device: str | torch.device | None = None,
@@ -100,7 +106,9 @@ class AutoScheduledModel:
         with rank_guard("from_config"):
             table_for(config.model_type)
             dtype = torch.float32 if dtype == "auto" else to_dtype(dtype)
-            build = _Build(config, auto_class, mesh, dtype, seed, checkpoint_ratio)
+            build = _Build(
+                config, auto_class, mesh, dtype, seed, checkpoint_ratio, sequence_parallel
+            )
             ledger = fill_from_config(
                 build.model, build.skeleton, build.state, build.specs, mesh, pick_device(device),
                 build.units, build.seed,
@@ -108,12 +116,22 @@ class AutoScheduledModel:
             return build.finish(ledger, micro_batches, None)
 
 
-class _Build:
-    """A model on meta, scheduled, with only this rank's stage left, ready to be filled."""
+class Outline:
+    """A model on meta, scheduled for one rank of a mesh: which tensors there are, and where.
+
+    Args:
+        config: of `transformers`; it is not changed.
+        auto_class: which head; None takes the config's own class.
+        mesh: need not have a process group.
+        dtype: of the parameters.
+        seed: of dropout and of new weights.
+        checkpoint_ratio: share of the blocks whose activations are recomputed.
+        sequence_parallel: tp ranks divide the tokens too.
+    """
 
     def __init__(
-        self, config: Any, auto_class: Any, mesh: Mesh, dtype: torch.dtype, seed: int | None,
-        checkpoint_ratio: float,
+        self, config: Any, auto_class: Any, mesh: Mesh, dtype: torch.dtype, seed: int | None = None,
+        checkpoint_ratio: float = 0.0, sequence_parallel: bool = False,
     ):  # fmt: skip
         self.mesh, self.seed = mesh, 0 if seed is None else seed
         config = copy.deepcopy(config)
@@ -123,16 +141,23 @@ class _Build:
         self.skeleton = hf.build_on_meta(self.cls, config, dtype, self.table.seam)
         self.model = hf.build_on_meta(self.cls, config, dtype, self.table.seam)
         self.schedule = Schedule(self.model, mesh, self.seed)
-        apply_table(self.schedule, self.table, checkpoint_ratio)
+        apply_table(self.schedule, self.table, checkpoint_ratio, sequence_parallel)
         self.state: State = self.schedule.state
         late = [base_prefix(self.model) + path for path in self.table.after_blocks]
         self.units = leaf_units(self.model, block_paths(self.schedule, self.table), late)
         self.stages = assign_stages(self.units, self.state.cuts)
         self.specs = tensor_specs(self.skeleton, self.state, self.stages)
         self.tied_stages = _tied_stages(self.state, self.stages)
+
+
+class _Build(Outline):
+    """The outline with only this rank's stage left, ready to be filled."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
         self.pipeline = None
-        if mesh.pp > 1:
-            cursor = keep_stage(self.model, self.stages, mesh.coord("pp"))
+        if self.mesh.pp > 1:
+            cursor = keep_stage(self.model, self.stages, self.mesh.coord("pp"))
             self.pipeline = Pipeline(self.schedule, self.cls, self.units, cursor)
 
     def finish(self, ledger: Any, micro_batches: int | None, folder: Path | None) -> Any:
@@ -140,7 +165,8 @@ class _Build:
         model = self.model
         runtime = Runtime(
             schedule=self.schedule, specs=self.specs, own_forward=self.cls.forward,
-            pipeline=self.pipeline, keys=self.keys, ledger=ledger, micro_batches=micro_batches,
+            pipeline=self.pipeline, keys=self.keys, ledger=ledger,
+            num_tokens=self._num_tokens(), micro_batches=micro_batches,
         )  # fmt: skip
         runtime.ties, runtime.owned = self._ties()
         runtime.replicas = self._replicas()
@@ -148,6 +174,10 @@ class _Build:
         model._slapo = runtime
         _take_generation_config(model, folder)
         return model
+
+    def _num_tokens(self) -> int | None:
+        count = self.table.num_tokens
+        return count(self.model.config) if count else None
 
     def _ties(self) -> tuple[list[tuple[str, Any]], set[str]]:
         """Process groups of parameters that stages share, and the names this stage counts."""

@@ -35,6 +35,9 @@ class State:
     checkpointed: list[str] = field(default_factory=list)
     applied: dict[str, set[str]] = field(default_factory=dict)
     shared: dict[Any, Any] = field(default_factory=dict)
+    sequence_gradients: set[str] = field(default_factory=set)
+    sequence_parallel: bool = False  # some directive divides tokens
+    tokens_divided: bool = False  # they are divided in the current forward
 
     def __post_init__(self):
         self.index()

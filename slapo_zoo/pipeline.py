@@ -40,10 +40,12 @@ class Pipeline:
 
     def plan(self, batch: Mapping[str, Any]) -> StagePlan:
         """What this stage does for batches of these shapes; rehearsed once per shape."""
-        key = tuple(sorted((k, _signature(v)) for k, v in batch.items()))
+        divided = self.schedule.state.tokens_divided
+        key = (divided, *sorted((k, _signature(v)) for k, v in batch.items()))
         if key not in self._plans:
-            mode, model = self._rehearsal()
-            calls = rehearse(model, self.units, mode, batch)
+            mode, fake = self._rehearsal()
+            fake.state.tokens_divided = divided
+            calls = rehearse(fake.model, self.units, mode, batch)
             stage = self.schedule.mesh.coord("pp")
             self._plans[key] = StagePlan.make(calls, self.cuts, stage)
         return self._plans[key]
@@ -56,8 +58,7 @@ class Pipeline:
             rehearsing = Mesh(mesh.tp, mesh.pp, mesh.dp, mesh.rank, rehearsal=True)
             steps = [s for s in self.schedule.history if s[1].name not in NOT_REHEARSED]
             with mode:
-                Schedule(fake, rehearsing).replay(steps)
-            self._fake = mode, fake
+                self._fake = mode, Schedule(fake, rehearsing).replay(steps)
         return self._fake
 
 

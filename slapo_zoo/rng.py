@@ -85,6 +85,24 @@ class RandomStream:
         whole = x.new_empty(()).expand(*x.shape[:-1], size)
         return self.keep_mask(whole, p, site)[..., run[0] : run[1]]
 
+    def keep_tokens(self, x: Tensor, p: float, site: str, n: int, r: int) -> Tensor:
+        """The mask of an x that holds the r-th of n runs of tokens; all are drawn, then cut.
+
+        Args:
+            x: [rows, tokens / n, ...], or [rows * tokens / n, width] where a model flattens.
+            p: probability that an element becomes 0.
+            site: path of the module that drops.
+            n: ranks that divide the tokens.
+            r: ours.
+        """
+        if x.ndim > 2:
+            whole = x.new_empty(()).expand(x.shape[0], n * x.shape[1], *x.shape[2:])
+            return self.keep_mask(whole, p, site).narrow(1, r * x.shape[1], x.shape[1])
+        tokens = x.shape[0] // max(self.num_rows, 1)
+        whole = x.new_empty(()).expand(n * x.shape[0], x.shape[1])
+        keep = self.keep_mask(whole, p, site).view(-1, n * tokens, x.shape[1])
+        return keep.narrow(1, r * tokens, tokens).reshape(x.shape)
+
     def _draw_cells(self, x: Tensor, p: float, seeds: list[int]) -> Tensor:
         """The native generator, seeded anew for each cell."""
         keep = torch.empty(x.shape, dtype=x.dtype)

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ class Runtime:
         replicas: divided parameters that neighbouring tp ranks share: (name, process group).
         owned: names that this stage counts in norms and saves.
         micro_batches: default of `train_step`.
+        num_tokens: tokens of an input that is not text.
     """
 
     schedule: Schedule
@@ -52,6 +54,7 @@ class Runtime:
     replicas: list[tuple[str, Any]] = field(default_factory=list)
     owned: set[str] = field(default_factory=set)
     micro_batches: int | None = None
+    num_tokens: int | None = None
 
 
 class Scheduled:
@@ -161,12 +164,42 @@ def _forward(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         stream.first_row = rows * mesh.coord("dp")
         if runtime.schedule.state.checkpointed:
             batch["use_cache"] = False  # a recomputation would append to the cache once more
+    runtime.schedule.state.tokens_divided = tokens_divide(model, batch)
     run = functools.partial(_run_own, model, runtime)
     if runtime.pipeline is None:
         return run(batch)
     batch = {**batch, "use_cache": False} if _takes_cache(runtime) else batch
     with rank_guard("forward"):
         return pipeline_forward(runtime.pipeline, run, batch)
+
+
+def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
+    """Whether the tokens of a batch can be divided over tp, where the schedule asks for it.
+
+    Every stack (encoder, decoder) must divide; otherwise this forward runs without sequence
+    parallelism, with the same result.
+    """
+    runtime: Runtime = model._slapo
+    if not runtime.schedule.state.sequence_parallel:
+        return False
+    lengths = [runtime.num_tokens] if runtime.num_tokens else []
+    names = {
+        "input_ids": -1,
+        "inputs_embeds": -2,
+        "decoder_input_ids": -1,
+        "decoder_inputs_embeds": -2,
+    }
+    if model.config.is_encoder_decoder:
+        names["labels"] = -1
+    lengths += [batch[k].shape[axis] for k, axis in names.items() if batch.get(k) is not None]
+    divide = bool(lengths) and all(length % model.mesh.tp == 0 for length in lengths)
+    if not divide and model.training:
+        warnings.warn(
+            f"{lengths} tokens are not a multiple of tp={model.mesh.tp}: this step runs without "
+            "sequence parallelism; pad to a multiple (pad_to_multiple_of of the tokenizer)",
+            stacklevel=4,
+        )
+    return divide
 
 
 def _takes_cache(runtime: Runtime) -> bool:
@@ -202,6 +235,7 @@ def _train_step(model: Any, batch: Mapping[str, Any], micro_batches: int | None)
         problem = f"{rows} rows cannot be divided into {count} equal micro-batches"
         raise MeshError("train_step", "micro_batches", problem, f"legal numbers: {legal}")
     totals = _over_dp(mesh, [*count_targets(type(model).__name__, tensors), float(rows)])
+    runtime.schedule.state.tokens_divided = tokens_divide(model, {**tensors, **others})
     first = _first_row(mesh, rows)
     tensors[ROWS] = torch.arange(first, first + rows, device=next(iter(tensors.values())).device)
     stream.step += 1
@@ -271,7 +305,9 @@ def _reduce(model: Any, runtime: Runtime, parameters: list[nn.Parameter]) -> Non
     named = dict(model.named_parameters())
     for name, group in (*runtime.ties, *runtime.replicas):
         gradients.all_reduce_gradients([named[name]], group)
-    partial = [named[n] for n in sorted(runtime.schedule.state.partial_gradients) if n in named]
+    state = runtime.schedule.state
+    names = state.partial_gradients | (state.sequence_gradients if state.tokens_divided else set())
+    partial = [named[n] for n in sorted(names) if n in named]
     gradients.all_reduce_gradients(partial, model.mesh.group("tp") if partial else None)
     gradients.all_reduce_gradients(parameters, model.mesh.group("dp"))
 

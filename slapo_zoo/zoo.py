@@ -65,10 +65,18 @@ def column(
     return (weight, Shard("bias", 0, groups=sizes, uneven=True, **how))
 
 
-def row(axis: int = 1, unit: str = "", together: str = "") -> Rule:
-    """Each rank holds some inputs: the product is summed over tp, then the bias added once."""
+def row(axis: int = 1, unit: str = "", together: str = "", tokens: int = 1) -> Rule:
+    """Each rank holds some inputs: the product is summed over tp, then the bias added once.
+
+    Args:
+        axis: input axis of the weight.
+        unit: dim that stays whole (head_dim).
+        together: dim: query heads per KV head.
+        tokens: axis of tokens, which sequence parallelism divides; -1 keeps them whole here.
+    """
     how: dict[str, Any] = {"unit": _dim(unit), "together": _dim(together)}
-    return (Shard("weight", axis, uneven=True, **how), Sync("fwd_post", "all_reduce"))
+    leave = Sync("fwd_post", "all_reduce", sequence_axis=tokens if tokens >= 0 else None)
+    return (Shard("weight", axis, uneven=True, **how), leave)
 
 
 def attention(num_heads: str, *attributes: tuple[str, str], together: str = "") -> Rule:
@@ -77,18 +85,23 @@ def attention(num_heads: str, *attributes: tuple[str, str], together: str = "") 
     return (CoreAttentionSeam(_dim(num_heads), together=_dim(together)), *patches)
 
 
-enter: Rule = (Sync("bwd_post", "all_reduce"),)
-enter_once: Rule = (Sync("bwd_post", "all_reduce", shared=True),)  # q, k, v of one x
+# With sequence parallelism `enter` gathers the tokens and `row` divides them again.
+enter: Rule = (Sync("bwd_post", "all_reduce", sequence_axis=1),)
+enter_flat: Rule = (Sync("bwd_post", "all_reduce", sequence_axis=0),)  # tokens flattened (OPT)
+enter_whole: Rule = (Sync("bwd_post", "all_reduce"),)  # an input that always holds all tokens
+enter_once: Rule = (Sync("bwd_post", "all_reduce", shared=True),)  # q, k, v of one such input
+all_tokens: Rule = (Sync("fwd_pre", "join_tokens"), Sync("fwd_post", "divide_tokens"))
 vocab: Rule = (Shard("weight", 0, pad=True), Sync("fwd_post", "all_reduce"))
 vocab_head: Rule = (
     Shard("weight", 0, pad=True),
     Shard("bias", 0, pad=True),
-    Sync("bwd_post", "all_reduce"),
+    *enter_whole,
     Sync("fwd_post", "vocab_logits"),
 )
-whole: Rule = ()
+whole: Rule = ()  # every rank holds all of it; within blocks it sees this rank's tokens
 whole_on_heads: Rule = (SumGradient("weight"),)  # used on this rank's heads only
 dropout: Rule = (ForkRng(),)
+dropout_tokens: Rule = (ForkRng(tokens=True),)  # with sequence parallelism it sees some tokens
 
 
 def dropout_on(axis: int, size: str) -> Rule:
@@ -110,6 +123,8 @@ class Table:
         after_blocks: modules below the base model that run after the blocks, though defined before.
         calls: config attribute: how often a shared block runs (ALBERT).
         seam: whether the attention of the family goes through the AttentionInterface.
+        all_tokens: patterns within blocks, below the base model, that sequence parallelism leaves whole.
+        num_tokens: number of tokens of an input that is not text (image patches), from the config.
         renames: (in files, in the model): parts of names that the family's files spell otherwise.
     """
 
@@ -122,6 +137,8 @@ class Table:
     after_blocks: tuple[str, ...] = ()
     calls: str = ""
     seam: bool = True
+    all_tokens: tuple[str, ...] = ()
+    num_tokens: Callable[[Any], int] | None = None
     renames: tuple[tuple[str, str], ...] = ()
 
     def rows(self, model: Any) -> list[Row]:
@@ -129,7 +146,7 @@ class Table:
         prefix = base_prefix(model)
         body = [(prefix + pattern, rule) for pattern, rule in self.body]
         dims = {name: _number(of, model.config) for name, of in self.dims.items()}
-        rows = [*body, *self.heads, ("**:Dropout", dropout)]
+        rows = [*body, *self.heads]
         return [(p, tuple(_resolve(d, dims) for d in rule)) for p, rule in rows]
 
 
@@ -199,8 +216,10 @@ def block_paths(sch: Schedule, table: Table) -> list[str]:
     return found or sch.matching(prefix + table.blocks[0], "blocks")
 
 
-def apply_table(sch: Schedule, table: Table, checkpoint_ratio: float = 0.0) -> Schedule:
-    """Apply a table: tensor parallelism, random streams, recomputation, pipeline cuts.
+def apply_table(
+    sch: Schedule, table: Table, checkpoint_ratio: float = 0.0, sequence_parallel: bool = False
+) -> Schedule:
+    """Apply a table: tensor and sequence parallelism, random streams, recomputation, pipeline cuts.
 
     Rows that match no module of this head class are skipped, and so is a division of a tensor
     that the module does not have (a Linear without bias).
@@ -209,15 +228,52 @@ def apply_table(sch: Schedule, table: Table, checkpoint_ratio: float = 0.0) -> S
     calls = getattr(sch.model.config, table.calls) if table.calls else 1
     runs = [(block, call) for call in range(calls) for block in blocks]
     cuts = [runs[i] for i in even_cuts(len(runs), sch.mesh.pp)]
-    for pattern, rule in table.rows(sch.model):
-        for directive in rule if sch[pattern].paths else ():
-            if _applies(sch, pattern, directive):
-                sch.do(pattern, directive)
+    rows = table.rows(sch.model)
+    _apply_rows(sch, rows)
+    if sequence_parallel and sch.mesh.tp > 1:
+        _apply_rows(sch, _sequence_rows(sch, table, rows))
+    _apply_rows(sch, [("**:Dropout", dropout)])
     for i in spread(len(blocks), checkpoint_ratio):
         sch.do(blocks[i], Checkpoint())
     for block, call in cuts:
         sch.do(block, CutPipelineStage(call))
     return sch
+
+
+def _apply_rows(sch: Schedule, rows: list[Row]) -> None:
+    for pattern, rule in rows:
+        for directive in rule if sch[pattern].paths else ():
+            if _applies(sch, pattern, directive):
+                sch.do(pattern, directive)
+
+
+def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
+    """Sequence parallelism (arXiv:2205.05198): between `row` and `enter`, ranks hold some tokens.
+
+    Each stack of blocks divides its tokens at its first block and joins them after its last. What
+    every rank holds whole inside gets a part of its gradient from each rank.
+    """
+    prefix, found = base_prefix(sch.model), []
+    patterns = [prefix + pattern for pattern in table.blocks]
+    keep = [prefix + pattern for pattern in table.all_tokens]
+    whole_paths = {path for pattern in keep for path in sch[pattern].paths}
+    for pattern in patterns:
+        if stack := sch[pattern].paths:
+            found.append((stack[0], (Sync("fwd_pre", "divide_tokens"),)))
+            found.append((stack[-1], (Sync("fwd_post", "join_tokens"),)))
+    blocks = tuple(f"{path}." for path in block_paths(sch, table))
+    for pattern, rule in rows:
+        inside = [p for p in sch[pattern].paths if p.startswith(blocks) and p not in whole_paths]
+        if inside and not rule:
+            found.append(
+                (pattern, tuple(SumGradient(n, sequence=True) for n in ("weight", "bias")))
+            )
+        elif inside and any(isinstance(d, Sync) and d.sequence_axis is not None
+                            and d.mode == "fwd_post" for d in rule):  # fmt: skip
+            found.append((pattern, (SumGradient("bias", sequence=True),)))
+    found += [(f"{pattern}:Dropout", dropout) for pattern in keep]
+    found += [(f"{pattern}.**:Dropout", dropout_tokens) for pattern in patterns]
+    return found
 
 
 def _applies(sch: Schedule, pattern: str, directive: Directive) -> bool:

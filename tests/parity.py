@@ -17,6 +17,7 @@ FLOOR = 8 * torch.finfo(torch.float32).eps
 LAYOUTS = {
     "1x1x1": (1, 1, 1), "2x1x1": (2, 1, 1), "4x1x1": (4, 1, 1),
     "1x2x1": (1, 2, 1), "2x2x1": (2, 2, 1), "2x1x2": (2, 1, 2),
+    "2x1x1-sp": (2, 1, 1, True), "2x2x1-sp": (2, 2, 1, True),
 }  # fmt: skip
 
 
@@ -129,7 +130,7 @@ def batch_of(case, step=0):
     if dict(case.config).get("add_cross_attention"):
         batch["encoder_hidden_states"] = torch.randn(ROWS, 5, 30, generator=g)
     if "ForConditionalGeneration" in case.cls:  # targets of another length than the source
-        batch["labels"] = batch["labels"][:, : TOKENS - 3].contiguous()
+        batch["labels"] = batch["labels"][:, : TOKENS - 4].contiguous()
     return batch
 
 
@@ -213,14 +214,15 @@ def plain(case, folder, dtype, attention):
     return Result(outputs["loss"], outputs, grads, norms[0], losses, weights)
 
 
-def scheduled(case, folder, layout, micro_batches=None, seed=0, sequence=None):
+def scheduled(case, folder, layout, micro_batches=None, seed=0):
     """The same on this rank of a mesh; rank 0 returns the Result."""
     from slapo_zoo import AutoScheduledModel
 
-    tp, pp, dp = layout
+    (tp, pp, dp), sequence_parallel = layout[:3], layout[3:] == (True,)
     model = AutoScheduledModel.from_pretrained(
-        folder, tp=tp, pp=pp, dp=dp, seed=seed, micro_batches=micro_batches, auto_class=case.cls
-    ).train()
+        folder, tp=tp, pp=pp, dp=dp, seed=seed, micro_batches=micro_batches, auto_class=case.cls,
+        sequence_parallel=sequence_parallel,
+    ).train()  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1, eps=EPS)
     rows = ROWS // dp
     part = slice(model.mesh.coord("dp") * rows, (model.mesh.coord("dp") + 1) * rows)

@@ -48,7 +48,7 @@ def _all_ranks_agree(results, sizes):
         assert result.losses == pytest.approx(first.losses, rel=1e-6)
         for name, want in first.outputs.items():
             torch.testing.assert_close(result.outputs[name], want, rtol=1e-5, atol=1e-6)
-    tp, pp, dp = sizes
+    tp, pp, dp = sizes[:3]
     for stage in range(pp):
         stage_ranks = results[stage * tp * dp : (stage + 1) * tp * dp]
         assert all(replicated == stage_ranks[0][1] for _, replicated in stage_ranks)

@@ -29,11 +29,13 @@ class ForkRng(Directive):
             activation that is divided over them).
         axis: for a Dropout whose input is divided over tp: along which axis (1: heads; -1).
         size: global size of that axis.
+        tokens: with sequence parallelism, the input holds this rank's tokens only.
     """
 
     per_rank: bool = False
     axis: int = 0
     size: int = 0
+    tokens: bool = False
 
     def check(self, site: Site) -> None:
         if self.axis and self.size < site.mesh.size("tp"):
@@ -61,7 +63,7 @@ class ForkRng(Directive):
         def forked(*args: Any, **kwargs: Any) -> Any:
             if not site.module.training:
                 return forward(*args, **kwargs)
-            with torch.random.fork_rng(), OwnDropout(stream, site.path):
+            with torch.random.fork_rng(), OwnDropout(site, self.tokens):
                 torch.manual_seed(rng.mix(stream.seed, *stream.position(), hash_path(site), rank))
                 return forward(*args, **kwargs)
 
@@ -71,9 +73,9 @@ class ForkRng(Directive):
 class OwnDropout(TorchFunctionMode):
     """Within it, the k-th F.dropout draws its mask from the cells of `path#k` (OPT has no module)."""
 
-    def __init__(self, stream: rng.RandomStream, path: str):
+    def __init__(self, site: Site, tokens: bool):
         super().__init__()
-        self.stream, self.path, self.count = stream, path, 0
+        self.site, self.tokens, self.count = site, tokens, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """F.dropout(x, p, training) --> x * mask / (1 - p)."""
@@ -81,7 +83,9 @@ class OwnDropout(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         x, p, training = _dropout_arguments(*args, **(kwargs or {}))
         self.count += 1
-        return rng.dropout(x, p, self.stream, f"{self.path}#{self.count}") if training else x
+        if not training:
+            return x
+        return x * _keep(self.site, x, p, f"{self.site.path}#{self.count}", self.tokens)
 
 
 def _dropout_arguments(
@@ -96,6 +100,14 @@ def hash_path(site: Site) -> int:
     return rng.zlib.crc32(site.path.encode())
 
 
+def _keep(site: Site, x: Tensor, p: float, name: str, tokens: bool) -> Tensor:
+    """The mask of x, which holds all tokens or, while they are divided, this rank's."""
+    stream, mesh = site.state.random, site.mesh
+    if tokens and site.state.tokens_divided:
+        return stream.keep_tokens(x, p, name, mesh.tp, mesh.coord("tp"))
+    return stream.keep_mask(x, p, name)
+
+
 def _dropout(
     site: Site, module: nn.Dropout, directive: ForkRng, run: Run | None
 ) -> Callable[[Tensor], Tensor]:
@@ -105,7 +117,7 @@ def _dropout(
         if not module.training:
             return input
         if run is None:
-            return rng.dropout(input, module.p, stream, path)
+            return input * _keep(site, input, module.p, path, directive.tokens)
         if directive.axis == 1:
             return rng.dropout(input, module.p, stream, path, heads=range(*run))
         return input * stream.keep_columns(input, module.p, path, run, directive.size)

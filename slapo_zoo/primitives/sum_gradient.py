@@ -17,9 +17,11 @@ class SumGradient(Directive):
 
     Args:
         param_name: name of a parameter of the module.
+        sequence: only in steps in which tokens are divided over the ranks.
     """
 
     param_name: str
+    sequence: bool = False
 
     def check(self, site: Site) -> None:
         if self.param_name not in site.module._parameters:
@@ -30,5 +32,7 @@ class SumGradient(Directive):
             raise self.fail(site, problem, "its gradient is complete on each rank")
 
     def apply(self, site: Site) -> None:
+        state = site.state
+        names = state.sequence_gradients if self.sequence else state.partial_gradients
         if site.mesh.tp > 1:
-            site.state.partial_gradients.add(site.name(self.param_name))
+            names.add(site.name(self.param_name))

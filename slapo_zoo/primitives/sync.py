@@ -30,9 +30,34 @@ def sync_op(name: str, *modes: str) -> Callable[[SyncOp], SyncOp]:
 
 @sync_op("all_reduce", "fwd_post", "bwd_post")
 def _all_reduce(x: Tensor, sync: "Sync", site: Site) -> Tensor:
-    """The sum over ranks: of y (then dx = dy), or, as bwd_post, of dx (then y = x)."""
+    """The sum over ranks: of y (then dx = dy), or, as bwd_post, of dx (then y = x).
+
+    While tokens are divided over the ranks, the first half of each all-reduce is the reduce-scatter
+    that divides them again, the second the all-gather before (arXiv:2205.05198, section 4.2.2).
+    """
+    group, axis = site.mesh.group(sync.mesh_dim), sync.sequence_axis
+    if axis is not None and site.state.tokens_divided:
+        if sync.mode == "bwd_post":
+            return collectives.all_gather(x, axis, group)
+        return collectives.reduce_scatter(x, axis, group)
     reduce = collectives.reduce_backward if sync.mode == "bwd_post" else collectives.reduce_forward
-    return reduce(x, site.mesh.group(sync.mesh_dim))
+    return reduce(x, group)
+
+
+@sync_op("divide_tokens", "fwd_pre", "fwd_post")
+def _divide_tokens(x: Tensor, sync: "Sync", site: Site) -> Tensor:
+    """Each rank keeps its tokens, while tokens are divided; else nothing."""
+    if not site.state.tokens_divided:
+        return x
+    return collectives.scatter(x, 1, site.mesh.group(sync.mesh_dim))
+
+
+@sync_op("join_tokens", "fwd_pre", "fwd_post")
+def _join_tokens(x: Tensor, sync: "Sync", site: Site) -> Tensor:
+    """Each rank gets all tokens, and every rank goes on alike; else nothing."""
+    if not site.state.tokens_divided:
+        return x
+    return collectives.all_gather(x, 1, site.mesh.group(sync.mesh_dim), sharded_gradient=False)
 
 
 @sync_op("all_gather", "fwd_pre", "fwd_post")
@@ -103,6 +128,8 @@ class Sync(Directive):
         axis: the tensor axis that is gathered or scattered.
         tensor_parallel_output_grad: for all_gather, whether dy differs between ranks.
         shared: modules of one parent that take the same x (q, k, v) use one collective for it.
+        sequence_axis: the axis of tokens; with sequence parallelism an all_reduce becomes the
+            all-gather or reduce-scatter over it.
         mesh_dim: the mesh dim.
     """
 
@@ -111,11 +138,15 @@ class Sync(Directive):
     axis: int = -1
     tensor_parallel_output_grad: bool = True
     shared: bool = False
+    sequence_axis: int | None = None
     mesh_dim: str = "tp"
 
     def check(self, site: Site) -> None:
         if self.mode not in MODES:
-            raise self.fail(site, f"found mode {self.mode!r}, expected one of {MODES}")
+            problem = f"found mode {self.mode!r}, expected one of {MODES}"
+            raise self.fail(
+                site, problem, "fwd_pre: inputs, fwd_post: outputs, bwd_post: gradients"
+            )
         if callable(self.sync_op_or_fn):
             return
         if self.sync_op_or_fn not in SYNC_OPS:
@@ -129,6 +160,8 @@ class Sync(Directive):
             raise self.fail(site, "its weight is not divided", 'shard("weight", 0, pad=True) first')
 
     def apply(self, site: Site) -> None:
+        if self.sync_op_or_fn == "divide_tokens":
+            site.state.sequence_parallel = True
         if callable(self.sync_op_or_fn):
             self._hook(site.module, self.sync_op_or_fn)
         elif site.mesh.size(self.mesh_dim) > 1:
