@@ -3,7 +3,7 @@
 D hidden, E embedding, F ffn, V vocabulary, P positions; n is the size of mesh dim tp.
 """
 
-from slapo_zoo.zoo import Table, all_tokens, attention, column, enter, enter_once, register, row, vocab, vocab_head, whole
+from slapo_zoo.zoo import Table, attention, column, enter, enter_once, register, row, vocab, vocab_head, whole
 
 LAYER = "encoder.albert_layer_groups.*.albert_layers.*"
 
@@ -22,7 +22,6 @@ ALBERT = register(
             ("embeddings.token_type_embeddings",     whole),                  # [2, E]
             ("embeddings.LayerNorm",                 whole),                  # [E]
             ("encoder.embedding_hidden_mapping_in",  whole),                  # [D, E]
-            (f"{LAYER}.attention",                   all_tokens),             # its residual and LayerNorm lie inside
             (f"{LAYER}.attention",                   attention("num_heads", ("num_attention_heads", ""), ("all_head_size", "head_dim"))),
             (f"{LAYER}.attention.query",             enter_once),             # the module's own input is also its residual
             (f"{LAYER}.attention.key",               enter_once),
@@ -45,6 +44,6 @@ ALBERT = register(
         ),
         blocks=("encoder.albert_layer_groups.*",),
         calls="num_hidden_layers",
-        all_tokens=(f"{LAYER}.attention.**",),
+        all_tokens=(f"{LAYER}.attention",),  # its residual and LayerNorm lie inside
     )
 )

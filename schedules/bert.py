@@ -37,8 +37,8 @@ BERT = register(
             ("encoder.layer.*.attention.self.value",         column(0, "head_dim")),  # [D/n, D]
             ("encoder.layer.*.attention.output.dense",       row(1, "head_dim")),     # [D, D/n], y summed over tp
             ("encoder.layer.*.attention.output.LayerNorm",   whole),            # [D]
+            ("encoder.layer.*.crossattention.self",          enter),            # dx summed over tp
             ("encoder.layer.*.crossattention.self",          attention("num_heads", ("num_attention_heads", ""), ("all_head_size", "head_dim"))),
-            ("encoder.layer.*.crossattention.self.query",    enter),            # dx summed over tp
             ("encoder.layer.*.crossattention.self.key",      enter_once),       # d(encoder states) summed over tp
             ("encoder.layer.*.crossattention.self.value",    enter_once),
             ("encoder.layer.*.crossattention.self.query",    column(0, "head_dim")),  # [D/n, D]

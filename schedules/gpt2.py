@@ -24,8 +24,8 @@ GPT2 = register(
             ("h.*.attn.c_attn",    column(1, "head_dim", ("hidden", "hidden", "hidden"))), # [D, 3 * D/n], q|k|v each by heads
             ("h.*.attn.c_proj",    row(0, "head_dim")),                                    # [D/n, D], y summed over tp
             ("h.*.ln_cross_attn",  whole),                                                 # [D]
+            ("h.*.crossattention", enter),                                                 # dx summed over tp
             ("h.*.crossattention", attention("num_heads", ("num_heads", ""), ("split_size", "head_dim"), ("embed_dim", "head_dim"))),
-            ("h.*.crossattention.q_attn", enter),                                          # dx summed over tp
             ("h.*.crossattention.q_attn", column(1, "head_dim")),                          # [D, D/n]
             ("h.*.crossattention.c_attn", enter_once),                                         # d(encoder states) summed over tp
             ("h.*.crossattention.c_attn", column(1, "head_dim", ("hidden", "hidden"))),    # [D, 2 * D/n], k|v

@@ -20,8 +20,8 @@ T5 = register(
             ("**.embed_tokens",               vocab),                     # tied to shared
             ("**.SelfAttention",              enter),                     # dx summed over tp
             ("**.SelfAttention",              HEADS),
+            ("**.EncDecAttention",            enter),                     # dx summed over tp
             ("**.EncDecAttention",            HEADS),
-            ("**.EncDecAttention.q",          enter),                     # dx summed over tp
             ("**.EncDecAttention.k",          enter_once),                # d(encoder states) summed over tp
             ("**.EncDecAttention.v",          enter_once),
             ("**.*Attention.q",               column(0, "head_dim")),     # [I/n, D]

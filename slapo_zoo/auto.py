@@ -137,7 +137,7 @@ class Outline:
         config = copy.deepcopy(config)
         self.cls: Any = hf.resolve_class(config, auto_class)
         self.table = table_for(config.model_type)
-        self.keys = KeyMap(self.table.renames)
+        self.keys = KeyMap(self.table.renames, self.table.pieces)
         self.skeleton = hf.build_on_meta(self.cls, config, dtype, self.table.seam)
         self.model = hf.build_on_meta(self.cls, config, dtype, self.table.seam)
         self.schedule = Schedule(self.model, mesh, self.seed)
@@ -166,6 +166,7 @@ class _Build(Outline):
         runtime = Runtime(
             schedule=self.schedule, specs=self.specs, own_forward=self.cls.forward,
             pipeline=self.pipeline, keys=self.keys, ledger=ledger,
+            whole_batch=self.table.whole_batch,
             num_tokens=self._num_tokens(), micro_batches=micro_batches,
         )  # fmt: skip
         runtime.ties, runtime.owned = self._ties()

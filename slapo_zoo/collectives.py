@@ -43,7 +43,7 @@ def gather_along(x: Tensor, axis: int, group: Group) -> Tensor:
     out = flat.new_empty((group_size(group) * flat.shape[0], *flat.shape[1:]))
     if not isinstance(group, ShapeOnlyGroup):
         all_gather_single(out, flat, group=group)
-    return out.movedim(0, axis)
+    return out.movedim(0, axis).contiguous()  # the models view what they get
 
 
 def reduce_scatter_along(x: Tensor, axis: int, group: Group) -> Tensor:
@@ -52,7 +52,7 @@ def reduce_scatter_along(x: Tensor, axis: int, group: Group) -> Tensor:
     out = flat.new_empty((flat.shape[0] // group_size(group), *flat.shape[1:]))
     if not isinstance(group, ShapeOnlyGroup):
         reduce_scatter_single(out, flat, group=group)
-    return out.movedim(0, axis)
+    return out.movedim(0, axis).contiguous()  # the models view what they get
 
 
 def slice_along(x: Tensor, axis: int, group: Group) -> Tensor:

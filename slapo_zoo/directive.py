@@ -54,6 +54,8 @@ class State:
     def set_parameter(self, old: Tensor, new: nn.Parameter) -> list[str]:
         """Put `new` wherever `old` is, in all modules tied to it; returns the names."""
         names = self.owners.pop(id(old))
+        notes = {key: value for key, value in old.__dict__.items() if key[0] != "_"}  # annotate()
+        new.__dict__.update({**notes, **new.__dict__})
         for name in names:
             path, _, leaf = name.rpartition(".")
             self.modules[path]._parameters[leaf] = new
@@ -127,7 +129,7 @@ class Directive:
 
     def __str__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in self.arguments().items())
-        return f"{self.name}({arguments})"
+        return f"{type(self).name}({arguments})"  # an argument may be called name
 
 
 PRIMITIVES: dict[str, type[Directive]] = {}

@@ -39,3 +39,35 @@ def register_kernel(
         return install
 
     return register
+
+
+@dataclass(frozen=True)
+class FusedKernel:
+    """A fast path for a subgraph.
+
+    Args:
+        name: as in `fuse(compiler="kernel", name=...)` and `replace(name, subgraph)`.
+        pattern: what it computes; its argument names are those of the function.
+        function: the kernel.
+    """
+
+    name: str
+    pattern: Callable[..., Any]
+    function: Callable[..., Any]
+
+
+FUSED_KERNELS: dict[str, FusedKernel] = {}
+
+
+def register_fused_kernel(
+    name: str, pattern: Callable[..., Any]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function as the kernel for all subgraphs that match `pattern`."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        if name in FUSED_KERNELS:
+            raise ScheduleError("kernel", name, "the name is already registered", "choose another")
+        FUSED_KERNELS[name] = FusedKernel(name, pattern, function)
+        return function
+
+    return register

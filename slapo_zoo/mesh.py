@@ -45,7 +45,8 @@ class Mesh:
                 problem = f"found {self.size(mesh_dim)!r}, expected an integer of at least 1"
                 raise MeshError("mesh", mesh_dim, problem, f"pass {mesh_dim}=1 to switch it off")
         if not 0 <= self.rank < self.world_size:
-            raise MeshError("mesh", "rank", f"found {self.rank}, expected 0..{self.world_size - 1}")
+            problem = f"found {self.rank}, expected 0..{self.world_size - 1}"
+            raise MeshError("mesh", "rank", problem, "pass tp, pp and dp of all processes")
 
     @property
     def world_size(self) -> int:
@@ -55,7 +56,8 @@ class Mesh:
     def size(self, mesh_dim: str) -> int:
         """Size of one mesh dim."""
         if mesh_dim not in MESH_DIMS:
-            raise MeshError("mesh", f"mesh_dim={mesh_dim!r}", f"expected one of {MESH_DIMS}")
+            problem = f"expected one of {MESH_DIMS}"
+            raise MeshError("mesh", f"mesh_dim={mesh_dim!r}", problem, "check its spelling")
         return getattr(self, mesh_dim)
 
     def coord(self, mesh_dim: str) -> int:

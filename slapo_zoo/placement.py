@@ -118,6 +118,40 @@ def _balanced(units: int, n: int, r: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
+class HeldBy(Placement):
+    """The rank whose part of another axis holds `index` has the whole tensor, all others nothing.
+
+    rewrite:  w [size, ...]  -->  w_r [size, ...] where `index` is in of.runs(count, n, r), else [0, ...]
+    why:      files hold the weight of each expert by itself, a model holds those of all in one
+
+    Args:
+        of: how the other axis is divided.
+        count: size of that axis.
+        index: on it.
+    """
+
+    of: Placement = Placement(0)
+    count: int = 1
+    index: int = 0
+
+    def problem(self, size: int, n: int) -> str:
+        """Why the other axis cannot be divided over `n`, or the empty string."""
+        return self.of.problem(self.count, n)
+
+    def offset(self, n: int, r: int) -> int | None:
+        """Where `index` is in the part of rank `r`, or None."""
+        passed = 0
+        for start, stop in self.of.runs(self.count, n, r):
+            if start <= self.index < stop:
+                return passed + self.index - start
+            passed += stop - start
+        return None
+
+    def _share(self, units: int, n: int, r: int) -> tuple[int, int]:
+        return (0, units) if self.offset(n, r) is not None else (0, 0)
+
+
+@dataclass(frozen=True)
 class TensorSpec:
     """One tensor of the unscheduled model, and how the mesh divides it.
 

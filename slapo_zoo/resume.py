@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from slapo_zoo import consolidate
 from slapo_zoo.distributed import rank_guard
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.mesh import Mesh
+from slapo_zoo.placement import TensorSpec
 from slapo_zoo.scheduled import write_configs
 from slapo_zoo.weights import optimizer as optimizers
 from slapo_zoo.weights.encode import decode, encode
@@ -28,8 +30,8 @@ from slapo_zoo.weights.load import Target, load_tensors
 from slapo_zoo.weights.random_state import pack_states, restore_states, states_here
 from slapo_zoo.weights.save import save_folder
 from slapo_zoo.weights.together import together
+from slapo_zoo.weights.training_state import FILE, read_state, write_state
 
-FILE, FORMAT = "training_state.json", "slapo-zoo-training-state/1"
 SAVE, LOAD = "save_checkpoint", "load_checkpoint"
 
 
@@ -73,7 +75,7 @@ def save_checkpoint(
         extra: more of your own.
         max_shard_size: largest file, "5GB" or bytes.
     """
-    mesh, specs = model.mesh, model._slapo.specs
+    mesh, specs = model.mesh, _file_specs(model)
     with rank_guard(SAVE):
         record, tensors = None, {}
         if optimizer is not None:
@@ -81,14 +83,14 @@ def save_checkpoint(
         record, packed = _exchange(mesh, record, states_here(_device(model)))
         stream = model.schedule.state.random
         state = {
-            "format": FORMAT, "step": step, "mesh": {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.dp},
+            "step": step, "mesh": {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.dp},
             "random": {"seed": stream.seed, "step": stream.step}, "torch_random": packed,
             "optimizer": record,
             "scheduler": None if scheduler is None else encode(scheduler.state_dict(), "scheduler"),
             "data_position": encode(data_position, "data_position"), "extra": encode(extra, "extra"),
         }  # fmt: skip
         beside = optimizers.optimizer_specs(record, specs) if record else []
-        local = consolidate.local_tensors(model, specs, mesh, grads=False)
+        local = _local_tensors(model)
         save_folder(
             folder, specs, {**local, **tensors}, mesh,
             write_extras=functools.partial(_write, model, state), max_shard_size=max_shard_size,
@@ -98,7 +100,7 @@ def save_checkpoint(
 
 def _write(model: Any, state: dict[str, Any], folder: Path) -> None:
     write_configs(model, folder)
-    (folder / FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+    write_state(folder, state)
 
 
 def _exchange(mesh: Mesh, record: Any, states: dict[str, str]) -> tuple[Any, dict[str, Any]]:
@@ -149,7 +151,7 @@ class _Load:
 
     def prepare(self) -> None:
         """Check what was saved against what is asked for, and read the optimizer's tensors."""
-        self.state = _read_state(self.path)
+        self.state = read_state(self.path)
         for name in ("optimizer", "scheduler"):
             if getattr(self, name) is not None and self.state[name] is None:
                 problem = f"the checkpoint was saved without {name}"
@@ -158,7 +160,7 @@ class _Load:
                 )
         if self.optimizer is None:
             return
-        specs = {spec.name: spec for spec in self.model._slapo.specs}
+        specs = {spec.name: spec for spec in _file_specs(self.model)}
         record, names = self.state["optimizer"], _names(self.model)
         self.restored = optimizers.Restored(self.optimizer, record, names, specs)
         if targets := self.restored.targets:
@@ -182,46 +184,35 @@ class _Load:
         )  # fmt: skip
 
 
-def _read_state(path: Path) -> dict[str, Any]:
-    """The JSON part, checked as far as its own fields go."""
-    place, again = str(path / FILE), "pass the folder that save_checkpoint wrote"
-    try:
-        state = json.loads((path / FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        hint = f"{again}; weights alone are loaded by from_pretrained"
-        raise WeightsError(place, "", "found no such file", hint) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise WeightsError(place, "", f"found no JSON: {error}", again) from error
-    found = state.get("format") if isinstance(state, dict) else type(state).__name__
-    if found != FORMAT:
-        raise WeightsError(place, "format", f"found {found!r:.80}, expected {FORMAT!r}", again)
-    fields = {"step", "mesh", "random", "torch_random", "optimizer", "scheduler"}
-    if missing := sorted((fields | {"data_position", "extra"}) - state.keys()):
-        raise WeightsError(place, ", ".join(missing), "not found", again)
-    return state
-
-
 def _weights(model: Any) -> tuple[dict[str, Target], dict[str, str]]:
     """All parameters and persistent buffers of this rank, and the key of each."""
     runtime = model._slapo
     specs = {spec.name: spec for spec in runtime.specs}
-    tensors = {name: p.detach() for name, p in model.named_parameters()}
-    buffers = {name: b for name, b in model.named_buffers() if name in specs}
-    local = tensors | buffers
-    source = canonical_names(local, runtime.schedule.state, runtime.specs)
+    local = {name: p.detach() for name, p in model.named_parameters()}
+    local |= {name: b for name, b in model.named_buffers() if name in specs}
+    known = canonical_names(local, runtime.schedule.state, runtime.specs)
     targets = {
-        name: Target(tensor, specs[source[name]].shape, specs[source[name]].placement)
+        name: Target(tensor, specs[known[name]].shape, specs[known[name]].placement)
         for name, tensor in local.items()
     }
-    return targets, source
+    return targets, {name: runtime.keys.to_file(known[name]) for name in targets}
 
 
 def _names(model: Any) -> dict[int, str]:
-    """id of a parameter --> its name in the checkpoint."""
+    """id of a parameter --> its key in the files."""
+    _, keys = _weights(model)
+    return {id(p): keys[name] for name, p in model.named_parameters()}
+
+
+def _file_specs(model: Any) -> list[TensorSpec]:
+    return model._slapo.keys.file_specs(model._slapo.specs)
+
+
+def _local_tensors(model: Any) -> dict[str, Tensor]:
+    """What this rank may write, by key."""
     runtime = model._slapo
-    local = dict(model.named_parameters())
-    canonical = canonical_names(local, runtime.schedule.state, runtime.specs)
-    return {id(p): canonical[name] for name, p in local.items()}
+    local = consolidate.local_tensors(model, runtime.specs, model.mesh, grads=False)
+    return {runtime.keys.to_file(name): tensor for name, tensor in local.items()}
 
 
 def _device(model: Any) -> torch.device:

@@ -2,15 +2,19 @@
 
 import dataclasses
 import difflib
+import inspect
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
+from torch.fx import GraphModule
 
 import slapo_zoo.primitives  # noqa: F401 - registers every primitive
 from slapo_zoo.directive import PRIMITIVES, Directive, Site, State, join
 from slapo_zoo.errors import ScheduleError
+from slapo_zoo.graph.find import find
+from slapo_zoo.graph.traced import check_reachable
 from slapo_zoo.mesh import Mesh
 from slapo_zoo.paths import nearest, select
 from slapo_zoo.rng import RandomStream
@@ -63,7 +67,19 @@ class Selection:
             return self
 
         use.__name__, use.__doc__ = name, PRIMITIVES[name].__doc__
+        use.__signature__ = inspect.signature(PRIMITIVES[name])  # pyright: ignore[reportFunctionMemberAccess]
         return use
+
+    def find(self, what: Any) -> Any:
+        """Look in the graphs of the matching modules: see `slapo_zoo.graph.find.find`.
+
+        A module without a graph is traced first: the history shows `trace()`, errors are raised.
+        """
+        found = [self.schedule._find(path, what) for path in self.paths or [self.path]]
+        first, *rest = found
+        for more in rest:
+            first.extend(more)
+        return first
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *PRIMITIVES]
@@ -80,9 +96,13 @@ class Schedule(Selection):
 
     def __init__(self, model: nn.Module, mesh: Mesh | None = None, seed: int = 0):
         super().__init__(self, "")
-        self.model = model
         self.state = State(model, mesh or Mesh(), RandomStream(seed))
         self.history: list[Step] = []
+
+    @property
+    def model(self) -> nn.Module:
+        """The model; another object once it was traced as a whole."""
+        return self.state.model
 
     @property
     def mesh(self) -> Mesh:
@@ -112,11 +132,18 @@ class Schedule(Selection):
         modules, state = self.state.modules, self.state
         sites = [Site(path, modules[path], state) for path in self.matching(pattern, directive)]
         for site in sites:
+            check_reachable(modules, site.path, directive)
             directive.check(site)
         for site in sites:
             directive.apply(site)
         self.history.append((pattern, directive))
         return self
+
+    def _find(self, path: str, what: Any) -> Any:
+        (path,) = self.matching(path, "find")
+        if not isinstance(self.state.modules[path], GraphModule):
+            self.do(path, PRIMITIVES["trace"]())
+        return find(self.state.modules[path], path, what)
 
     def replay(self, history: "list[Step] | Schedule") -> "Schedule":
         """Apply the directives of another schedule to this model."""
@@ -131,7 +158,7 @@ class Schedule(Selection):
             if reason := directive.local():
                 hint = "use a registered name, or keep the schedule local"
                 raise ScheduleError(pattern, directive, f"cannot be written: {reason}", hint)
-        steps = [[pattern, d.name, d.arguments()] for pattern, d in self.history]
+        steps = [[pattern, type(d).name, d.arguments()] for pattern, d in self.history]
         return json.dumps({"format": FORMAT, "steps": steps}, indent=1)
 
     def diff(self, other: "Schedule") -> str:
@@ -153,22 +180,29 @@ def from_json(text: str) -> list[Step]:
         found = document.get("format") if isinstance(document, dict) else type(document).__name__
         problem = f"found format {found!r}, expected {FORMAT!r}"
         raise ScheduleError("schedule", "format", problem, "pass what to_json wrote")
-    return [_step(i, step) for i, step in enumerate(document.get("steps", []))]
+    steps = document.get("steps")
+    if not isinstance(steps, list):
+        problem = f"found {steps!r:.60}, expected a list of [pattern, primitive, arguments]"
+        raise ScheduleError("schedule", "steps", problem, "pass what to_json wrote")
+    return [_step(i, step) for i, step in enumerate(steps)]
 
 
 def _step(index: int, step: Any) -> Step:
     where = f"step {index}"
-    if not (isinstance(step, list) and len(step) == 3):
-        problem = f"found {step!r}, expected [pattern, primitive, arguments]"
+    kinds = [type(part) for part in step] if isinstance(step, list) else []
+    if kinds != [str, str, dict]:
+        problem = f"found {step!r:.80}, expected [pattern, primitive, arguments]"
         raise ScheduleError(where, "step", problem, "pass what to_json wrote")
     pattern, name, arguments = step
     if name not in PRIMITIVES:
         hint = f"registered: {sorted(PRIMITIVES)}"
         raise ScheduleError(where, name, "no such primitive", hint)
     cls: Any = PRIMITIVES[name]
-    fields = {f.name for f in dataclasses.fields(cls)}
-    if unknown := sorted(set(arguments) - fields):
+    fields = {f.name: f.default is dataclasses.MISSING for f in dataclasses.fields(cls)}
+    if unknown := sorted(set(arguments) - set(fields)):
         raise ScheduleError(where, name, f"unknown arguments {unknown}", f"known: {sorted(fields)}")
+    if missing := [f for f, needed in fields.items() if needed and f not in arguments]:
+        raise ScheduleError(where, name, f"missing arguments {missing}", f"known: {sorted(fields)}")
     return pattern, cls(**{key: _tuples(value) for key, value in arguments.items()})
 
 

@@ -42,6 +42,7 @@ class Runtime:
         owned: names that this stage counts in norms and saves.
         micro_batches: default of `train_step`.
         num_tokens: tokens of an input that is not text.
+        whole_batch: options whose loss is no mean over rows.
     """
 
     schedule: Schedule
@@ -55,6 +56,7 @@ class Runtime:
     owned: set[str] = field(default_factory=set)
     micro_batches: int | None = None
     num_tokens: int | None = None
+    whole_batch: tuple[str, ...] = ()
 
 
 class Scheduled:
@@ -124,7 +126,7 @@ class Scheduled:
         with rank_guard("save_pretrained"):
             save_folder(
                 save_directory, keys.file_specs(self._slapo.specs),
-                {keys.to_file(name): tensor for name, tensor in local.items()}, self.mesh,
+                keys.to_files(local, self._slapo.specs, self.mesh), self.mesh,
                 write_extras=functools.partial(write_configs, self),
                 max_shard_size=max_shard_size,
             )  # fmt: skip
@@ -165,6 +167,7 @@ def _forward(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if runtime.schedule.state.checkpointed:
             batch["use_cache"] = False  # a recomputation would append to the cache once more
     runtime.schedule.state.tokens_divided = tokens_divide(model, batch)
+    refuse_divided(model, batch, pp=mesh.pp)
     run = functools.partial(_run_own, model, runtime)
     if runtime.pipeline is None:
         return run(batch)
@@ -234,6 +237,7 @@ def _train_step(model: Any, batch: Mapping[str, Any], micro_batches: int | None)
         legal = [i for i in range(1, rows + 1) if rows % i == 0]
         problem = f"{rows} rows cannot be divided into {count} equal micro-batches"
         raise MeshError("train_step", "micro_batches", problem, f"legal numbers: {legal}")
+    refuse_divided(model, others, micro_batches=count, pp=mesh.pp, dp=mesh.dp)
     totals = _over_dp(mesh, [*count_targets(type(model).__name__, tensors), float(rows)])
     runtime.schedule.state.tokens_divided = tokens_divide(model, {**tensors, **others})
     first = _first_row(mesh, rows)
@@ -254,6 +258,16 @@ def _train_step(model: Any, batch: Mapping[str, Any], micro_batches: int | None)
             loss = _accumulate(run, tensors, others, count)
         _reduce(model, runtime, parameters)
     return _share(loss, mesh)
+
+
+def refuse_divided(model: Any, options: Mapping[str, Any], **parts: int) -> None:
+    """MeshError for an option whose loss is no mean over rows where the batch is divided."""
+    divided = [f"{name}={count}" for name, count in parts.items() if count > 1]
+    for name in model._slapo.whole_batch if divided else ():
+        given = options.get(name)
+        if getattr(model.config, name, False) if given is None else given:
+            problem = f"its loss needs the whole batch in one piece, found {', '.join(divided)}"
+            raise MeshError("the model", f"{name}=True", problem, f"pass {name}=False, or use tp only")
 
 
 def _default_micro_batches(rows: int, mesh: Mesh) -> int:

@@ -6,7 +6,6 @@ positions and sizes are computed by the unmodified code on every stage, and only
 found to be used later crosses a cut (docs/decisions/0004-stages-run-the-own-forward.md).
 """
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -221,19 +220,23 @@ def keep_stage(model: nn.Module, stages: Mapping[str, tuple[int, ...]], stage: i
     return cursor
 
 
-def _follow(unit: str, module: Any, cursor: Cursor) -> None:
-    """Let the cursor see the calls of a unit that this stage holds."""
-    forward = module.forward
+def _follow(unit: str, module: nn.Module, cursor: Cursor) -> None:
+    """Let the cursor see the calls of a unit that this stage holds.
 
-    @functools.wraps(forward)
-    def followed(*args: Any, **kwargs: Any) -> Any:
-        output = cursor.stand_in(unit, held=True) if cursor.plan is not None else None
-        return forward(*args, **kwargs) if output is None else output
+    The call, not the forward, is followed: what a stage keeps has passed the hooks of the schedule (an
+    embedding is summed by then), and a stand-in passes none.
+    """
+    cls: Any = type(module)
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        plan = cursor.plan
-        if plan is not None and plan.stage_of_call[cursor.index] == plan.stage:
-            cursor.made(output)  # after the hooks of the schedule: an embedding is summed by now
+    def followed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if cursor.plan is None:
+            return cls.__call__(self, *args, **kwargs)
+        output = cursor.stand_in(unit, held=True)
+        if output is None:
+            output = cls.__call__(self, *args, **kwargs)
+            cursor.made(output)
+        return output
 
-    module.forward = followed
-    module.register_forward_hook(after)
+    module.__class__ = type(
+        cls.__name__, (cls,), {"__call__": followed, "__module__": cls.__module__}
+    )

@@ -18,6 +18,7 @@ from slapo_zoo.primitives import (
     Checkpoint,
     CoreAttentionSeam,
     CutPipelineStage,
+    ExpertParallel,
     ForkRng,
     Shard,
     ShardAttribute,
@@ -25,6 +26,7 @@ from slapo_zoo.primitives import (
     Sync,
 )
 from slapo_zoo.schedule import Schedule
+from slapo_zoo.weights.keys import Pieces
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,11 @@ def attention(num_heads: str, *attributes: tuple[str, str], together: str = "") 
     return (CoreAttentionSeam(_dim(num_heads), together=_dim(together)), *patches)
 
 
+def experts(*param_names: str) -> Rule:
+    """Each rank holds some experts, on axis 0 of their parameters; the router is whole."""
+    return (*(Shard(name, 0, uneven=True) for name in param_names), ExpertParallel())
+
+
 # With sequence parallelism `enter` gathers the tokens and `row` divides them again.
 enter: Rule = (Sync("bwd_post", "all_reduce", sequence_axis=1),)
 enter_flat: Rule = (Sync("bwd_post", "all_reduce", sequence_axis=0),)  # tokens flattened (OPT)
@@ -123,9 +130,12 @@ class Table:
         after_blocks: modules below the base model that run after the blocks, though defined before.
         calls: config attribute: how often a shared block runs (ALBERT).
         seam: whether the attention of the family goes through the AttentionInterface.
-        all_tokens: patterns within blocks, below the base model, that sequence parallelism leaves whole.
+        all_tokens: modules within blocks, below the base model, that always see all tokens.
         num_tokens: number of tokens of an input that is not text (image patches), from the config.
         renames: (in files, in the model): parts of names that the family's files spell otherwise.
+        pieces: tensors that the family's files hold in pieces (experts).
+        whole_batch: options (of the config or a forward) whose loss is no mean over rows: refused
+            where a batch is divided.
     """
 
     model_type: str
@@ -140,6 +150,8 @@ class Table:
     all_tokens: tuple[str, ...] = ()
     num_tokens: Callable[[Any], int] | None = None
     renames: tuple[tuple[str, str], ...] = ()
+    pieces: tuple[Pieces, ...] = ()
+    whole_batch: tuple[str, ...] = ()
 
     def rows(self, model: Any) -> list[Row]:
         """All rows with full patterns and resolved numbers, for one model."""
@@ -256,7 +268,8 @@ def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
     prefix, found = base_prefix(sch.model), []
     patterns = [prefix + pattern for pattern in table.blocks]
     keep = [prefix + pattern for pattern in table.all_tokens]
-    whole_paths = {path for pattern in keep for path in sch[pattern].paths}
+    found += [(pattern, all_tokens) for pattern in keep]
+    whole_paths = {path for pattern in keep for path in sch[f"{pattern}.**"].paths}
     for pattern in patterns:
         if stack := sch[pattern].paths:
             found.append((stack[0], (Sync("fwd_pre", "divide_tokens"),)))
@@ -271,7 +284,7 @@ def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
         elif inside and any(isinstance(d, Sync) and d.sequence_axis is not None
                             and d.mode == "fwd_post" for d in rule):  # fmt: skip
             found.append((pattern, (SumGradient("bias", sequence=True),)))
-    found += [(f"{pattern}:Dropout", dropout) for pattern in keep]
+    found += [(f"{pattern}.**:Dropout", dropout) for pattern in keep]
     found += [(f"{pattern}.**:Dropout", dropout_tokens) for pattern in patterns]
     return found
 

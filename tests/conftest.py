@@ -5,6 +5,10 @@ import sys
 import pytest
 
 
+def pytest_addoption(parser):
+    parser.addoption("--update-golden", action="store_true", help="write tests/golden/ anew")
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """`ranks.run(fn, nprocs, *args)` runs a module-level function on many ranks."""

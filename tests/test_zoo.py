@@ -4,6 +4,7 @@ The LM head of each family runs on every layout; the other heads run on tp=2 x p
 """
 
 import pytest
+
 from parity import LAYOUTS, Case, checkpoint, compare, references, scheduled
 
 THREE = (("num_labels", 3),)
@@ -16,6 +17,7 @@ LM = [
     Case("LlamaForCausalLM", ("tokens",)),
     Case("MistralForCausalLM", ("tokens",)),
     Case("Qwen3ForCausalLM", ("tokens",), (("tie_word_embeddings", True),)),
+    Case("MixtralForCausalLM", ("tokens",)),
     Case("ViTForImageClassification", ("class",), THREE),
 ]
 HEADS = [
@@ -43,6 +45,10 @@ HEADS = [
     Case("MistralForSequenceClassification", ("class",), THREE),
     Case("MistralForTokenClassification", ("tags",), THREE),
     Case("MistralForQuestionAnswering", ("span",)),
+    Case("MixtralForCausalLM", ("tokens",), (("tie_word_embeddings", True), ("sliding_window", 5))),
+    Case("MixtralForSequenceClassification", ("class",), THREE),
+    Case("MixtralForTokenClassification", ("tags",), THREE),
+    Case("MixtralForQuestionAnswering", ("span",)),
     Case("Qwen3ForSequenceClassification", ("class",), THREE),
     Case("Qwen3ForTokenClassification", ("tags",), THREE),
     Case("Qwen3ForQuestionAnswering", ("span",)),

@@ -20,15 +20,17 @@ def gpt2(quick: bool = False) -> Any:
     """The 124M GPT-2 (or a small one)."""
     from transformers import GPT2Config
 
-    small = {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": 128} if quick else {}
-    return GPT2Config(architectures=["GPT2LMHeadModel"], dtype="float32", **small)
+    size: dict[str, Any] = {"n_layer": 12}
+    if quick:
+        size = {"n_layer": 4, "n_embd": 256, "n_head": 4}
+    return GPT2Config(architectures=["GPT2LMHeadModel"], dtype="float32", **size)
 
 
 def gpt2_1b(quick: bool = False) -> Any:
     """1.02 billion parameters in the shape of GPT-2, bf16."""
     from transformers import GPT2Config
 
-    size = {"n_layer": 24, "n_embd": 1792, "n_head": 28}
+    size: dict[str, Any] = {"n_layer": 24, "n_embd": 1792, "n_head": 28}
     if quick:
         size = {"n_layer": 4, "n_embd": 512, "n_head": 8}
     return GPT2Config(architectures=["GPT2LMHeadModel"], dtype="bfloat16", **size)
@@ -38,14 +40,25 @@ def llama_1b(quick: bool = False) -> Any:
     """A Llama of nearly as many bytes, bf16."""
     from transformers import LlamaConfig
 
-    size = {"hidden_size": 1792, "intermediate_size": 4864, "num_hidden_layers": 24,
+    size: dict[str, Any] = {"hidden_size": 1792, "intermediate_size": 4864, "num_hidden_layers": 24,
             "num_attention_heads": 28, "num_key_value_heads": 28}  # fmt: skip
     if quick:
         size |= {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4}
         size |= {"num_attention_heads": 8, "num_key_value_heads": 8}
     return LlamaConfig(
-        architectures=["LlamaForCausalLM"], dtype="bfloat16", vocab_size=50257,
+        architectures=["LlamaForCausalLM"], dtype="bfloat16", vocab_size=50304,
         tie_word_embeddings=True, **size,
+    )  # fmt: skip
+
+
+def llama_70b() -> Any:
+    """The shape of Llama 70B."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"], dtype="bfloat16", vocab_size=128256, hidden_size=8192,
+        intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8,
     )  # fmt: skip
 
 
@@ -54,7 +67,7 @@ def specs_of(config: Any) -> list[TensorSpec]:
     import transformers
 
     with torch.device("meta"):
-        model = getattr(transformers, config.architectures[0])(config)
+        model: Any = getattr(transformers, config.architectures[0])(config)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     dtype = str(config.dtype).removeprefix("torch.")
     return [
@@ -64,14 +77,29 @@ def specs_of(config: Any) -> list[TensorSpec]:
     ]
 
 
-def write_checkpoint(folder: Path, config: Any, max_shard_size: str) -> int:
-    """Write config and weights in the layout of transformers; return the bytes of the tensors."""
+def write_checkpoint(
+    folder: Path, config: Any, max_shard_size: str, sparse: bool = False
+) -> int:  # fmt: skip
+    """Write config and weights in the layout of transformers; return the bytes of the tensors.
+
+    Args:
+        folder: to be made.
+        config: of transformers.
+        max_shard_size: largest file.
+        sparse: only headers and sizes; the values read as zeros and take no disk.
+    """
     specs = specs_of(config)
     layout = plan_layout(specs, max_shard_size, {"format": "pt"})
     folder.mkdir(parents=True)
     config.save_pretrained(folder)
-    if layout.index:
-        (folder / "model.safetensors.index.json").write_text(layout.index)
+    for name, text in layout.indexes.items():
+        (folder / name).write_text(text)
+    if sparse:
+        for name, header in layout.headers.items():
+            with (folder / name).open("wb") as file:
+                file.write(header)
+                file.truncate(layout.sizes[name])
+        return sum(layout.sizes.values()) - sum(map(len, layout.headers.values()))
     dtype = getattr(torch, specs[0].dtype)
     block = (torch.randn(BLOCK // dtype.itemsize) * 0.02).to(dtype).view(torch.uint8).numpy().data
     for name, header in layout.headers.items():

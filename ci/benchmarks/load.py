@@ -21,6 +21,7 @@ def load_one(folder: Path, tp: int, pp: int) -> dict[str, Any]:
     from slapo_zoo import AutoScheduledModel
 
     found: dict[str, Any] = {}
+    ledger: Any = None
     for _ in range(REPEATS):
         load = functools.partial(AutoScheduledModel.from_pretrained, folder, tp=tp, pp=pp)
         model, seconds, growth = ranks.timed(load)

@@ -23,12 +23,12 @@ def on_ranks(fn: Callable[..., Any], nprocs: int, *args: Any) -> list[Any]:
     not counted as memory of a load, and no time goes into importing it again.
     """
     import_all()
+    give_back()
     return run_local(fn, nprocs, args, timeout=500, start="fork", threads=1, device="cpu")
 
 
 def import_all() -> None:
     """Import what a load needs."""
-    import transformers.models.gpt2.modeling_gpt2
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     from slapo_zoo.auto import AutoScheduledModel  # noqa: F401
@@ -43,12 +43,13 @@ def readinto_floor(bytes_wanted: int, folder: Path) -> float:
     done, begin = 0, time.perf_counter()
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb", buffering=0) as file:
-            while done < bytes_wanted:
-                count = file.readinto(target[done : done + (64 << 20)])  # pyright: ignore[reportAttributeAccessIssue]
-                if not count:
-                    break
+            while done < bytes_wanted and (count := _readinto(file, target[done:])):
                 done += count
     return time.perf_counter() - begin
+
+
+def _readinto(file: Any, target: Any) -> int:
+    return file.readinto(target[: 64 << 20])
 
 
 def barrier() -> None:

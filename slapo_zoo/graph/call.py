@@ -133,7 +133,7 @@ class Call:
         return proxy
 
     def _refuse_others(self, tracer: ValueTracer) -> None:
-        others = tracer.create_proxy("placeholder", f"**{self.others}", (), {})
+        others: Any = tracer.create_proxy("placeholder", f"**{self.others}", (), {})
         args = (others.node, self.where or "(the model)")
         tracer.create_node("call_function", guards.expect_no_others, args, {})
 

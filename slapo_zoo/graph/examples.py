@@ -8,6 +8,7 @@ from torch import nn
 
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.graph.patches import set_mode, unchanged
+from slapo_zoo.graph.trace import calls_of
 
 ROWS, TOKENS, OTHER_TOKENS = 2, 7, 5  # unlike each other, and unlike any width of a real model
 
@@ -29,6 +30,9 @@ def capture(model: Any, path: str, padded: bool = True) -> tuple[tuple, dict[str
     if not path:
         return (), inputs
 
+    if next(model.parameters()).is_meta:  # masks ask for elements, unless they are traced
+        return _from_trace(model, path, inputs)
+
     def stop(_module: nn.Module, args: tuple, kwargs: dict) -> None:
         raise _Captured(args, kwargs)
 
@@ -45,6 +49,13 @@ def capture(model: Any, path: str, padded: bool = True) -> tuple[tuple, dict[str
     finally:
         handle.remove()
     raise _no_example(path, "the example call of the model does not reach it")
+
+
+def _from_trace(model: Any, path: str, inputs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    calls = calls_of(model, inputs, (path,))
+    if path not in calls:
+        raise _no_example(path, "the example call of the model does not reach it")
+    return calls[path]
 
 
 def tiny_batch(model: Any, path: str = "", padded: bool = True) -> dict[str, Any]:

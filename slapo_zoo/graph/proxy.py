@@ -21,6 +21,10 @@ class ValueProxy(Proxy):
     check. An `if` over the elements of a tensor is an error: the trace would have to guess.
     """
 
+    if TYPE_CHECKING:  # Proxy gets its operators at run time
+
+        def __getitem__(self, index: Any) -> Any: ...
+
     def __getattr__(self, name: str) -> Any:
         if name in ("node", "tracer"):
             raise AttributeError(name)

@@ -1,6 +1,5 @@
 """trace_module: one module's forward as a graph; trace_tree: a module and all that it calls."""
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -10,17 +9,15 @@ from torch import Tensor, fx, nn
 from slapo_zoo.directive import join
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.graph.call import Call
-from slapo_zoo.graph.guards import GUARDS
+from slapo_zoo.graph.effects import has_effect
 from slapo_zoo.graph.modes import merge
 from slapo_zoo.graph.patches import recording, set_mode, unchanged
-from slapo_zoo.graph.traced import TracedModule
+from slapo_zoo.graph.traced import TracedModule, under
 from slapo_zoo.graph.tracer import ValueTracer
 
 Leaf = str | type | Callable[[nn.Module, str], bool]
 CORE_ATTENTION = "core_attn"  # slapo_zoo.attention.ATTRIBUTE
 LEAF_CLASSES = {"Conv1D"}  # the linear layer of GPT-2
-WRITING_OPERATORS = {"setitem", "iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior", "ixor"}
-WRITING_OPERATORS |= {"imatmul"}
 Calls = dict[str, tuple[tuple, dict]]
 
 
@@ -76,14 +73,20 @@ def trace_tree(
         if not leaf(child, path):
             below = tuple(_below(path, x) for x in leaves)
             tree = trace_tree(child, child_args, child_kwargs, below, join(where, path))
-            found |= {join(path, p): m for p, m in tree.items() if join(path, p) not in found}
+            found |= {p: m for q, m in tree.items() if (p := under(path, q)) not in found}
     return found
+
+
+def calls_of(module: nn.Module, kwargs: Mapping[str, Any], leaves: tuple[Leaf, ...]) -> Calls:
+    """What each leaf gets in a trace of the module: path --> (args, kwargs)."""
+    call = Call.of(module, "", (), dict(kwargs))
+    return _record(call, leaves, flatten=True, training=False)[2].calls
 
 
 def install(model: nn.Module, path: str, traced: Mapping[str, nn.Module]) -> nn.Module:
     """Put traced modules into the tree; returns the model, which is another one for path ''."""
     for below, module in traced.items():
-        parent, _, name = join(path, below).rpartition(".")
+        parent, _, name = under(path, below).rpartition(".")
         if not name:
             model = module
         else:
@@ -192,24 +195,9 @@ def _record(call: Call, leaves: tuple[Leaf, ...], flatten: bool, training: bool)
             raise tracer.fail(problem, tracer.leaf_hint()) from error
         new = {k: v for k, v in call.module.__dict__.items() if k not in before}
     constants = {k: v for k, v in new.items() if isinstance(v, Tensor)}
-    graph.owning_module = call.module
-    graph.eliminate_dead_code(is_impure_node=_has_effect)
+    graph.owning_module = call.module  # pyright: ignore[reportAttributeAccessIssue]
+    graph.eliminate_dead_code(is_impure_node=has_effect)
     return graph, constants, tracer
-
-
-def _has_effect(node: fx.Node) -> bool:
-    """Whether a node must run though nobody uses it: checks, writes, random draws, modules."""
-    if node.op in ("placeholder", "output", "call_module"):
-        return True
-    if node.op == "call_method":
-        return node.target.endswith("_") and not node.target.endswith("__")  # pyright: ignore
-    if node.op != "call_function" or node.target in GUARDS:
-        return node.op == "call_function"
-    name = getattr(node.target, "__name__", "")
-    if getattr(node.target, "__module__", "") == "_operator":
-        return name in WRITING_OPERATORS
-    random = re.match(r"rand|dropout|bernoulli|normal|multinomial", name)
-    return bool(random) or name.endswith("_")
 
 
 def _same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

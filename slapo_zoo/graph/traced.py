@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
 
+from slapo_zoo.directive import join
 from slapo_zoo.errors import ScheduleError
 
 # What a GraphModule keeps about its own code; all else is the module's.
@@ -71,6 +72,11 @@ class TracedModule(GraphModule):
                 new.__dict__[name] = copy.deepcopy(value, memo)
         new.graph = copy.deepcopy(self._graph, memo)
         return new
+
+
+def under(path: str, inner: str) -> str:
+    """The path of what lies at `inner` below `path`; either may be the root ``''``."""
+    return join(path, inner) if inner else path
 
 
 def original_class(module: nn.Module) -> type:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
-from slapo_zoo.directive import join
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.graph import guards
 from slapo_zoo.graph.proxy import ValueProxy, has_proxy
+from slapo_zoo.graph.traced import under
 
 # Their result has a size, or is a number, that depends on the elements of a tensor.
 DATA_DEPENDENT = {"item", "tolist", "numpy", "nonzero", "unique", "unique_consecutive", "argwhere"}
@@ -59,7 +59,7 @@ class ValueTracer(fx.Tracer):
 
     def path(self) -> str:
         """Path of the module whose forward runs now."""
-        return join(self.where, self.scope.module_path) or "(the model)"
+        return under(self.where, self.scope.module_path) or "(the model)"
 
     def leaf_hint(self) -> str:
         """What to do when a module's forward cannot be recorded."""
@@ -82,6 +82,8 @@ class ValueTracer(fx.Tracer):
         name: str | None = None,
         type_expr: Any = None,
     ) -> fx.Node:
+        if name is None and target == "self":  # BertAttention.self: the code would rebind self
+            name = "self_module"
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
         if kind == "output":
             return node
@@ -148,7 +150,8 @@ class ValueTracer(fx.Tracer):
         """Add the check of a rank, once."""
         if proxy.node not in self.ranks:
             self.ranks.add(proxy.node)
-            self.read(self.create_proxy("call_function", len, (proxy,), {}))
+            length: Any = self.create_proxy("call_function", len, (proxy,), {})
+            self.read(length)
 
     # -- arguments --------------------------------------------------------------------------------
 

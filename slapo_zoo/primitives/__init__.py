@@ -1,11 +1,22 @@
 """Every primitive, named: adding one means one file and one line here."""
 
+from slapo_zoo.primitives.annotate import Annotate as Annotate
 from slapo_zoo.primitives.checkpoint import Checkpoint as Checkpoint
 from slapo_zoo.primitives.core_attention import CoreAttentionSeam as CoreAttentionSeam
 from slapo_zoo.primitives.cut_pipeline_stage import CutPipelineStage as CutPipelineStage
+from slapo_zoo.primitives.decompose import Decompose as Decompose
+from slapo_zoo.primitives.expert_parallel import ExpertParallel as ExpertParallel
 from slapo_zoo.primitives.fork_rng import ForkRng as ForkRng
+from slapo_zoo.primitives.fuse import Fuse as Fuse
+from slapo_zoo.primitives.hook import Hook as Hook
+from slapo_zoo.primitives.pipeline_split import PipelineSplit as PipelineSplit
+from slapo_zoo.primitives.registry import list_primitives as list_primitives
+from slapo_zoo.primitives.registry import register_primitive as register_primitive
 from slapo_zoo.primitives.replace import Replace as Replace
+from slapo_zoo.primitives.replace_all import ReplaceAll as ReplaceAll
 from slapo_zoo.primitives.shard import Shard as Shard
 from slapo_zoo.primitives.shard_attribute import ShardAttribute as ShardAttribute
 from slapo_zoo.primitives.sum_gradient import SumGradient as SumGradient
 from slapo_zoo.primitives.sync import Sync as Sync
+from slapo_zoo.primitives.trace import Trace as Trace
+from slapo_zoo.primitives.trace_until import TraceUntil as TraceUntil

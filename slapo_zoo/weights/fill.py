@@ -43,18 +43,19 @@ def fill_from_folder(
     begin = time.perf_counter()
     with AnonymousPeak() as peak:
         key_of = {keys.to_model(key): key for key in folder.keys()}  # noqa: SIM118 - not a dict
+        expected = keys.read_specs(specs, key_of)
         names = match_names(
-            [spec.name for spec in specs], key_of, model.base_model_prefix,
+            [spec.name for spec in expected], key_of, model.base_model_prefix,
             hf.ignored_keys(skeleton), hf.tied_names(skeleton),
         )  # fmt: skip
         _refuse_foreign(names, units, folder, model.base_model_prefix)
-        local = _allocate(model, state, device)
-        canonical = canonical_names(local, state, specs)
-        shapes = {spec.name: spec.shape for spec in specs}
+        local = keys.split(_allocate(model, state, device), specs, mesh, key_of)
+        canonical = canonical_names(local, state, expected)
+        known = {spec.name: spec for spec in expected}
         targets = {
-            name: Target(tensor, shapes[canonical[name]], _placement(state, name))
+            name: Target(tensor, known[canonical[name]].shape, known[canonical[name]].placement)
             for name, tensor in local.items()
-            if canonical[name] in names.source
+            if canonical[name] in names.source and tensor.numel()
         }
         source = {name: key_of[names.source[canonical[name]]] for name in targets}
         loaded = load_tensors(targets, folder, source, mesh)

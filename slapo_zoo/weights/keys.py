@@ -1,19 +1,69 @@
-"""Names that a family's files use, where they differ from the model's own."""
+"""Names and pieces under which a family's files hold what the model holds as one tensor."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from slapo_zoo.placement import TensorSpec
+from torch import Tensor
+
+from slapo_zoo.mesh import Mesh
+from slapo_zoo.placement import HeldBy, Placement, TensorSpec
+
+NUMBER = "{}"  # in the names of pieces: the index on axis 0
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A tensor [E, parts * s, ...] of the model that files hold as E * parts tensors [s, ...].
+
+    rewrite:  experts.gate_up_proj [E, 2 F, D]  <->  experts.{e}.w1.weight [F, D] and
+              experts.{e}.w3.weight [F, D], for e in 0..E
+
+    Args:
+        tensor: how the model's name ends.
+        names: what stands there in files instead, part by part of axis 1.
+    """
+
+    tensor: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor of a file: the `part`-th of axis 1 at index `number` of axis 0.
+
+    Args:
+        spec: of the piece, under a name like those of the model.
+        number: global index.
+        part: which of the equal parts of axis 1.
+    """
+
+    spec: TensorSpec
+    number: int
+    part: int
+
+    def view(self, tensor: Tensor, mesh: Mesh) -> Tensor:
+        """The piece in this rank's tensor; none of its elements where another rank holds it."""
+        held, length, place = self.spec.placement, self.spec.shape[0], self.number
+        if isinstance(held, HeldBy):
+            place = held.offset(mesh.size(held.mesh_dim), mesh.coord(held.mesh_dim))
+        if place is None:
+            return tensor.new_empty((0, *self.spec.shape[1:]))
+        return tensor[place].narrow(0, self.part * length, length)
 
 
 @dataclass(frozen=True)
 class KeyMap:
-    """Pairs (in files, in the model); each is a substring that is replaced, in order.
+    """How the names in files differ from the model's.
 
     rewrite:  vit.encoder.layer.0.intermediate.dense.bias  <->  vit.layers.0.mlp.fc1.bias
+
+    Args:
+        renames: pairs (in files, in the model); each is a substring that is replaced, in order.
+        pieces: tensors that files hold in pieces.
     """
 
     renames: tuple[tuple[str, str], ...] = ()
+    pieces: tuple[Pieces, ...] = ()
 
     def to_model(self, key: str) -> str:
         """A key of a file --> the model's name; a name of the model stays."""
@@ -27,6 +77,64 @@ class KeyMap:
             name = name.replace(model, file)
         return name
 
-    def file_specs(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-        """The specs under the keys of files."""
+    def renamed(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+        """The specs under the keys of files, each in one piece (for an optimizer's tensors)."""
         return [replace(spec, name=self.to_file(spec.name)) for spec in specs]
+
+    def file_specs(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+        """What files hold: the specs, or their pieces, under the keys of files."""
+        return self.renamed(self.read_specs(specs))
+
+    def read_specs(
+        self, specs: Sequence[TensorSpec], found: Collection[str] = ()
+    ) -> list[TensorSpec]:
+        """The specs, or their pieces, under names of the model.
+
+        Args:
+            specs: of the model.
+            found: names in a checkpoint; what it holds whole stays whole.
+        """
+        return [part for spec in specs for part in self._parts(spec, found)]
+
+    def _parts(self, spec: TensorSpec, found: Collection[str]) -> list[TensorSpec]:
+        pieces = [] if _holds(found, spec.name) else list(self.pieces_of(spec))
+        return [piece.spec for piece in pieces] or [spec]
+
+    def pieces_of(self, spec: TensorSpec) -> Iterator[Piece]:
+        """The pieces of a tensor; none when files hold it whole."""
+        for rule in self.pieces:
+            if not spec.name.endswith(rule.tensor):
+                continue
+            stem, of = spec.name.removesuffix(rule.tensor), spec.placement
+            count, rows, *rest = spec.shape
+            shape = (rows // len(rule.names), *rest)
+            for number in range(count):
+                held = HeldBy(0, of.mesh_dim, of=of, count=count, index=number) if of else None
+                for part, name in enumerate(rule.names):
+                    full = stem + name.replace(NUMBER, str(number))
+                    new = replace(spec, name=full, shape=shape, placement=held)
+                    yield Piece(new, number, part)
+
+    def split(
+        self, local: Mapping[str, Tensor], specs: Sequence[TensorSpec], mesh: Mesh,
+        found: Collection[str] = (),
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """This rank's tensors, or views of their pieces, under the names of `read_specs`."""
+        whole = {spec.name: spec for spec in specs if not _holds(found, spec.name)}
+        views = {}
+        for name, tensor in local.items():
+            pieces = list(self.pieces_of(whole[name])) if name in whole else []
+            views |= {p.spec.name: p.view(tensor, mesh) for p in pieces} or {name: tensor}
+        return views
+
+    def to_files(
+        self, local: Mapping[str, Tensor], specs: Sequence[TensorSpec], mesh: Mesh
+    ) -> dict[str, Tensor]:
+        """This rank's tensors under the keys of `file_specs`."""
+        views = self.split(local, specs, mesh)
+        return {self.to_file(name): tensor for name, tensor in views.items()}
+
+
+def _holds(found: Collection[str], name: str) -> bool:
+    """Whether a checkpoint has the tensor whole, with or without the base model's prefix."""
+    return name in found or name.partition(".")[2] in found

@@ -85,17 +85,17 @@ class Ledger:
 
     def __str__(self) -> str:
         return (
-            f"{self.tensors} tensors, {_human(self.bytes_read)} read from "
+            f"{self.tensors} tensors, {human(self.bytes_read)} read from "
             f"{self.files_opened} file{'' if self.files_opened == 1 else 's'} in {self.seconds:.2f} s"
-            f" into {_human(self.shard_bytes)}; peak anonymous +{_human(self.peak_anonymous)}; "
+            f" into {human(self.shard_bytes)}; peak anonymous +{human(self.peak_anonymous)}; "
             f"{len(self.newly_initialized)} newly initialized, {len(self.unexpected)} unexpected"
         )
 
 
-def _human(size: float) -> str:
+def human(size: float) -> str:
     """A size as a person reads it: 1536 --> "1.5 KB", decimal units as in file listings.
 
-    >>> _human(999), _human(1_500_000)
+    >>> human(999), human(1_500_000)
     ('999 B', '1.5 MB')
     """
     for unit in ("B", "KB", "MB", "GB"):

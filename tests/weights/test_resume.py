@@ -1,7 +1,6 @@
 """Training goes on where it stopped: bit for bit on the same mesh, within rounding on another."""
 
 import json
-from functools import partial
 
 import pytest
 import torch
@@ -129,7 +128,12 @@ def uninterrupted(folder, case, cls, dtype, attention):
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-MOVES = [((2, 2, 1), (1, 1, 1)), ((1, 1, 1), (2, 2, 1)), ((2, 1, 2), (1, 2, 1)), ((1, 2, 1), (4, 1, 1))]
+MOVES = [
+    ((2, 2, 1), (1, 1, 1)),
+    ((1, 1, 1), (2, 2, 1)),
+    ((2, 1, 2), (1, 2, 1)),
+    ((1, 2, 1), (4, 1, 1)),
+]
 
 
 @pytest.mark.parametrize(("one", "other"), MOVES, ids=str)
@@ -138,10 +142,143 @@ def test_on_another_mesh(ranks, source, tmp_path, one, other):
     _, found = both_halves(ranks, folder, tmp_path / "out", one, other, PLAIN)
     runs = [
         uninterrupted(folder, PLAIN, GPT2LMHeadModel, dtype, kind)
-        for dtype, kind in ((torch.float64, "sdpa"), (torch.float32, "sdpa"), (torch.float32, "eager"))
+        for dtype, kind in (
+            (torch.float64, "sdpa"),
+            (torch.float32, "sdpa"),
+            (torch.float32, "eager"),
+        )
     ]
     truth, plains = runs[0], runs[1:]
     worst = max(own_error(plains, truth, lambda run: run[name]) for name in truth)  # noqa: B023
     for name, want in truth.items():
         error = float((found[name].double() - want).abs().max())
         assert error <= 2 * worst + FLOOR, f"{name}: error {error:.2e}, plain {worst:.2e}"
+
+
+def test_masks_go_on_elsewhere(ranks, source, tmp_path):
+    """With dropout too: the stream is where it was, and does not depend on the mesh."""
+    folder, out = checkpoint(DROPOUT, source), tmp_path / "out"
+    whole = ranks.run(stop_and_go, 1, folder, tmp_path / "one", (1, 1, 1))[0]
+    losses, _ = both_halves(ranks, folder, out, (2, 2, 1), (2, 1, 2), DROPOUT)
+    assert losses == pytest.approx(whole, rel=1e-5)
+
+
+def test_what_lies_in_the_folder(ranks, source, tmp_path):
+    ranks.run(first_half, 4, checkpoint(PLAIN, source), tmp_path / "out", (2, 2, 1), PLAIN)
+    out = tmp_path / "out"
+    index = json.loads((out / "optimizer.safetensors.index.json").read_text())["weight_map"]
+    weights = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    assert "lm_head.weight.exp_avg" not in index  # tied: once, with the embedding
+    kinds = ("exp_avg", "exp_avg_sq")
+    assert set(index) == {f"{name}.{kind}" for name in weights for kind in kinds}
+    others = {"config.json", "generation_config.json", "training_state.json"}
+    others |= {"optimizer.safetensors.index.json", "model.safetensors.index.json"}
+    files = {*index.values(), *weights.values(), *others}
+    assert {path.name for path in out.iterdir()} == files
+    state = json.loads((out / "training_state.json").read_text())
+    assert state["optimizer"]["groups"][0]["options"]["betas"] == {"$tuple": [0.9, 0.999]}
+    assert len(state["torch_random"]["cpu"]["states"]) == 1  # equal on all ranks: kept once
+
+
+def test_saving_the_model_alone_drops_what_belongs_to_older_weights(source, tmp_path):
+    folder, out = checkpoint(PLAIN, source), tmp_path / "out"
+    first_half(folder, out, (1, 1, 1), PLAIN)
+    model = start(folder, (1, 1, 1), PLAIN)[0]
+    model.save_pretrained(out)
+    assert not list(out.glob("optimizer*"))
+    with pytest.raises(WeightsError, match=r"training_state.json: found no such file"):
+        load_checkpoint(model, out)
+
+
+class Factored(torch.optim.SGD):
+    """As Adafactor: its state has other shapes than the parameters."""
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {"row": torch.ones(7)}
+
+
+def no_step(optimizer):
+    pass
+
+
+BAD_SAVES = {
+    "factored": (Factored, Factored.step, {}, r"row: found a tensor of \[7\]"),
+    "callable": (
+        torch.optim.SGD,
+        no_step,
+        {"extra": {"f": [len]}},
+        r"extra.f\[0\]: found a builtin",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SAVES)
+def test_what_cannot_be_saved_is_said_before_any_work(source, tmp_path, case):
+    kind, prepare, options, problem = BAD_SAVES[case]
+    model = start(checkpoint(PLAIN, source), (1, 1, 1), PLAIN)[0]
+    optimizer = kind(model.parameters(), lr=0.1)
+    prepare(optimizer)
+    with pytest.raises(WeightsError, match=problem):
+        save_checkpoint(model, tmp_path / "out", optimizer, **options)
+    assert not list(tmp_path.iterdir())
+
+
+def other_class(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def other_groups(model):
+    groups = [{"params": [p]} for p in model.parameters()]
+    return torch.optim.AdamW([groups[0], {"params": [g["params"][0] for g in groups[1:]]}])
+
+
+def a_stranger(model):
+    stranger = torch.nn.Parameter(torch.ones(2))
+    return torch.optim.AdamW([{"params": [stranger]}, {"params": list(model.parameters())}])
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (other_class, "found SGD of 1 groups, expected AdamW of 2"),
+        (other_groups, "in another group, or not at all"),
+        (a_stranger, "that the model has not"),
+    ],
+)
+def test_another_optimizer_is_refused_and_nothing_is_touched(source, tmp_path, make, problem):
+    folder = checkpoint(PLAIN, source)
+    first_half(folder, tmp_path / "out", (1, 1, 1), PLAIN)
+    model = start(folder, (1, 1, 1), PLAIN)[0]
+    before = weights(model)
+    with pytest.raises(WeightsError, match=problem):
+        load_checkpoint(model, tmp_path / "out", make(model))
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_without_an_optimizer(source, tmp_path):
+    folder, out = checkpoint(PLAIN, source), tmp_path / "out"
+    model, optimizer, scheduler = start(folder, (1, 1, 1), PLAIN)
+    save_checkpoint(model, out, step=7)
+    assert load_checkpoint(model, out).step == 7
+    with pytest.raises(WeightsError, match="saved without optimizer"):
+        load_checkpoint(model, out, optimizer)
+    with pytest.raises(WeightsError, match="saved without scheduler"):
+        load_checkpoint(model, out, None, scheduler)
+
+
+BROKEN = {
+    "no json": ("{", "found no JSON"),
+    "a list": ("[]", "found 'list', expected"),
+    "other": ('{"format": "x"}', "found 'x', expected"),
+    "empty": ('{"format": "slapo-zoo-training-state/1"}', "step: found nothing"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_state(source, tmp_path, case):
+    model = start(checkpoint(PLAIN, source), (1, 1, 1), PLAIN)[0]
+    save_checkpoint(model, tmp_path / "out")
+    (tmp_path / "out" / "training_state.json").write_text(BROKEN[case][0])
+    with pytest.raises(WeightsError, match=BROKEN[case][1]):
+        load_checkpoint(model, tmp_path / "out")

@@ -1,0 +1,205 @@
+"""Load and save of a 1B Llama beside transformers' own tensor parallelism; a plan for 1024 ranks.
+
+Floors: `readinto` of as many bytes into fresh memory on as many processes; one sequential write of
+the same bytes with fsync. Times are the best of REPEATS, since other work only ever adds to them.
+"""
+
+import functools
+import os
+import resource
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import checkpoints, ranks
+from benchmarks.ranks import LAYOUTS, MIB
+
+REPEATS = 3
+READ, MEMORY, FLOOR, PEER = 1.02, 1.05, 1.3, 0.6  # limits of a load
+WRITE, PEER_SAVE = 1.5, 3.0  # limits of a save
+PLAN_SECONDS, PLAN_BYTES = 5.0, 2**30
+CHUNK = 16 << 20
+
+
+def ours(folder: Path, tp: int, pp: int) -> Any:
+    """The scheduled model of this rank."""
+    from slapo_zoo import AutoScheduledModel
+
+    return AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp)
+
+
+def theirs(folder: Path, tp: int, pp: int) -> Any:
+    """The model of this rank as transformers divides it."""
+    from transformers import AutoModelForCausalLM, logging
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    logging.disable_progress_bar()
+    config = DistributedConfig(tp_plan="auto", tp_size=tp)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", distributed_config=config)
+
+
+def local_parameters(model: Any) -> list[Any]:
+    """This rank's tensors, also of parameters that are DTensors."""
+    tensors = [getattr(p, "_local_tensor", p) for p in model.parameters()]
+    return [tensor.detach() for tensor in tensors]
+
+
+def measure_load(kind: str, folder: Path, tp: int, pp: int) -> dict[str, Any]:
+    """Growth of the first load, best times of all, and the floor for as many bytes.
+
+    transformers leaves what lies in one piece in the mapped file, to be read by the first forward:
+    so a second time has every weight read once.
+    """
+    found: dict[str, Any] = {}
+    load = functools.partial(ours if kind == "ours" else theirs, folder, tp, pp)
+    for _ in range(REPEATS):
+        model, seconds, growth = ranks.timed(load)
+        begin = time.perf_counter()
+        for tensor in local_parameters(model):
+            tensor.sum()
+        with_reading = seconds + time.perf_counter() - begin
+        found.setdefault("growth", growth)
+        found["seconds"] = min(found.get("seconds", seconds), seconds)
+        found["read once"] = min(found.get("read once", with_reading), with_reading)
+        if kind == "ours":
+            ledger = model.ledger
+            found |= {"read": ledger.bytes_read, "shard": ledger.shard_bytes}
+            found["fill"] = min(found.get("fill", ledger.seconds), ledger.seconds)
+        del model, tensor
+        ranks.give_back()
+        if kind == "ours":
+            ranks.barrier()
+            floor = ranks.readinto_floor(found["read"], folder)
+            found["floor"] = min(found.get("floor", floor), floor)
+            ranks.give_back()
+    return found
+
+
+def load_row(name: str, mine: list[dict[str, Any]], peer: list[dict[str, Any]]) -> dict[str, Any]:
+    """One layout: the worst rank in every figure."""
+    read = max(r["read"] / r["shard"] for r in mine)
+    seconds = max(r["seconds"] for r in mine)
+    floor = max(r["floor"] for r in mine)
+    row: dict[str, Any] = {
+        "layout": name, "shard MiB": round(max(r["shard"] for r in mine) / MIB),
+        "read/shard": round(read, 4), "peak MiB": round(max(r["growth"] for r in mine) / MIB),
+        "most MiB": round((MEMORY * max(r["shard"] for r in mine)) / MIB + 64),
+        "wall s": seconds, "of it fill s": max(r["fill"] for r in mine), "readinto s": floor,
+        "wall/readinto": seconds / floor,
+    }  # fmt: skip
+    row["beyond"] = [name for name, bad in (
+        ("read/shard", read > READ), ("wall/readinto", seconds > FLOOR * floor),
+        ("peak MiB", any(r["growth"] > MEMORY * r["shard"] + 64 * MIB for r in mine)),
+    ) if bad]  # fmt: skip
+    if peer:
+        row["wall and read once s"] = max(r["read once"] for r in mine)
+        row["theirs s"] = max(r["read once"] for r in peer)
+        row["of it lazy wall s"] = max(r["seconds"] for r in peer)
+        row["their peak MiB"] = round(max(r["growth"] for r in peer) / MIB)
+        row["ours/theirs"] = row["wall and read once s"] / row["theirs s"]
+        row["beyond"] += ["ours/theirs"] if row["ours/theirs"] > PEER else []
+    return row
+
+
+def measure_save(kind: str, folder: Path, out: Path, tp: int, pp: int) -> dict[str, Any]:
+    """Growth over the resident model, and the best time, of saving to a new folder."""
+    model = (ours if kind == "ours" else theirs)(folder, tp, pp)
+    for tensor in local_parameters(model):
+        tensor.add_(0)  # what is still a map of the file becomes memory
+    found: dict[str, Any] = {}
+    for i in range(REPEATS):
+        target = out / f"{kind}-{i}"
+        _, seconds, growth = ranks.timed(
+            functools.partial(model.save_pretrained, target, max_shard_size="450MB")
+        )
+        found["growth"] = max(found.get("growth", 0), growth)
+        found["seconds"] = min(found.get("seconds", seconds), seconds)
+        ranks.barrier()
+        if os.environ.get("RANK", "0") == "0":
+            shutil.rmtree(target)
+    return found
+
+
+def write_floor(out: Path, size: int) -> float:
+    """Seconds to write so many bytes one after the other, and force them onto the disk."""
+    block, best = os.urandom(CHUNK), float("inf")
+    for _ in range(REPEATS):
+        begin, left = time.perf_counter(), size
+        with (out / "floor").open("wb", buffering=0) as file:
+            while left > 0:
+                left -= file.write(block[:left])
+            os.fsync(file.fileno())
+        best = min(best, time.perf_counter() - begin)
+        (out / "floor").unlink()
+    return best
+
+
+def save_row(folder: Path, out: Path, size: int, largest: int) -> dict[str, Any]:
+    """Save from tp=2 x pp=2, beside the floor and transformers from tp=2."""
+    mine = ranks.on_ranks(measure_save, 4, "ours", folder, out, 2, 2)
+    floor = write_floor(out, size)
+    peer = ranks.on_ranks(measure_save, 2, "theirs", folder, out, 2, 1)
+    seconds, growth = (max(r[key] for r in mine) for key in ("seconds", "growth"))
+    row: dict[str, Any] = {
+        "what": "ours tp=2 pp=2, theirs tp=2", "MiB": round(size / MIB),
+        "peak over model MiB": round(growth / MIB), "most MiB": round(largest / MIB) + 64,
+        "wall s": seconds, "write+fsync s": floor, "wall/write": seconds / floor,
+        "their wall s": max(r["seconds"] for r in peer),
+        "their peak MiB": round(max(r["growth"] for r in peer) / MIB),
+    }  # fmt: skip
+    row["theirs/ours"] = row["their wall s"] / seconds
+    row["beyond"] = [name for name, bad in (
+        ("peak over model MiB", growth > largest + 64 * MIB), ("wall/write", seconds > WRITE * floor),
+        ("theirs/ours", row["theirs/ours"] < PEER_SAVE),
+    ) if bad]  # fmt: skip
+    return row
+
+
+def plan_rows(folder: Path) -> list[dict[str, Any]]:
+    """Plan a sparse 70B on meshes of growing size, in a process of its own."""
+    from slapo_zoo.plan import plan_weights
+
+    config, rows = checkpoints.llama_70b(), []
+    size = checkpoints.write_checkpoint(folder, config, "5GB", sparse=True)
+    for tp, pp, dp in ((8, 1, 1), (8, 8, 1), (8, 8, 16)):
+        begin = time.perf_counter()
+        plan = plan_weights(folder, tp, pp, dp)
+        seconds = time.perf_counter() - begin
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        row: dict[str, Any] = {
+            "what": f"tp={tp} pp={pp} dp={dp}", "ranks": plan.mesh.world_size,
+            "model GB": plan.model_bytes / 1e9, "unassigned bytes": size - plan.assigned_bytes,
+            "unaccounted": size - plan.model_bytes, "s": seconds, "process peak MiB": round(peak / MIB),
+        }  # fmt: skip
+        bad = {"s": seconds > PLAN_SECONDS, "process peak MiB": peak > PLAN_BYTES}
+        bad |= {
+            "unassigned bytes": row["unassigned bytes"] != 0,
+            "unaccounted": row["unaccounted"] != 0,
+        }
+        rows.append({**row, "beyond": [name for name, is_bad in bad.items() if is_bad]})
+    return rows
+
+
+def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
+    """Load, save and plan."""
+    config = checkpoints.llama_1b(quick)
+    largest = max(_bytes(spec) for spec in checkpoints.specs_of(config))
+    rows = []
+    with checkpoints.scratch() as path:
+        folder = path / "model"
+        size = checkpoints.write_checkpoint(folder, config, "20MB" if quick else "450MB")
+        checkpoints.warm(folder)
+        for name, (tp, pp, _) in LAYOUTS.items():
+            mine = ranks.on_ranks(measure_load, tp * pp, "ours", folder, tp, pp)
+            peer = ranks.on_ranks(measure_load, tp, "theirs", folder, tp, 1) if pp == 1 else []
+            rows.append(load_row(name, mine, peer))
+        saved = [save_row(folder, path, size, largest)]
+        plans = ranks.on_ranks(plan_rows, 1, path / "sparse")[0]
+    return {f"load: {checkpoints.describe(config)}": rows, "save": saved, "plan: Llama 70B": plans}
+
+
+def _bytes(spec: Any) -> int:
+    from slapo_zoo.weights.layout import tensor_bytes
+
+    return tensor_bytes(spec)

@@ -1,0 +1,1 @@
+"""Graphs of modules: tracing, matching and rewriting."""

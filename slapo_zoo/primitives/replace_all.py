@@ -1,0 +1,70 @@
+"""replace_all: every module of a type below a module is replaced."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from slapo_zoo.directive import Directive, Site, primitive, subtree
+from slapo_zoo.kernel import KERNELS
+
+
+@primitive("replace_all")
+@dataclass(frozen=True)
+class ReplaceAll(Directive):
+    """Replace all modules of a type below the module by what a factory makes of each.
+
+    rewrite:  for each m of the type:  parent.name = m  -->  parent.name = factory(path, m)
+    note:     the factory sees the modules as they were before; what it makes is not searched
+    errors:   no such module; a factory that returns no module; a kernel that refuses one
+
+    Args:
+        target_mod_type: a class (local only; subclasses too), or the name of one.
+        make_mod_fn: (path, module, **options) --> module (local only), or a kernel's name.
+        options: keyword arguments of the factory or kernel.
+    """
+
+    target_mod_type: Any
+    make_mod_fn: Any
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def check(self, site: Site) -> None:
+        found = self._found(site)
+        if not found:
+            classes = sorted({type(m).__name__ for m in site.module.modules()})
+            problem = f"no module of type {self.target_mod_type!r} below it"
+            raise self.fail(site, problem, f"there are {classes}")
+        if callable(self.make_mod_fn):
+            return
+        if self.make_mod_fn not in KERNELS:
+            hint = f"registered: {sorted(KERNELS)}"
+            raise self.fail(site, f"no kernel {self.make_mod_fn!r}", hint)
+        for path, module in found:
+            if reason := KERNELS[self.make_mod_fn].refuses(module):
+                raise self.fail(Site(path, module, site.state), reason, "replace one by one")
+
+    def _found(self, site: Site) -> list[tuple[str, nn.Module]]:
+        def matches(module: nn.Module) -> bool:
+            if isinstance(self.target_mod_type, type):
+                return isinstance(module, self.target_mod_type)
+            return type(module).__name__ == self.target_mod_type
+
+        paths = [p for p in subtree(site.path, list(site.state.modules)) if p != site.path]
+        return [(p, m) for p in paths if matches(m := site.state.modules[p])]
+
+    def apply(self, site: Site) -> None:
+        for path, module in self._found(site):
+            parent, _, name = path.rpartition(".")
+            holder = site.state.modules[parent]
+            if holder._modules.get(name) is not module:
+                continue  # inside a module that was replaced a moment ago
+            if not callable(self.make_mod_fn):
+                at = Site(path, module, site.state)
+                KERNELS[self.make_mod_fn].install(at, **dict(self.options))
+                continue
+            new = self.make_mod_fn(path, module, **dict(self.options))
+            if not isinstance(new, nn.Module):
+                raise self.fail(site, f"the factory made {new!r} for {path}", "return a module")
+            new.train(module.training)
+            holder._modules[name] = new
+        site.state.index()

@@ -1,0 +1,224 @@
+"""A trace is exact, on other sizes too; where it would have to guess, it says so."""
+
+import copy
+
+import pytest
+import torch
+from tiny_models import MODELS, batch_for, call_of, shared_model, tiny_model
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from slapo_zoo.errors import ScheduleError
+from slapo_zoo.graph.examples import capture
+from slapo_zoo.graph.trace import trace, trace_module, trace_tree
+from slapo_zoo.graph.traced import TracedModule, is_module_list
+
+
+def tensors(output):
+    """All tensors of an output, in order."""
+    items = tuple(output.values()) if hasattr(output, "values") else output
+    return [x for x in tree_leaves(items) if isinstance(x, torch.Tensor)]
+
+
+def assert_exact(mine, theirs):
+    a, b = tensors(mine), tensors(theirs)
+    assert len(a) == len(b) > 0
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("flatten", [True, False], ids=["flat", "tree"])
+@pytest.mark.parametrize("part", ["attention", "block"])
+@pytest.mark.parametrize("family", MODELS)
+def test_part_is_exact_on_another_size(family, part, flatten):
+    model = shared_model(family)
+    path = MODELS[family][2 if part == "attention" else 3]
+    if not path:
+        pytest.skip("it has no attention")
+    args, kwargs = capture(model, path)
+    module = model.get_submodule(path)
+    if flatten:
+        traced = trace_module(module, args, kwargs, flatten=True, where=path)
+    else:
+        traced = trace_tree(module, args, kwargs, where=path)[""]
+    args, kwargs, output = call_of(model, path, batch_for(model, 3, 11))
+    assert_exact((traced(*args, **kwargs),), (output,))
+    assert module is model.get_submodule(path)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_whole_model_is_exact_with_a_padding_mask(family):
+    model = shared_model(family)
+    args, kwargs = capture(model, "")
+    traced = trace_module(model, args, kwargs, flatten=True)
+    for rows, tokens in ((3, 11), (1, 9)):
+        batch = batch_for(model, rows, tokens)
+        assert_exact(traced(**batch), model(**batch))
+    assert list(traced.state_dict()) == list(model.state_dict())
+    assert [n for n, _ in traced.named_modules()] == [n for n, _ in model.named_modules()]
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "t5", "opt", "llama"])
+def test_gradients_and_dropout_follow_the_mode(family):
+    """Traced in eval mode; in training it drops what the model drops, with the same gradients."""
+    model = tiny_model(family)
+    traced = trace_module(model, *capture(model, ""), flatten=True)
+    batch = batch_for(model, 3, 11)
+    grads = {}
+    for name, m in (("plain", model), ("traced", traced)):
+        m.train()
+        torch.manual_seed(3)
+        out = tensors(m(**batch))
+        sum(x.float().square().mean() for x in out if x.requires_grad).backward()
+        grads[name] = [p.grad.clone() for p in m.parameters() if p.grad is not None], out
+        m.zero_grad()
+    assert_exact(grads["traced"], grads["plain"])
+    assert len(grads["plain"][0]) > 5
+    model.eval(), traced.eval()
+    assert_exact(traced(**batch), model(**batch))
+
+
+def test_hierarchy_keeps_the_tree():
+    model = tiny_model("bert")
+    before = dict(model.named_parameters())
+    layers = model.bert.encoder.layer
+    top = trace(model, example_kwargs=capture(model, "")[1])
+    assert isinstance(top.bert.encoder.layer[1].attention.self, TracedModule)
+    assert {n: id(p) for n, p in top.named_parameters()} == {n: id(p) for n, p in before.items()}
+    assert is_module_list(top.bert.encoder.layer) and not is_module_list(top.bert)
+    assert top.bert.encoder.layer is layers  # the container itself is the same object
+    reference = tiny_model("bert")
+    batch = batch_for(reference, 3, 11)
+    assert_exact(top(**batch), reference(**batch))
+    twin = copy.deepcopy(top)
+    assert_exact(twin(**batch), reference(**batch))
+    assert twin.bert.encoder.layer[0].attention.self.query is not layers[0].attention.self.query
+
+
+def test_traced_on_meta_runs_on_real_values():
+    with torch.device("meta"):
+        meta = tiny_model("gpt2")
+    args, kwargs = capture(meta, "transformer.h.1")
+    traced = trace_module(meta.transformer.h[1], args, kwargs, flatten=True).to_empty(device="cpu")
+    model = shared_model("gpt2")
+    traced.load_state_dict(model.transformer.h[1].state_dict())
+    args, kwargs, output = call_of(model, "transformer.h.1", batch_for(model, 3, 11))
+    assert_exact((traced(*args, **kwargs),), (output,))
+
+
+class Odd(nn.Module):
+    """One forward per way to fail."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.linear = how, nn.Linear(4, 4)
+        self.inner = nn.Identity() if how != "inner" else Odd("data")
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x, flag=None, **kwargs):
+        y = self.linear(x)
+        if self.how == "data" and y.sum() > 0:
+            return y + 1
+        if self.how == "item":
+            return y * (1 if int(y.sum().item()) > 0 else 2)
+        if self.how == "nonzero":
+            return y if len(y.nonzero()) > 3 else y * 2
+        if self.how == "store":
+            self.cache = y
+        if self.how == "function":
+            return Doubled.apply(y)
+        if self.how == "shape" and x.shape[1] > 2:
+            y = y + 1
+        if self.how == "flag" and flag is not None:
+            y = y * flag
+        if self.how == "random" and torch.rand([]) < 0.5:
+            y = y * 2
+        return self.inner(y)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 2
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("data", "decides on the elements of a tensor"),
+        ("item", "decides on the elements of a tensor"),
+        ("nonzero", "decides on the elements of a tensor"),
+        ("random", "decides on the elements of a tensor"),
+        ("store", r"stores a result in self\.cache"),
+        ("function", "calls the autograd function Doubled"),
+    ],
+)
+def test_it_raises_instead_of_guessing(how, cause):
+    module = Odd(how)
+    patched = (torch.arange, torch.rand, isinstance, nn.Module.__setattr__, nn.Module.__call__)
+    draws = torch.get_rng_state()
+    with pytest.raises(ScheduleError, match=cause) as caught:
+        trace_module(module, (torch.ones(2, 3, 4),), flatten=True, where="h.3")
+    assert "h.3" in str(caught.value) and "test_tracer.py:" in str(caught.value)
+    assert (torch.arange, torch.rand, isinstance) == patched[:3]
+    assert (nn.Module.__setattr__, nn.Module.__call__) == patched[3:]
+    assert torch.equal(draws, torch.get_rng_state())
+    assert set(module.__dict__) == set(Odd("").__dict__)
+
+
+def test_the_error_names_the_inner_module_and_a_leaf_helps():
+    module, x = Odd("inner"), torch.ones(2, 3, 4)
+    with pytest.raises(ScheduleError, match=r"leaves=\('inner',\)") as caught:
+        trace_module(module, (x,), flatten=True, where="h.3")
+    assert caught.value.where == "h.3.inner"
+    for leaf in ("inner", lambda m, path: path == "inner"):
+        assert_exact((trace_module(module, (x,), leaves=(leaf,), flatten=True)(x),), (module(x),))
+
+
+def test_a_decision_on_a_size_is_checked_in_each_call():
+    traced = trace_module(Odd("shape"), (torch.ones(2, 3, 4),))
+    assert_exact((traced(torch.ones(5, 7, 4)),), (traced(torch.ones(5, 7, 4)),))
+    with pytest.raises(ScheduleError, match="was True during the trace, this call has False"):
+        traced(torch.ones(2, 2, 4))
+
+
+def test_arguments_that_were_none_or_literal_are_checked():
+    x = torch.ones(2, 3, 4)
+    traced = trace_module(Odd("flag"), (x,))
+    assert_exact((traced(x, None),), (traced(x),))
+    with pytest.raises(ScheduleError, match="argument 'flag' was None during the trace"):
+        traced(x, x)
+    with pytest.raises(ScheduleError, match=r"has \['extra'\], which the trace has not seen"):
+        traced(x, extra=1)
+    with pytest.raises(ScheduleError, match="'flag' was given during the trace"):
+        trace_module(Odd("flag"), (x, x))(x)
+    with pytest.raises(ScheduleError, match="argument 'flag' is a object"):
+        trace_module(Odd("flag"), (x, object()))
+    with pytest.raises(ScheduleError, match="missing a required argument"):
+        trace_module(Odd("flag"), ())
+
+
+def test_buffers_and_modes_are_restored():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).train()
+    net[1].eval()
+    traced = trace_module(net, (torch.rand(2, 3, 5, 5),), flatten=True)
+    assert float(net[1].num_batches_tracked) == 0
+    assert net.training and not net[1].training and traced.get_submodule("1") is net[1]
+
+
+def test_what_has_its_own_forward_stays_whole():
+    net = nn.Sequential(Odd(""), Odd(""))
+    net[0].forward = net[0].forward  # as checkpoint and fork_rng do
+    net[1].register_forward_hook(lambda m, args, y: y * 3)  # as sync does
+    x = torch.ones(2, 3, 4)
+    traced = trace_module(net, (x,), flatten=True)
+    assert [n.target for n in traced.graph.nodes if n.op == "call_module"] == ["0", "1"]
+    assert_exact((traced(x),), (net(x),))
+    with pytest.raises(ScheduleError, match="trace before that directive"):
+        trace_module(net[0], (x,))
+    with pytest.raises(ScheduleError, match="traced already"):
+        trace_module(traced, (x,))
