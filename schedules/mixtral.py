@@ -6,7 +6,7 @@ size of mesh dim tp. Files hold the experts one by one, as w1 (gate), w2 (down) 
 
 from slapo_zoo.primitives import ShardAttribute
 from slapo_zoo.weights.keys import Pieces
-from slapo_zoo.zoo import Dim, Table, all_tokens, attention, column, enter, experts, register, row, vocab, vocab_head, whole
+from slapo_zoo.zoo import Dim, Table, attention, column, enter, experts, register, row, vocab, vocab_head, whole
 
 MIXTRAL = register(
     Table(
@@ -30,7 +30,6 @@ MIXTRAL = register(
             ("layers.*.self_attn.v_proj",           column(0, "head_dim", kv=True)),          # [K/n, D], at least one head
             ("layers.*.self_attn.o_proj",           row(1, "head_dim", together="per_kv")),   # [D, Q/n], y summed over tp
             ("layers.*.post_attention_layernorm",   whole),                                   # [D]
-            ("layers.*.mlp",                        all_tokens),                              # the router sees all tokens
             ("layers.*.mlp.gate",                   whole),                                   # [E, D]
             ("layers.*.mlp.experts",                experts("gate_up_proj", "down_proj")),    # [E/n, 2 F, D], [E/n, D, F]
             ("norm",                                whole),                                   # [D]
@@ -39,7 +38,7 @@ MIXTRAL = register(
             ("lm_head",                             vocab_head),                              # [ceil(V/n), D], may be tied
         ),
         blocks=("layers.*",),
-        all_tokens=("layers.*.mlp.**",),
+        all_tokens=("layers.*.mlp",),  # the router and the experts
         whole_batch=("output_router_logits",),
         renames=((".block_sparse_moe.", ".mlp."),),
         pieces=(

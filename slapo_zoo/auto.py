@@ -12,11 +12,12 @@ from slapo_zoo.directive import State
 from slapo_zoo.distributed import init_distributed, is_distributed_launch, rank_guard
 from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.mesh import Mesh
+from slapo_zoo.orders import StageMap
 from slapo_zoo.pipeline import Pipeline
 from slapo_zoo.placement import TensorSpec
 from slapo_zoo.schedule import Schedule
 from slapo_zoo.scheduled import Runtime, scheduled_class
-from slapo_zoo.stages import assign_stages, keep_stage, leaf_units, stages_of
+from slapo_zoo.stages import assign_stages, keep_stages, leaf_units, stages_of
 from slapo_zoo.weights.fill import fill_from_config, fill_from_folder
 from slapo_zoo.weights.folder import CheckpointFolder, open_checkpoint
 from slapo_zoo.weights.keys import KeyMap
@@ -38,6 +39,8 @@ class AutoScheduledModel:
         pp: int = 1,
         dp: int | None = None,
         sequence_parallel: bool = False,
+        pipeline_order: str = "1f1b",
+        stages_per_rank: int | None = None,
         auto_class: Any = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
@@ -56,6 +59,9 @@ class AutoScheduledModel:
             pp: ranks that divide the layers into stages.
             dp: ranks that divide the batch; None takes all that are left.
             sequence_parallel: tp ranks divide the tokens too, where a layer is not divided.
+            pipeline_order: 1f1b, gpipe, interleaved_1f1b, looped_bfs, interleaved_zero_bubble,
+                zbv or dualpipev.
+            stages_per_rank: of an interleaved order, from 2.
             auto_class: which head; None takes the checkpoint's own class.
             dtype: of the parameters; "auto" takes the checkpoint's.
             device: None takes this rank's GPU, or the CPU.
@@ -77,7 +83,7 @@ class AutoScheduledModel:
                 found = checkpoint_dtype(config, checkpoint) if dtype == "auto" else dtype
                 build = _Build(
                     config, auto_class, mesh, to_dtype(found), seed, checkpoint_ratio,
-                    sequence_parallel,
+                    sequence_parallel, pipeline_order, stages_per_rank,
                 )  # fmt: skip
                 place = pick_device(device)
                 ledger = fill_from_folder(
@@ -94,6 +100,8 @@ class AutoScheduledModel:
         pp: int = 1,
         dp: int | None = None,
         sequence_parallel: bool = False,
+        pipeline_order: str = "1f1b",
+        stages_per_rank: int | None = None,
         auto_class: Any = None,
         dtype: str | torch.dtype = torch.float32,
         device: str | torch.device | None = None,
@@ -107,8 +115,9 @@ class AutoScheduledModel:
             table_for(config.model_type)
             dtype = torch.float32 if dtype == "auto" else to_dtype(dtype)
             build = _Build(
-                config, auto_class, mesh, dtype, seed, checkpoint_ratio, sequence_parallel
-            )
+                config, auto_class, mesh, dtype, seed, checkpoint_ratio, sequence_parallel,
+                pipeline_order, stages_per_rank,
+            )  # fmt: skip
             ledger = fill_from_config(
                 build.model, build.skeleton, build.state, build.specs, mesh, pick_device(device),
                 build.units, build.seed,
@@ -127,11 +136,14 @@ class Outline:
         seed: of dropout and of new weights.
         checkpoint_ratio: share of the blocks whose activations are recomputed.
         sequence_parallel: tp ranks divide the tokens too.
+        pipeline_order: how the stages interleave micro-batches.
+        stages_per_rank: for interleaved orders.
     """
 
     def __init__(
         self, config: Any, auto_class: Any, mesh: Mesh, dtype: torch.dtype, seed: int | None = None,
         checkpoint_ratio: float = 0.0, sequence_parallel: bool = False,
+        pipeline_order: str = "1f1b", stages_per_rank: int | None = None,
     ):  # fmt: skip
         self.mesh, self.seed = mesh, 0 if seed is None else seed
         config = copy.deepcopy(config)
@@ -141,13 +153,20 @@ class Outline:
         self.skeleton = hf.build_on_meta(self.cls, config, dtype, self.table.seam)
         self.model = hf.build_on_meta(self.cls, config, dtype, self.table.seam)
         self.schedule = Schedule(self.model, mesh, self.seed)
-        apply_table(self.schedule, self.table, checkpoint_ratio, sequence_parallel)
+        self.places = StageMap.make(pipeline_order, mesh.pp, stages_per_rank)
+        num_stages = self.places.num_stages
+        apply_table(self.schedule, self.table, checkpoint_ratio, sequence_parallel, num_stages)
         self.state: State = self.schedule.state
         late = [base_prefix(self.model) + path for path in self.table.after_blocks]
         self.units = leaf_units(self.model, block_paths(self.schedule, self.table), late)
         self.stages = assign_stages(self.units, self.state.cuts)
-        self.specs = tensor_specs(self.skeleton, self.state, self.stages)
-        self.tied_stages = _tied_stages(self.state, self.stages)
+        self.holders = {unit: self._ranks(stages) for unit, stages in self.stages.items()}
+        self.specs = tensor_specs(self.skeleton, self.state, self.holders)
+        self.tied_ranks = _tied_ranks(self.state, self.holders)
+
+    def _ranks(self, stages: tuple[int, ...]) -> tuple[int, ...]:
+        """The pp coordinates that hold stages, without repetition, first stage first."""
+        return tuple(dict.fromkeys(self.places.rank_of(stage) for stage in stages))
 
 
 class _Build(Outline):
@@ -157,8 +176,9 @@ class _Build(Outline):
         super().__init__(*args)
         self.pipeline = None
         if self.mesh.pp > 1:
-            cursor = keep_stage(self.model, self.stages, self.mesh.coord("pp"))
-            self.pipeline = Pipeline(self.schedule, self.cls, self.units, cursor)
+            mine = self.places.stages_of(self.mesh.coord("pp"))
+            cursor = keep_stages(self.model, self.stages, mine)
+            self.pipeline = Pipeline(self.schedule, self.cls, self.units, cursor, self.places)
 
     def finish(self, ledger: Any, micro_batches: int | None, folder: Path | None) -> Any:
         """Make the class of the model a scheduled one."""
@@ -184,7 +204,7 @@ class _Build(Outline):
         """Process groups of parameters that stages share, and the names this stage counts."""
         mine, ties = self.mesh.coord("pp"), []
         owned = {name for name, _ in self.model.named_parameters()}
-        for stages, names in self.tied_stages:
+        for stages, names in self.tied_ranks:
             group = _group_of_stages(self.mesh, stages)
             local = [name for name in names if name in owned]
             if mine in stages and local:
@@ -218,7 +238,7 @@ def _group_of_neighbours(mesh: Mesh, count: int) -> Any:
     return mine
 
 
-def _tied_stages(
+def _tied_ranks(
     state: State, stages: dict[str, tuple[int, ...]]
 ) -> list[tuple[list[int], list[str]]]:
     """Parameters that several stages hold: (stages, names)."""
@@ -265,7 +285,7 @@ def make_mesh(tp: int, pp: int, dp: int | None) -> Mesh:
     if not dist.is_initialized() and is_distributed_launch():
         init_distributed()
     world = dist.get_world_size() if dist.is_initialized() else 1
-    sizes = Mesh(tp, pp, dp or 1)
+    sizes = Mesh(tp, pp, 1 if dp is None else dp)
     dp = world // (tp * pp) if dp is None else sizes.dp
     if tp * pp * max(dp, 1) != world:
         found = f"{world} process{'es' if world > 1 else ''}"
@@ -303,9 +323,9 @@ def checkpoint_dtype(config: Any, checkpoint: CheckpointFolder) -> torch.dtype:
 def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """A torch dtype, or the name of one."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype):
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
         hint = 'e.g. "float32", "bfloat16", or "auto"'
-        raise SlapoError("from_pretrained", f"dtype={dtype!r}", "not a torch dtype", hint)
+        raise SlapoError("from_pretrained", f"dtype={dtype!r}", "not a floating torch dtype", hint)
     return found
 
 

@@ -11,8 +11,9 @@ from slapo_zoo import hf
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.flow import rehearse
 from slapo_zoo.mesh import Mesh
+from slapo_zoo.orders import StageMap
 from slapo_zoo.schedule import Schedule
-from slapo_zoo.stages import Cursor, Cut, StageDone, StagePlan
+from slapo_zoo.stages import Cursor, StageDone, StagePlan
 
 ROWS = "_global_rows"  # global batch rows of a micro-batch, cut beside its tensors
 NOT_REHEARSED = ("cut_pipeline_stage", "checkpoint", "fork_rng")  # they change no shape
@@ -25,29 +26,28 @@ class Pipeline:
         schedule: of the whole model.
         cls: the model's own class.
         units: what a stage holds as a whole.
-        cursor: of this rank's stage.
+        cursor: of this rank's stages.
+        places: which rank holds which stage, and the order in which they run.
     """
 
-    def __init__(self, schedule: Schedule, cls: Any, units: list[str], cursor: Cursor):
+    def __init__(
+        self, schedule: Schedule, cls: Any, units: list[str], cursor: Cursor, places: StageMap
+    ):
         self.schedule, self.cls, self.units, self.cursor = schedule, cls, units, cursor
-        self._plans: dict[Any, StagePlan] = {}
+        self.places = places
+        self.mine = places.stages_of(schedule.mesh.coord("pp"))
+        self._plans: dict[Any, dict[int, StagePlan]] = {}
         self._fake: Any = None
 
-    @property
-    def cuts(self) -> list[Cut]:
-        """Where stages end."""
-        return self.schedule.state.cuts
-
-    def plan(self, batch: Mapping[str, Any]) -> StagePlan:
-        """What this stage does for batches of these shapes; rehearsed once per shape."""
+    def plans(self, batch: Mapping[str, Any]) -> dict[int, StagePlan]:
+        """What each of our stages does for batches of these shapes; rehearsed once per shape."""
         divided = self.schedule.state.tokens_divided
         key = (divided, *sorted((k, _signature(v)) for k, v in batch.items()))
         if key not in self._plans:
             mode, fake = self._rehearsal()
             fake.state.tokens_divided = divided
-            calls = rehearse(fake.model, self.units, mode, batch)
-            stage = self.schedule.mesh.coord("pp")
-            self._plans[key] = StagePlan.make(calls, self.cuts, stage)
+            calls, cuts = rehearse(fake.model, self.units, mode, batch), self.schedule.state.cuts
+            self._plans[key] = {stage: StagePlan.make(calls, cuts, stage) for stage in self.mine}
         return self._plans[key]
 
     def _rehearsal(self) -> tuple[Any, Any]:
@@ -108,34 +108,39 @@ def pipeline_step(
 ) -> Tensor:
     """Forward and backward of all micro-batches; gradients are added to `.grad`.
 
-    The stage object is made anew: `PipelineStage` freezes its shapes at its first step.
+    The stage objects are made anew: `PipelineStage` freezes its shapes at its first step.
 
     Returns:
-        the sum of the micro-batch losses on the last stage, 0 elsewhere.
+        the sum of the micro-batch losses on the rank of the last stage, 0 elsewhere.
     """
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-
-    mesh = pipeline.schedule.mesh
+    pipeline.places.check_micro_batches(micro_batches)
     first = {k: v.tensor_split(micro_batches)[0] for k, v in tensors.items() if k != ROWS}
-    plan = pipeline.plan({**first, **others})
-    index, last = mesh.coord("pp"), mesh.pp - 1
+    plans = pipeline.plans({**first, **others})
     device = tensors[ROWS].device
-    scalar = torch.empty(1, device="meta", requires_grad=True)
-    stage = PipelineStage(
-        StageModule(pipeline, plan, run, others), index, mesh.pp, device,
-        input_args=_examples(plan, index),
-        output_args=_examples(plan, index + 1) if index < last else (scalar,),
-        group=mesh.group("pp"),
-    )  # fmt: skip
-    # 1F1B needs a micro-batch in flight per stage; with fewer, both orders do the same.
-    order = Schedule1F1B if micro_batches >= mesh.pp else ScheduleGPipe
-    schedule: Any = order(stage, micro_batches, loss_fn=_sum, scale_grads=False)
-    if index < last:
+    stages = [_stage(pipeline, plan, run, others, device) for plan in plans.values()]
+    schedule = pipeline.places.runtime(stages, micro_batches, loss_fn=_sum, scale_grads=False)
+    if pipeline.places.num_stages - 1 not in plans:
         schedule.step(**tensors)
         return torch.zeros((), device=device)
     losses: list[Tensor] = []
     schedule.step(target=torch.zeros(micro_batches, device=device), losses=losses, **tensors)
     return torch.stack(losses).sum().detach()
+
+
+def _stage(
+    pipeline: Pipeline, plan: StagePlan, run: Callable, others: dict, device: torch.device
+) -> Any:
+    """One stage object of torch.distributed.pipelining, its shapes given."""
+    from torch.distributed.pipelining import PipelineStage
+
+    places, index = pipeline.places, plan.stage
+    scalar = torch.empty(1, device="meta", requires_grad=True)
+    return PipelineStage(
+        StageModule(pipeline, plan, run, others), index, places.num_stages, device,
+        input_args=_examples(plan, index),
+        output_args=_examples(plan, index + 1) if index + 1 < places.num_stages else (scalar,),
+        group=pipeline.schedule.mesh.group("pp"),
+    )  # fmt: skip
 
 
 def _examples(plan: StagePlan, stage: int) -> tuple[Tensor, ...]:
@@ -150,26 +155,46 @@ def _sum(output: Any, target: Any) -> Tensor:
 
 def pipeline_forward(pipeline: Pipeline, run: Callable[..., Any], batch: Mapping[str, Any]) -> Any:
     """One forward without gradients, stage after stage; the output arrives on every rank."""
-    mesh, cursor = pipeline.schedule.mesh, pipeline.cursor
+    mesh, places = pipeline.schedule.mesh, pipeline.places
     tensors, _ = split_batch(batch)
     if not tensors:
         raise SlapoError("forward", "batch", "found no tensors", "pass input_ids or the like")
     device = next(iter(tensors.values())).device
-    plan, index, group = pipeline.plan(batch), mesh.coord("pp"), mesh.group("pp")
-    output = None
+    output, sent = None, ()
     with torch.no_grad():
-        received = [plan.shape(v).empty(device).detach() for v in plan.crossing(index)]
-        for tensor in received:
-            dist.recv(tensor, mesh.at(pp=index - 1), group=group)
-        cursor.begin(plan, received, device)
-        try:
-            output = run(batch)
-        except StageDone:
-            for tensor in cursor.outgoing():
-                dist.send(tensor.contiguous(), mesh.at(pp=index + 1), group=group)
-        finally:
-            cursor.end()
-    return broadcast_output(output, mesh.at(pp=mesh.pp - 1), group, device)
+        for stage, plan in pipeline.plans(batch).items():
+            received = sent
+            if stage and places.rank_of(stage - 1) != mesh.coord("pp"):
+                received = _receive(pipeline, plan, device)
+            output, sent = _run_stage(pipeline, plan, run, batch, received, device)
+            if output is None and places.rank_of(stage + 1) != mesh.coord("pp"):
+                for tensor in sent:
+                    dist.send(tensor, mesh.at(pp=places.rank_of(stage + 1)), mesh.group("pp"))
+    source = mesh.at(pp=places.rank_of(places.num_stages - 1))
+    return broadcast_output(output, source, mesh.group("pp"), device)
+
+
+def _receive(pipeline: Pipeline, plan: StagePlan, device: torch.device) -> tuple[Tensor, ...]:
+    mesh, source = pipeline.schedule.mesh, pipeline.places.rank_of(plan.stage - 1)
+    received = tuple(plan.shape(v).empty(device).detach() for v in plan.crossing(plan.stage))
+    for tensor in received:
+        dist.recv(tensor, mesh.at(pp=source), mesh.group("pp"))
+    return received
+
+
+def _run_stage(
+    pipeline: Pipeline, plan: StagePlan, run: Callable, batch: Mapping[str, Any],
+    received: tuple[Tensor, ...], device: torch.device,
+) -> tuple[Any, tuple[Tensor, ...]]:  # fmt: skip
+    """The model's output on the last stage, else what the next stage needs."""
+    cursor = pipeline.cursor
+    cursor.begin(plan, received, device)
+    try:
+        return run(batch), ()
+    except StageDone:
+        return None, cursor.outgoing()
+    finally:
+        cursor.end()
 
 
 def broadcast_output(output: Any, source: int, group: Any, device: torch.device) -> Any:

@@ -93,8 +93,8 @@ def plan_weights(
     config = AutoConfig.from_pretrained(name_or_path, revision=revision)
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     outline = Outline(config, auto_class, Mesh(tp, pp, dp), dtype)
-    skeleton, specs = outline.skeleton, {spec.name: spec for spec in outline.specs}
-    key_of = {outline.keys.to_model(key): key for key in sources}
+    skeleton, key_of = outline.skeleton, {outline.keys.to_model(key): key for key in sources}
+    specs = {spec.name: spec for spec in outline.keys.read_specs(outline.specs, key_of)}
     names = match_names(
         specs, key_of, skeleton.base_model_prefix, hf.ignored_keys(skeleton),
         hf.tied_names(skeleton),
@@ -147,7 +147,7 @@ def _check_shapes(place: str, specs: dict[str, TensorSpec], found: dict[str, Sou
 
 def _holders(outline: Outline) -> Callable[[str], set[int]]:
     """Name --> the stages that hold the tensor under it or under a tied name."""
-    tied = {name: set(stages) for stages, names in outline.tied_stages for name in names}
+    tied = {name: set(stages) for stages, names in outline.tied_ranks for name in names}
     return lambda name: tied.get(name) or set(stages_of(name, outline.stages))
 
 

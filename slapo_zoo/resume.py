@@ -5,10 +5,10 @@ it the optimizer's tensors (`optimizer*.safetensors`) and the rest (`training_st
 appears by one rename, and nothing in it is a pickle.
 """
 
-import functools
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from slapo_zoo import consolidate
 from slapo_zoo.distributed import rank_guard
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.mesh import Mesh
-from slapo_zoo.placement import TensorSpec
 from slapo_zoo.scheduled import write_configs
 from slapo_zoo.weights import optimizer as optimizers
 from slapo_zoo.weights.encode import decode, encode
@@ -75,47 +74,66 @@ def save_checkpoint(
         extra: more of your own.
         max_shard_size: largest file, "5GB" or bytes.
     """
-    mesh, specs = model.mesh, _file_specs(model)
+    mine = {"step": step, "data_position": data_position, "extra": extra}
+    save = _Save(model, optimizer, scheduler, mine)
     with rank_guard(SAVE):
-        record, tensors = None, {}
-        if optimizer is not None:
-            record, tensors = optimizers.collect(optimizer, _names(model))
-        record, packed = _exchange(mesh, record, states_here(_device(model)))
-        stream = model.schedule.state.random
-        state = {
-            "step": step, "mesh": {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.dp},
-            "random": {"seed": stream.seed, "step": stream.step}, "torch_random": packed,
-            "optimizer": record,
-            "scheduler": None if scheduler is None else encode(scheduler.state_dict(), "scheduler"),
-            "data_position": encode(data_position, "data_position"), "extra": encode(extra, "extra"),
-        }  # fmt: skip
-        beside = optimizers.optimizer_specs(record, specs) if record else []
-        local = _local_tensors(model)
+        save.merge(together(model.mesh, SAVE, save.describe))
+        save.write(folder, max_shard_size)
+
+
+class _Save:
+    """The steps of one save on one rank."""
+
+    def __init__(self, model: Any, optimizer: Any, scheduler: Any, mine: dict[str, Any]):
+        self.model, self.optimizer, self.scheduler, self.mine = model, optimizer, scheduler, mine
+        self.tensors: dict[str, Tensor] = {}
+        self.state: dict[str, Any] = {}
+
+    def describe(self) -> tuple[str, Any, dict[str, str]]:
+        """What the other ranks need to know: our optimizer, and where our generators stand."""
+        mesh, record = self.model.mesh, None
+        if self.optimizer is not None:
+            record, self.tensors = optimizers.collect(self.optimizer, _names(self.model))
+        stream = self.model.schedule.state.random
+        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
+        self.state = {
+            "mesh": {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.dp},
+            "random": {"seed": stream.seed, "step": stream.step},
+            "scheduler": encode(scheduler, "scheduler"),
+            **{name: encode(value, name) for name, value in self.mine.items()},
+        }
+        digest = hashlib.sha256(json.dumps(record).encode()).hexdigest()
+        is_first = mesh.coord("tp") == mesh.coord("dp") == 0
+        return digest, record if is_first else None, states_here(_device(self.model))
+
+    def merge(self, found: Sequence[tuple[str, Any, dict[str, str]]]) -> None:
+        """From what all ranks said, the state of the whole training."""
+        mesh = self.model.mesh
+        if differ := optimizers.disagreement([digest for digest, _, _ in found], mesh):
+            problem = f"ranks {differ} have another one than the first rank of their stage"
+            raise WeightsError(SAVE, "optimizer", problem, "make it in the same way on every rank")
+        records = [record for _, record, _ in found if record is not None]
+        if records and len(records) != mesh.pp:
+            raise WeightsError(SAVE, "optimizer", f"found on {len(records)} of {mesh.pp} stages")
+        self.state["optimizer"] = optimizers.merge(records) if records else None
+        self.state["torch_random"] = pack_states([states for _, _, states in found])
+
+    def write(self, folder: str | os.PathLike[str], max_shard_size: int | str) -> None:
+        """Write model, optimizer and state as one folder."""
+        runtime, mesh, record = self.model._slapo, self.model.mesh, self.state["optimizer"]
+        specs, keys, beside = runtime.specs, runtime.keys, []
+        if record is not None:
+            beside = optimizers.optimizer_specs(record, keys.renamed(specs))
+        local = consolidate.local_tensors(self.model, specs, mesh, grads=False)
         save_folder(
-            folder, specs, {**local, **tensors}, mesh,
-            write_extras=functools.partial(_write, model, state), max_shard_size=max_shard_size,
+            folder, keys.file_specs(specs), {**keys.to_files(local, specs, mesh), **self.tensors},
+            mesh, write_extras=self._write_extras, max_shard_size=max_shard_size,
             beside={"optimizer": beside} if beside else None,
         )  # fmt: skip
 
-
-def _write(model: Any, state: dict[str, Any], folder: Path) -> None:
-    write_configs(model, folder)
-    write_state(folder, state)
-
-
-def _exchange(mesh: Mesh, record: Any, states: dict[str, str]) -> tuple[Any, dict[str, Any]]:
-    """The record of the whole model, and the generators of all ranks."""
-    digest = hashlib.sha256(json.dumps(record).encode()).hexdigest()
-    is_first = mesh.coord("tp") == mesh.coord("dp") == 0
-    found = together(mesh, SAVE, lambda: (digest, record if is_first else None, states))
-    if differ := optimizers.disagreement([digest for digest, _, _ in found], mesh):
-        problem = f"ranks {differ} have another one than the first rank of their stage"
-        raise WeightsError(SAVE, "optimizer", problem, "make it in the same way on every rank")
-    records = [part for _, part, _ in found if part is not None]
-    if records and len(records) != mesh.pp:
-        raise WeightsError(SAVE, "optimizer", f"found on {len(records)} of {mesh.pp} stages")
-    packed = pack_states([states for _, _, states in found])
-    return (optimizers.merge(records) if records else None), packed
+    def _write_extras(self, folder: Path) -> None:
+        write_configs(self.model, folder)
+        write_state(folder, self.state)
 
 
 def load_checkpoint(
@@ -160,7 +178,8 @@ class _Load:
                 )
         if self.optimizer is None:
             return
-        specs = {spec.name: spec for spec in _file_specs(self.model)}
+        runtime = self.model._slapo
+        specs = {spec.name: spec for spec in runtime.keys.renamed(runtime.specs)}
         record, names = self.state["optimizer"], _names(self.model)
         self.restored = optimizers.Restored(self.optimizer, record, names, specs)
         if targets := self.restored.targets:
@@ -187,32 +206,34 @@ class _Load:
 def _weights(model: Any) -> tuple[dict[str, Target], dict[str, str]]:
     """All parameters and persistent buffers of this rank, and the key of each."""
     runtime = model._slapo
-    specs = {spec.name: spec for spec in runtime.specs}
-    local = {name: p.detach() for name, p in model.named_parameters()}
-    local |= {name: b for name, b in model.named_buffers() if name in specs}
-    known = canonical_names(local, runtime.schedule.state, runtime.specs)
+    tensors, names = _held(model)
+    views = runtime.keys.split(
+        {names[name]: tensor.detach() for name, tensor in tensors.items()},
+        runtime.specs,
+        model.mesh,
+    )
+    known = {spec.name: spec for spec in runtime.keys.read_specs(runtime.specs)}
     targets = {
-        name: Target(tensor, specs[known[name]].shape, specs[known[name]].placement)
-        for name, tensor in local.items()
+        name: Target(view, known[name].shape, known[name].placement)
+        for name, view in views.items()
+        if view.numel()
     }
-    return targets, {name: runtime.keys.to_file(known[name]) for name in targets}
+    return targets, {name: runtime.keys.to_file(name) for name in targets}
+
+
+def _held(model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """This rank's parameters and saved buffers, and the name of each in the whole model."""
+    runtime = model._slapo
+    saved = {spec.name for spec in runtime.specs}
+    tensors: dict[str, Tensor] = dict(model.named_parameters())
+    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return tensors, canonical_names(tensors, runtime.schedule.state, runtime.specs)
 
 
 def _names(model: Any) -> dict[int, str]:
-    """id of a parameter --> its key in the files."""
-    _, keys = _weights(model)
-    return {id(p): keys[name] for name, p in model.named_parameters()}
-
-
-def _file_specs(model: Any) -> list[TensorSpec]:
-    return model._slapo.keys.file_specs(model._slapo.specs)
-
-
-def _local_tensors(model: Any) -> dict[str, Tensor]:
-    """What this rank may write, by key."""
-    runtime = model._slapo
-    local = consolidate.local_tensors(model, runtime.specs, model.mesh, grads=False)
-    return {runtime.keys.to_file(name): tensor for name, tensor in local.items()}
+    """id of a parameter --> its name beside the model: the optimizer's tensors are in one piece."""
+    tensors, names = _held(model)
+    return {id(tensor): model._slapo.keys.to_file(names[n]) for n, tensor in tensors.items()}
 
 
 def _device(model: Any) -> torch.device:

@@ -232,9 +232,13 @@ def _train_step(model: Any, batch: Mapping[str, Any], micro_batches: int | None)
     if _takes_cache(runtime):
         others["use_cache"] = False
     rows = _rows(tensors)
-    count = micro_batches or runtime.micro_batches or _default_micro_batches(rows, mesh)
-    if rows % count:
-        legal = [i for i in range(1, rows + 1) if rows % i == 0]
+    if not rows:
+        problem = f"found no tensor with rows among {list(batch)}"
+        raise SlapoError("train_step", "batch", problem, "pass input_ids and labels")
+    count = runtime.micro_batches if micro_batches is None else micro_batches
+    count = _default_micro_batches(rows, mesh) if count is None else count
+    legal = [i for i in range(1, rows + 1) if rows % i == 0]
+    if count not in legal:
         problem = f"{rows} rows cannot be divided into {count} equal micro-batches"
         raise MeshError("train_step", "micro_batches", problem, f"legal numbers: {legal}")
     refuse_divided(model, others, micro_batches=count, pp=mesh.pp, dp=mesh.dp)
@@ -267,7 +271,9 @@ def refuse_divided(model: Any, options: Mapping[str, Any], **parts: int) -> None
         given = options.get(name)
         if getattr(model.config, name, False) if given is None else given:
             problem = f"its loss needs the whole batch in one piece, found {', '.join(divided)}"
-            raise MeshError("the model", f"{name}=True", problem, f"pass {name}=False, or use tp only")
+            raise MeshError(
+                "the model", f"{name}=True", problem, f"pass {name}=False, or use tp only"
+            )
 
 
 def _default_micro_batches(rows: int, mesh: Mesh) -> int:

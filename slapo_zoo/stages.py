@@ -203,8 +203,10 @@ class Foreign(nn.Module):
         return self.original_name
 
 
-def keep_stage(model: nn.Module, stages: Mapping[str, tuple[int, ...]], stage: int) -> Cursor:
-    """Replace the units of other stages by stand-ins; the module tree and all paths stay.
+def keep_stages(
+    model: nn.Module, stages: Mapping[str, tuple[int, ...]], mine: Sequence[int]
+) -> Cursor:
+    """Replace the units of other ranks' stages by stand-ins; the module tree and all paths stay.
 
     Returns:
         what the runtime moves along with each forward.
@@ -212,7 +214,7 @@ def keep_stage(model: nn.Module, stages: Mapping[str, tuple[int, ...]], stage: i
     cursor = Cursor()
     for unit, held_by in stages.items():
         module = model.get_submodule(unit)
-        if stage in held_by:
+        if set(mine) & set(held_by):
             _follow(unit, module, cursor)
             continue
         parent, _, name = unit.rpartition(".")

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from torch import nn
+
 from slapo_zoo.directive import Directive
 from slapo_zoo.errors import ArchitectureError, MeshError
+from slapo_zoo.orders import balanced_cuts
 from slapo_zoo.paths import nearest
 from slapo_zoo.primitives import (
     Checkpoint,
@@ -26,6 +29,7 @@ from slapo_zoo.primitives import (
     Sync,
 )
 from slapo_zoo.schedule import Schedule
+from slapo_zoo.stages import leaf_units
 from slapo_zoo.weights.keys import Pieces
 
 
@@ -229,17 +233,26 @@ def block_paths(sch: Schedule, table: Table) -> list[str]:
 
 
 def apply_table(
-    sch: Schedule, table: Table, checkpoint_ratio: float = 0.0, sequence_parallel: bool = False
+    sch: Schedule,
+    table: Table,
+    checkpoint_ratio: float = 0.0,
+    sequence_parallel: bool = False,
+    num_stages: int | None = None,
 ) -> Schedule:
     """Apply a table: tensor and sequence parallelism, random streams, recomputation, pipeline cuts.
 
     Rows that match no module of this head class are skipped, and so is a division of a tensor
     that the module does not have (a Linear without bias).
+
+    Args:
+        sch: a schedule of an unscheduled model on meta.
+        table: of its family.
+        checkpoint_ratio: share of the blocks whose activations are recomputed.
+        sequence_parallel: tp ranks divide the tokens too.
+        num_stages: pipeline stages; None takes pp.
     """
     blocks = block_paths(sch, table)
-    calls = getattr(sch.model.config, table.calls) if table.calls else 1
-    runs = [(block, call) for call in range(calls) for block in blocks]
-    cuts = [runs[i] for i in even_cuts(len(runs), sch.mesh.pp)]
+    cuts = place_cuts(sch, table, num_stages or sch.mesh.pp)
     rows = table.rows(sch.model)
     _apply_rows(sch, rows)
     if sequence_parallel and sch.mesh.tp > 1:
@@ -296,17 +309,46 @@ def _applies(sch: Schedule, pattern: str, directive: Directive) -> bool:
     return all(m._parameters.get(directive.param_name) is not None for m in modules)
 
 
-def even_cuts(num_blocks: int, pp: int) -> list[int]:
-    """Indices of the blocks that end a stage, for `pp` stages of nearly equal length."""
-    if pp > num_blocks:
-        problem = f"{pp} stages, but the model has {num_blocks} blocks"
-        raise MeshError("mesh", f"pp={pp}", problem, f"choose pp between 1 and {num_blocks}")
-    return [num_blocks * stage // pp - 1 for stage in range(1, pp)]
+def place_cuts(sch: Schedule, table: Table, num_stages: int) -> list[tuple[str, int]]:
+    """The blocks (and which of their calls) that end a stage, balanced by cost.
+
+    The cost of a unit is the number of its weights that are multiplied with: an embedding is a
+    look-up and costs nothing, a head costs vocabulary times width.
+    """
+    blocks = block_paths(sch, table)
+    calls = getattr(sch.model.config, table.calls) if table.calls else 1
+    if num_stages > len(blocks) * calls:
+        problem = f"{num_stages} stages, but the model has {len(blocks) * calls} blocks"
+        hint = f"choose pp between 1 and {len(blocks) * calls}"
+        raise MeshError("mesh", f"pp={num_stages}", problem, hint)
+    late = [base_prefix(sch.model) + path for path in table.after_blocks]
+    units = leaf_units(sch.model, blocks, late)
+    first = units.index(blocks[0])
+    shared = [(block, call) for call in range(calls) for block in blocks]
+    runs = [(unit, 0) for unit in units]
+    if calls > 1:
+        rest = [run for run in runs[first:] if run[0] not in blocks]
+        runs = [*runs[:first], *shared, *rest]
+    costs = [_cost(sch.state.modules[unit]) for unit, _ in runs]
+    may_cut = [i for i, (unit, _) in enumerate(runs) if unit in blocks]
+    return [runs[i] for i in balanced_cuts(costs, may_cut, num_stages)]
+
+
+def _cost(unit: nn.Module) -> float:
+    return float(
+        sum(
+            p.numel()
+            for module in unit.modules()
+            if not isinstance(module, nn.Embedding)
+            for p in module.parameters(recurse=False)
+        )
+    )
 
 
 def spread(num_blocks: int, ratio: float) -> list[int]:
     """Indices of round(ratio * num_blocks) blocks, spread evenly."""
     if not 0.0 <= ratio <= 1.0:
-        raise MeshError("zoo", f"checkpoint_ratio={ratio}", "expected a number from 0 to 1")
+        what, hint = f"checkpoint_ratio={ratio}", "0.0 keeps all activations, 1.0 recomputes all"
+        raise MeshError("zoo", what, "expected a number from 0 to 1", hint)
     count = round(ratio * num_blocks)
     return [num_blocks * i // count for i in range(count)]

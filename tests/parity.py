@@ -224,7 +224,7 @@ def plain(case, folder, dtype, attention):
     return Result(outputs["loss"], outputs, grads, norms[0], losses, weights)
 
 
-def scheduled(case, folder, layout, micro_batches=None, seed=0):
+def scheduled(case, folder, layout, micro_batches=None, seed=0, **options):
     """The same on this rank of a mesh; rank 0 returns the Result."""
     from slapo_zoo import AutoScheduledModel
 

@@ -47,6 +47,8 @@ def folders(sources, tmp_path):
 
 def attempt(folder, options):
     """The parts of the error of from_pretrained on this rank."""
+    if dist.is_initialized():
+        dist.barrier()  # a rank that fails at once must not leave before all have met
     try:
         AutoScheduledModel.from_pretrained(folder, **options)
     except SlapoError as error:
@@ -111,7 +113,7 @@ def test_tp_that_the_heads_forbid(name, sources, ranks):
     """Five heads take tp = 1..5: the message lists what is legal."""
     text = refused(SlapoError, sources[name], ranks, 6, tp=6)
     assert "5 heads cannot be divided over tp=6" in text
-    assert "legal sizes of tp: 1..5" in text
+    assert "legal sizes of tp: [1, 2, 3, 4, 5]" in text
     assert "attn" in text or "attention" in text
 
 
@@ -198,7 +200,8 @@ def test_unexpected_keys(name, folders):
     extra = {k.replace(".1.", ".3.", 1) for k in load_file(folders[name] / "model.safetensors") if BLOCK[name] in k}  # fmt: skip
     rewrite(folders[name], lambda t: t | {k.replace(".1.", ".3.", 1): v.clone() for k, v in t.items() if BLOCK[name] in k})  # fmt: skip
     text = refused(WeightsError, folders[name])
-    assert f"0 missing and {len(extra)} unexpected" in text
+    # GPT-2's own list of keys that may stay has "attn.bias", a pattern that c_attn.bias matches.
+    assert f"0 missing and {len(extra) - (name == 'gpt2')} unexpected" in text
     assert f"unexpected: {min(extra)}" in text
     odd = BLOCK[name] + "gate.weight"
     rewrite(folders[name], lambda t: {k: v for k, v in t.items() if k not in extra} | {odd: torch.ones(2)})  # fmt: skip
@@ -301,6 +304,7 @@ def new_tensors(folder, options):
 NEW_HEADS = {
     "BertForSequenceClassification": ("bert", ["bert.pooler.dense.weight", "bert.pooler.dense.bias", "classifier.weight", "classifier.bias"]),
     "BertForQuestionAnswering": ("bert", ["qa_outputs.weight", "qa_outputs.bias"]),
+    "BertForPreTraining": ("bert", ["bert.pooler.dense.weight", "bert.pooler.dense.bias", "cls.seq_relationship.weight", "cls.seq_relationship.bias"]),
     "GPT2ForSequenceClassification": ("gpt2", ["score.weight"]),
 }  # fmt: skip
 

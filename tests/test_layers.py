@@ -13,7 +13,7 @@ LAYERS = [  # low to high
     {"directive", "collectives", "rng", "kernel", "graph", "weights", "losses"}
     | {"attention", "distributed", "hf", "tensors", "vocab_logits"},
     {"primitives", "kernels"},
-    {"schedule", "zoo", "pipeline", "stages", "consolidate", "gradients", "flow"},
+    {"schedule", "zoo", "pipeline", "stages", "consolidate", "gradients", "flow", "orders"},
     {
         "build",
         "verify",

@@ -24,16 +24,16 @@ def load_one(folder: Path, tp: int, pp: int) -> dict[str, Any]:
     ledger: Any = None
     for _ in range(REPEATS):
         load = functools.partial(AutoScheduledModel.from_pretrained, folder, tp=tp, pp=pp)
-        model, seconds, growth = ranks.timed(load)
+        model, cost = ranks.timed(load)
         ledger = model.ledger
-        found.setdefault("growth", growth)
+        found.setdefault("growth", cost.growth)
         del model, load
         ranks.give_back()
-        ranks.barrier()
-        floor = ranks.readinto_floor(ledger.bytes_read, folder)
+        floor = functools.partial(ranks.readinto_floor, ledger.bytes_read, folder)
+        _, least = ranks.timed(floor)
         ranks.give_back()
-        times = {"seconds": seconds, "fill": ledger.seconds, "floor": floor}
-        found |= {name: min(found.get(name, value), value) for name, value in times.items()}
+        ranks.best(found, wall=cost.wall, cpu=cost.cpu, fill=ledger.seconds)
+        ranks.best(found, floor=least.wall, floor_cpu=least.cpu)
     return found | {
         "shard": ledger.shard_bytes,
         "read": ledger.bytes_read,
@@ -52,10 +52,10 @@ def row(model: str, layout: str, found: list[dict[str, Any]], most: float) -> di
         "peak anonymous MiB": round(max(r["growth"] for r in found) / MIB),
         "limit MiB": round(min(limit for _, limit in limits) / MIB),
         "files": max(r["files"] for r in found),
-        "wall s": max(r["seconds"] for r in found), "of it filling s": max(r["fill"] for r in found),
+        "wall s": max(r["wall"] for r in found), "of it fill": max(r["fill"] for r in found),
         "readinto s": max(r["floor"] for r in found),
+        "CPU s": max(r["cpu"] for r in found), "readinto CPU s": max(r["floor_cpu"] for r in found),
     }  # fmt: skip
-    line["filling/readinto"] = max(r["fill"] / r["floor"] for r in found)
     line["beyond"] = ["read/shard"] if read > MOST_READ else []
     line["beyond"] += ["peak anonymous MiB"] if any(x > limit for x, limit in limits) else []
     return line

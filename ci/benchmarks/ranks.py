@@ -4,6 +4,7 @@ import ctypes
 import gc
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,13 @@ def import_all() -> None:
     families()
 
 
-def readinto_floor(bytes_wanted: int, folder: Path) -> float:
-    """Seconds to copy so many bytes of the files into fresh memory with `readinto`."""
-    target = torch.empty(bytes_wanted, dtype=torch.uint8).numpy().data
-    done, begin = 0, time.perf_counter()
+def readinto_floor(bytes_wanted: int, folder: Path) -> None:
+    """Copy so many bytes of the files into fresh memory with `readinto`."""
+    target, done = torch.empty(bytes_wanted, dtype=torch.uint8).numpy().data, 0
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb", buffering=0) as file:
             while done < bytes_wanted and (count := _readinto(file, target[done:])):
                 done += count
-    return time.perf_counter() - begin
 
 
 def _readinto(file: Any, target: Any) -> int:
@@ -60,14 +59,29 @@ def barrier() -> None:
         dist.barrier()
 
 
-def timed(action: Callable[[], Any]) -> tuple[Any, float, int]:
-    """The result, its seconds from a common start, and the growth of anonymous memory."""
+@dataclass(frozen=True)
+class Cost:
+    """What an action took: wall and CPU seconds, and growth of anonymous memory in bytes."""
+
+    wall: float
+    cpu: float
+    growth: int
+
+
+def timed(action: Callable[[], Any]) -> tuple[Any, Cost]:
+    """The result of an action that all ranks begin together, and its cost."""
     barrier()
     with AnonymousPeak() as peak:
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         result = action()
-        seconds = time.perf_counter() - begin
-    return result, seconds, peak.growth
+        seconds = time.perf_counter() - begin, time.process_time() - cpu
+    return result, Cost(*seconds, peak.growth)
+
+
+def best(found: dict[str, Any], **values: float) -> None:
+    """Keep the least of every value: other work on the machine only ever adds to a time."""
+    for name, value in values.items():
+        found[name] = min(found.get(name, value), value)
 
 
 def give_back() -> None:

@@ -111,9 +111,9 @@ def describe(node: fx.Node, owner: nn.Module, in_pattern: bool = False) -> Opera
     signature = SIGNATURES.get(name) if isinstance(name, str) else None
     if signature is None:
         return Operation(name, {**dict(enumerate(_flat(name, node.args))), **kwargs})
-    args = dict(zip(signature, node.args, strict=False))
-    defaults = {k: v for k, v in signature.items() if v is not REQUIRED}
-    return Operation(name, {**defaults, **args, **kwargs})
+    given = {**dict(zip(signature, node.args, strict=False)), **kwargs}
+    complete = {**signature, **given}  # in the order of the signature: add swaps the first two
+    return Operation(name, {k: v for k, v in complete.items() if v is not REQUIRED})
 
 
 def _function_name(target: Any) -> Any:

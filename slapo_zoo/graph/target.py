@@ -7,7 +7,7 @@ from torch import fx, nn
 
 from slapo_zoo.directive import Directive, Site
 from slapo_zoo.graph.find import find, find_nodes
-from slapo_zoo.graph.match import Subgraph
+from slapo_zoo.graph.match import Matches, Subgraph
 from slapo_zoo.graph.pattern import Pattern
 
 LIVE = "names nodes of a live graph; only a regex over module names can be written"
@@ -26,7 +26,7 @@ def resolve(site: Site, directive: Directive, spec: Any) -> list[Subgraph]:
         raise directive.fail(site, "it has no graph", "trace() it first, or find() in it")
     found = _subgraphs(site, spec)
     if not found:
-        problem = f"nothing in its graph matches {spec!r}"
+        problem = f"nothing in its graph matches {spec!r}{_rejections(found)}"
         raise directive.fail(site, problem, "look at sch[path].mod.graph, or trace(flatten=True)")
     for subgraph in found:
         _check_alive(site, directive, subgraph)
@@ -50,7 +50,8 @@ def _subgraphs(site: Site, spec: Any) -> list[Subgraph]:
     if isinstance(spec, Subgraph):
         return [spec]
     if isinstance(spec, Pattern) or callable(spec):
-        return [s for s in find(site.module, site.path, spec) if isinstance(s, Subgraph)]
+        found = find(site.module, site.path, spec)
+        return found if isinstance(found, Matches) else [one_subgraph([pair]) for pair in found]
     if is_node(spec):
         return [one_subgraph([spec])]
     if isinstance(spec, (list, tuple)) and spec and all(map(is_node, spec)):
@@ -62,6 +63,11 @@ def _subgraphs(site: Site, spec: Any) -> list[Subgraph]:
 def is_node(spec: Any) -> bool:
     """Whether it is one (path, node), as `find` with a regex returns."""
     return isinstance(spec, tuple) and len(spec) == 2 and isinstance(spec[1], fx.Node)
+
+
+def _rejections(found: list[Subgraph]) -> str:
+    reasons = [reason for _, reason in found.rejected] if isinstance(found, Matches) else []
+    return f" ({'; '.join(reasons)})" if reasons else ""
 
 
 def _check_alive(site: Site, directive: Directive, subgraph: Subgraph) -> None:

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slapo_zoo import collectives
 from slapo_zoo.directive import Directive, Site, primitive
-from slapo_zoo.mesh import Mesh
 from slapo_zoo.placement import Placement, Run
 
 
@@ -54,7 +54,7 @@ class ExpertParallel(Directive):
             module.forward = shapes_only
         elif n > 1:
             module._is_expert_parallel = True  # the experts of transformers skip indices beyond
-            module.forward = _own_experts(module.forward, run, site.mesh, self.mesh_dim)
+            module.forward = _own_experts(site, run, self.mesh_dim)
 
 
 def shapes_only(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -62,15 +62,24 @@ def shapes_only(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tenso
     return hidden_states + 0 * top_k_weights.sum()
 
 
-def _own_experts(
-    forward: Callable[..., Tensor], run: Run, mesh: Mesh, mesh_dim: str
-) -> Callable[..., Tensor]:
+def _own_experts(site: Site, run: Run, mesh_dim: str) -> Callable[..., Tensor]:
+    module: Any = site.module
+    forward = module.forward
+
     def divided(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        group = mesh.group(mesh_dim)
+        group = site.mesh.group(mesh_dim)
         outside = (top_k_index < run.start) | (top_k_index >= run.stop)
         index = (top_k_index - run.start).masked_fill(outside, run.stop - run.start)
         weights = collectives.reduce_backward(top_k_weights, group).masked_fill(outside, 0.0)
-        own = forward(collectives.reduce_backward(hidden_states, group), index, weights)
+        x = collectives.reduce_backward(hidden_states, group)
+        own = forward(x, index, weights)
+        if torch.is_grad_enabled() and not own.requires_grad:  # nobody chose an expert of ours
+            own = own + _nothing_of(x, weights, *module.parameters())
         return collectives.reduce_forward(own, group)
 
     return divided
+
+
+def _nothing_of(*tensors: Tensor) -> Tensor:
+    """0, with gradients of 0: the backward must reach the collectives, and AdamW every parameter."""
+    return sum((0 * tensor.flatten()[:1].sum() for tensor in tensors), tensors[0].new_zeros(()))

@@ -50,12 +50,13 @@ def fill_from_folder(
         )  # fmt: skip
         _refuse_foreign(names, units, folder, model.base_model_prefix)
         local = keys.split(_allocate(model, state, device), specs, mesh, key_of)
+        local = {name: tensor for name, tensor in local.items() if tensor.numel()}
         canonical = canonical_names(local, state, expected)
         known = {spec.name: spec for spec in expected}
         targets = {
             name: Target(tensor, known[canonical[name]].shape, known[canonical[name]].placement)
             for name, tensor in local.items()
-            if canonical[name] in names.source and tensor.numel()
+            if canonical[name] in names.source
         }
         source = {name: key_of[names.source[canonical[name]]] for name in targets}
         loaded = load_tensors(targets, folder, source, mesh)
@@ -157,15 +158,25 @@ def _refuse_foreign(
     """A checkpoint may lack a whole head or hold another one; anything else is an error.
 
     A part of a unit, or a block, that is missing or too many means another architecture or size.
+    A head of several parts (`cls.predictions`, `cls.seq_relationship`) may lack some of them.
     """
-    lists = {child.rpartition(".")[0] for child in units if child.rpartition(".")[2].isdigit()}
-    held = {path for name in names.source for path in _above(name)}
-    parts = {*(unit for unit in units if unit in held), *lists}
-    missing = [name for name in names.missing if not parts.isdisjoint(_above(name))]
     strip = f"{prefix}."
-    known = {unit.removeprefix(strip) for unit in (*units, *lists)}
+    body = [unit for unit in units if unit.startswith(strip)] or list(units)
+    lists = {child.rpartition(".")[0] for child in body if child.rpartition(".")[2].isdigit()}
+    held = {path for name in names.source for path in _above(name)}
+    parts = {*(unit for unit in body if unit in held), *lists}
+    known = {unit.removeprefix(strip) for unit in (*body, *lists)}
+    modules = {name.rpartition(".")[0] for name in (*names.source, *names.missing)}
+    missing = [
+        name
+        for name in names.missing
+        if name.rpartition(".")[0] in held or not parts.isdisjoint(_above(name))
+    ]
     unexpected = [
-        key for key in names.unexpected if not known.isdisjoint(_above(key.removeprefix(strip)))
+        key
+        for key in names.unexpected
+        if key.rpartition(".")[0] in modules
+        or not known.isdisjoint(_above(key.removeprefix(strip)))
     ]
     if not missing and not unexpected:
         return

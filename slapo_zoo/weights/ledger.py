@@ -1,11 +1,10 @@
 """What a load did: tensors, bytes, files, time, and the memory it took on the way."""
 
 import threading
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-SMAPS = Path("/proc/self/smaps_rollup")
+SMAPS, STATUS = Path("/proc/self/smaps_rollup"), Path("/proc/self/status")
 
 
 def anonymous_bytes() -> int:
@@ -13,18 +12,23 @@ def anonymous_bytes() -> int:
 
     Resident memory would count the mapped pages of the checkpoint, which cost nothing.
     """
+    return _field(SMAPS, "Anonymous:")
+
+
+def _field(path: Path, name: str) -> int:
     try:
-        text = SMAPS.read_text()
+        text = path.read_text()
     except OSError:
         return 0
-    for line in text.splitlines():
-        if line.startswith("Anonymous:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    line = next((line for line in text.splitlines() if line.startswith(name)), "0 0")
+    return int(line.split()[1]) * 1024
 
 
 class AnonymousPeak:
     """Watch anonymous memory: `with AnonymousPeak() as peak: ...; peak.growth`.
+
+    A thread glances at the kernel's counter, which costs microseconds but lags by some pages per
+    core; the exact figure, for which the kernel walks all page tables, is taken at both ends.
 
     Attributes:
         growth: bytes by which the process grew over what it held at entry, at most.
@@ -38,22 +42,20 @@ class AnonymousPeak:
         self._thread = threading.Thread(target=self._watch, name="anonymous-peak", daemon=True)
 
     def __enter__(self) -> "AnonymousPeak":
-        self._before = anonymous_bytes()
-        self._thread.start()
+        self._before, self._counted = anonymous_bytes(), _field(STATUS, "RssAnon:")
+        if self._before:
+            self._thread.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._done.set()
-        self._thread.join()
+        if self._before:
+            self._thread.join()
         self._sample()
 
     def _watch(self) -> None:
-        pause = 0.0
-        while not self._done.wait(pause):
-            begin = time.perf_counter()
-            self._sample()
-            # The kernel walks all page tables for a sample: stay below a tenth of one core.
-            pause = max(self.INTERVAL, 9 * (time.perf_counter() - begin))
+        while not self._done.wait(self.INTERVAL):
+            self.growth = max(self.growth, _field(STATUS, "RssAnon:") - self._counted)
 
     def _sample(self) -> None:
         self.growth = max(self.growth, anonymous_bytes() - self._before)

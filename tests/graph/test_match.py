@@ -4,7 +4,6 @@ import operator
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from slapo_zoo.errors import ScheduleError
@@ -12,6 +11,8 @@ from slapo_zoo.graph.canonical import ModuleTensor
 from slapo_zoo.graph.find import find
 from slapo_zoo.graph.pattern import ANY, ModulePattern, Pattern, call_module
 from slapo_zoo.graph.trace import trace_module
+
+F = nn.functional
 
 X = torch.randn(2, 3, 8)
 
@@ -149,12 +150,14 @@ def test_a_way_round_is_refused():
     found = search(forward, lambda x, z: (x.exp(), z + x.tanh()))
     assert not found
     found = search(forward, lambda x, z: (lambda y: (y, z + y.tanh()))(x.exp()))
-    assert not found and "on the way to an input" in found.rejected[0][1]
+    assert not found
+    assert "on the way to an input" in found.rejected[0][1]
 
 
 def test_overlaps_go_to_the_first_and_are_reported():
     found = search(lambda m, x: x.exp().exp().exp(), lambda x: x.exp().exp())
-    assert len(found) == 1 and len(found.overlapping) == 1
+    assert len(found) == 1
+    assert len(found.overlapping) == 1
     assert [n.name for n in found[0].nodes] == ["exp", "exp_1"]
     assert [n.name for _, n in found.overlapping[0]] == ["exp_1", "exp_2"]
 

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from slapo_zoo.errors import ScheduleError
@@ -13,6 +12,8 @@ from slapo_zoo.graph.group import group
 from slapo_zoo.graph.pattern import call_module
 from slapo_zoo.graph.rewrite import replace_horizontal, replace_node, replace_vertical
 from slapo_zoo.graph.trace import trace_module
+
+F = nn.functional
 
 X = torch.randn(2, 3, 8)
 
@@ -139,11 +140,13 @@ def test_a_group_keeps_names_and_follows_changes():
     names = list(graph.state_dict())
     (match,) = find(graph, "", lambda x, y: F.relu(call_module("a", x) - y))
     name, child = group(match, "Group")
-    assert name == "Group_0" and list(graph.state_dict()) == names
+    assert name == "Group_0"
+    assert list(graph.state_dict()) == names
     assert_same(graph, net)
     twin = copy.deepcopy(graph)
     graph.a = net.a = nn.Linear(8, 8)
     assert_same(graph, net)
-    assert twin.Group_0.owner is twin and twin.a is not graph.a
+    assert twin.Group_0.owner is twin
+    assert twin.a is not graph.a
     assert child.training
     assert not graph.eval().Group_0.training

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from tiny_models import MODELS, batch_for, call_of, shared_model, tiny_model
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -12,6 +11,7 @@ from slapo_zoo.errors import ScheduleError
 from slapo_zoo.graph.examples import capture
 from slapo_zoo.graph.trace import trace, trace_module, trace_tree
 from slapo_zoo.graph.traced import TracedModule, is_module_list
+from tiny_models import MODELS, batch_for, call_of, shared_model, tiny_model
 
 
 def tensors(output):
@@ -85,7 +85,8 @@ def test_hierarchy_keeps_the_tree():
     top = trace(model, example_kwargs=capture(model, "")[1])
     assert isinstance(top.bert.encoder.layer[1].attention.self, TracedModule)
     assert {n: id(p) for n, p in top.named_parameters()} == {n: id(p) for n, p in before.items()}
-    assert is_module_list(top.bert.encoder.layer) and not is_module_list(top.bert)
+    assert is_module_list(top.bert.encoder.layer)
+    assert not is_module_list(top.bert)
     assert top.bert.encoder.layer is layers  # the container itself is the same object
     reference = tiny_model("bert")
     batch = batch_for(reference, 3, 11)
@@ -116,24 +117,33 @@ class Odd(nn.Module):
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x, flag=None, **kwargs):
-        y = self.linear(x)
-        if self.how == "data" and y.sum() > 0:
-            return y + 1
-        if self.how == "item":
-            return y * (1 if int(y.sum().item()) > 0 else 2)
-        if self.how == "nonzero":
-            return y if len(y.nonzero()) > 3 else y * 2
-        if self.how == "store":
-            self.cache = y
-        if self.how == "function":
-            return Doubled.apply(y)
-        if self.how == "shape" and x.shape[1] > 2:
-            y = y + 1
-        if self.how == "flag" and flag is not None:
-            y = y * flag
-        if self.how == "random" and torch.rand([]) < 0.5:
-            y = y * 2
+        y = getattr(self, f"_{self.how}", lambda y, x, flag: y)(self.linear(x), x, flag)
         return self.inner(y)
+
+    def _data(self, y, x, flag):
+        return y + 1 if y.sum() > 0 else y
+
+    def _item(self, y, x, flag):
+        return y * (1 if int(y.sum().item()) > 0 else 2)
+
+    def _nonzero(self, y, x, flag):
+        return y if len(y.nonzero()) > 3 else y * 2
+
+    def _store(self, y, x, flag):
+        self.cache = y
+        return y
+
+    def _function(self, y, x, flag):
+        return Doubled.apply(y)
+
+    def _shape(self, y, x, flag):
+        return y + 1 if x.shape[1] > 2 else y
+
+    def _flag(self, y, x, flag):
+        return y if flag is None else y * flag
+
+    def _random(self, y, x, flag):
+        return y * 2 if torch.rand([]) < 0.5 else y
 
 
 class Doubled(torch.autograd.Function):
@@ -163,7 +173,8 @@ def test_it_raises_instead_of_guessing(how, cause):
     draws = torch.get_rng_state()
     with pytest.raises(ScheduleError, match=cause) as caught:
         trace_module(module, (torch.ones(2, 3, 4),), flatten=True, where="h.3")
-    assert "h.3" in str(caught.value) and "test_tracer.py:" in str(caught.value)
+    assert "h.3" in str(caught.value)
+    assert "test_tracer.py:" in str(caught.value)
     assert (torch.arange, torch.rand, isinstance) == patched[:3]
     assert (nn.Module.__setattr__, nn.Module.__call__) == patched[3:]
     assert torch.equal(draws, torch.get_rng_state())
@@ -207,7 +218,9 @@ def test_buffers_and_modes_are_restored():
     net[1].eval()
     traced = trace_module(net, (torch.rand(2, 3, 5, 5),), flatten=True)
     assert float(net[1].num_batches_tracked) == 0
-    assert net.training and not net[1].training and traced.get_submodule("1") is net[1]
+    assert net.training
+    assert not net[1].training
+    assert traced.get_submodule("1") is net[1]
 
 
 def test_what_has_its_own_forward_stays_whole():

@@ -1,0 +1,114 @@
+"""Every pipeline order, on two and four stages' ranks, against plain transformers."""
+
+import functools
+import itertools
+
+import pytest
+
+from parity import Case, checkpoint, compare, references, scheduled
+from slapo_zoo.errors import MeshError
+from slapo_zoo.orders import ORDERS, StageMap, balanced_cuts
+
+GPT2 = Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 8),))
+T5 = Case("T5ForConditionalGeneration", ("tokens",), (("num_layers", 4),))
+ALBERT = Case("AlbertForMaskedLM", ("tokens",), (("num_hidden_layers", 8),))
+BERT = Case("BertForMaskedLM", ("tokens",), (("num_hidden_layers", 8),))
+RUNS = [
+    *((GPT2, order, (1, 2, 1)) for order in ORDERS),
+    *((T5, order, (1, 2, 1)) for order in ("gpipe", "interleaved_1f1b", "zbv")),
+    *((ALBERT, order, (1, 2, 1)) for order in ("interleaved_1f1b", "zbv")),
+    (T5, "1f1b", (1, 4, 1)),
+    (GPT2, "interleaved_1f1b", (1, 4, 1)),
+    (BERT, "zbv", (1, 4, 1)),
+    (BERT, "interleaved_zero_bubble", (2, 2, 1)),
+    (GPT2, "looped_bfs", (1, 2, 2)),
+]
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("pipeline")
+
+
+def run(case, folder, layout, order, micro_batches):
+    return scheduled(case, folder, layout, micro_batches=micro_batches, pipeline_order=order)
+
+
+@pytest.mark.parametrize(("case", "order", "layout"), RUNS, ids=lambda x: getattr(x, "cls", str(x)))
+def test_equals_plain_transformers(case, order, layout, root, ranks):
+    folder = checkpoint(case, root)
+    truth, plains = references(case, folder)
+    count = 4 // layout[2]
+    world = layout[0] * layout[1] * layout[2]
+    results = ranks.run(run, world, case, folder, layout, order, count)
+    compare(results[0][0], plains, truth)
+
+
+def test_stages_of_ranks():
+    assert [StageMap.make("zbv", 4, None).stages_of(r) for r in range(4)] == [
+        [0, 7],
+        [1, 6],
+        [2, 5],
+        [3, 4],
+    ]
+    assert StageMap.make("interleaved_1f1b", 2, 3).stages_of(1) == [1, 3, 5]
+    assert StageMap.make("1f1b", 1, None).num_stages == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: StageMap.make("2f2b", 2, None), "no such order"),
+        (lambda: StageMap.make("1f1b", 2, 2), "found 2, the order '1f1b' takes 1"),
+        (lambda: StageMap.make("dualpipev", 2, None).check_micro_batches(3), "needs at least 4"),
+        (lambda: StageMap.make("interleaved_1f1b", 4, None).check_micro_batches(9), "a multiple of 4"),
+        (lambda: balanced_cuts([1, 1], [0, 1], 4), "the model has 2 places to cut"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_numbers(make, problem):
+    with pytest.raises(MeshError, match=problem):
+        make()
+
+
+def test_cuts_balance_the_head():
+    """A head that costs two blocks moves the cut forward."""
+    assert balanced_cuts([0, 1, 1, 1, 1, 2], [1, 2, 3, 4], 2) == [3]
+    assert balanced_cuts([1] * 12, range(11), 4) == [2, 5, 8]
+
+
+def test_cuts_are_the_best_of_all():
+    """Against every choice of cuts."""
+    from itertools import combinations
+
+    costs, may_cut = [3, 1, 4, 1, 5, 9, 2, 6], [1, 2, 3, 4, 5, 6]
+
+    def worst(cuts):
+        edges = [0, *(c + 1 for c in cuts), len(costs)]
+        return max(sum(costs[a:b]) for a, b in itertools.pairwise(edges))
+
+    for stages in (2, 3, 4):
+        best = min(map(worst, combinations(may_cut, stages - 1)))
+        assert worst(balanced_cuts(costs, may_cut, stages)) == best
+
+
+def dropped(folder, order, micro_batches, pp):
+    """Losses of two steps with dropout."""
+    from parity import STEPS, batch_of
+    from slapo_zoo import AutoScheduledModel
+
+    model = AutoScheduledModel.from_pretrained(folder, pp=pp, seed=3, pipeline_order=order).train()
+    case = Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 8),), dropout=0.2)
+    return [float(model.train_step(batch_of(case, i), micro_batches)) for i in range(STEPS)]
+
+
+@functools.cache
+def _dropout_folder(root):
+    return checkpoint(Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 8),), dropout=0.2), root)
+
+
+@pytest.mark.parametrize("order", ["gpipe", "zbv"])
+def test_dropout_is_the_same_in_every_order(order, root, ranks):
+    folder = _dropout_folder(root)
+    (one,) = ranks.run(dropped, 1, folder, "1f1b", 1, 1)
+    for losses in ranks.run(dropped, 2, folder, order, 4, 2):
+        assert losses == pytest.approx(one, rel=1e-5)

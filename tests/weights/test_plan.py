@@ -1,0 +1,120 @@
+"""A plan says what a load then reads, and reads no weight itself."""
+
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+import torch.distributed as dist
+import transformers
+
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo.cli import main
+from slapo_zoo.errors import WeightsError
+from slapo_zoo.plan import Source, plan_weights
+from slapo_zoo.weights import header
+
+TINY = {
+    "GPT2LMHeadModel": {"n_layer": 3, "n_embd": 20, "n_head": 5, "vocab_size": 97, "n_positions": 8},
+    "BertForMaskedLM": {
+        "num_hidden_layers": 3, "hidden_size": 20, "num_attention_heads": 5, "vocab_size": 97,
+        "intermediate_size": 30, "max_position_embeddings": 8,
+    },
+}  # fmt: skip
+OTHER_IDS = {"bos_token_id": 1, "eos_token_id": 2}
+MESHES = [(1, 1, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2)]
+
+
+@pytest.fixture(scope="module", params=TINY)
+def folder(request, tmp_path_factory):
+    cls = getattr(transformers, request.param)
+    ids = OTHER_IDS if "GPT2" in request.param else {}
+    path = tmp_path_factory.mktemp(request.param)
+    cls(cls.config_class(**TINY[request.param], **ids)).save_pretrained(path, max_shard_size="20KB")
+    return path
+
+
+def load(folder, tp, pp, dp):
+    ledger = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, dp=dp).ledger
+    return ledger.bytes_read, ledger.tensors
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_the_plan_is_what_happens(ranks, folder, sizes):
+    found = ranks.run(load, sizes[0] * sizes[1] * sizes[2], folder, *sizes)
+    plan = plan_weights(folder, *sizes)
+    tp, _, dp = sizes
+    for planned in plan.ranks:
+        for copy in range(dp):
+            rank = (planned.stage * dp + copy) * tp + planned.tp_coord
+            assert found[rank] == (planned.bytes_read, planned.tensors)
+    assert plan.assigned_bytes == plan.model_bytes
+    assert plan.missing == plan.unexpected == []
+
+
+def test_no_weight_is_read(folder, monkeypatch):
+    def refuse(*args):
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr("slapo_zoo.weights.safetensors_file.SafetensorsFile.view", refuse)
+    assert plan_weights(folder, 2, 3, 64).mesh.world_size == 384
+
+
+def test_a_model_of_the_hub(folder, monkeypatch):
+    """The answer of the Hub is made up here: no network in tests."""
+    with_names = {code: dtype for code, dtype in header.DTYPES.items()}
+    sources = plan_sources(folder)
+    tensors = {
+        key: SimpleNamespace(dtype=code_of(source, with_names), shape=list(source.shape))
+        for key, source in sources.items()
+    }
+    answer = SimpleNamespace(files_metadata={"x": SimpleNamespace(tensors=tensors)})
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda *a, **k: answer)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *a, **k: config)
+    local, remote = plan_weights(folder, 2, 2), plan_weights("org/name", 2, 2)
+    assert [r.bytes_read for r in remote.ranks] == [r.bytes_read for r in local.ranks]
+    assert remote.ranks[0].files == {"x"}
+
+
+def plan_sources(folder):
+    from slapo_zoo.plan import read_sources
+
+    return read_sources(folder)
+
+
+def code_of(source: Source, names):
+    return next(code for code, dtype in names.items() if dtype == source.dtype)
+
+
+def test_no_such_model(monkeypatch):
+    def offline(*args, **kwargs):
+        raise OSError("offline")
+
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", offline)
+    with pytest.raises(WeightsError, match="the Hub answered: offline"):
+        plan_weights("org/name")
+
+
+def test_another_size(folder, tmp_path):
+    config = transformers.AutoConfig.from_pretrained(folder)
+    for file in folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    config.vocab_size = 98
+    config.save_pretrained(tmp_path)
+    for file in folder.iterdir():
+        if file.name != "config.json":
+            (tmp_path / file.name).unlink()
+            (tmp_path / file.name).hardlink_to(file)
+    with pytest.raises(WeightsError, match=r"found shape \[97.*expected \[98"):
+        plan_weights(tmp_path)
+
+
+def test_command(folder, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", str(folder), "--weights", "--tp", "2", "--pp", "2", "--dp", "8"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert "32 ranks" in out
+    assert "0 tensors are in no file" in out
+    assert not dist.is_initialized()

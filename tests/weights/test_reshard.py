@@ -1,0 +1,92 @@
+"""A checkpoint in other files is the same checkpoint."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slapo_zoo.cli import main
+from slapo_zoo.errors import WeightsError
+from slapo_zoo.reshard import reshard
+from slapo_zoo.weights.folder import open_checkpoint
+from slapo_zoo.weights.ledger import AnonymousPeak, anonymous_bytes
+from slapo_zoo.weights.save import save_folder
+from weights.shards import assert_same, single
+
+MIB = 2**20
+
+
+@pytest.fixture
+def source(tmp_path):
+    one, path = single(), tmp_path / "source"
+    save_folder(path, one.specs, one.full, one.mesh)
+    (path / "config.json").write_text('{"model_type": "gpt2", "torch_dtype": "float32"}')
+    (path / "tokenizer.json").write_text("{}")
+    (path / "pytorch_model.bin").write_text("stale")
+    (path / "onnx").mkdir()
+    (path / "onnx" / "notes.txt").write_text("mine")
+    return path
+
+
+def read(folder, stem="model"):
+    with open_checkpoint(folder, stem=stem) as opened:
+        return {key: opened.view(key).clone() for key in opened.keys()}  # noqa: SIM118
+
+
+def test_there_and_back(source, tmp_path):
+    reshard(source, tmp_path / "many", max_shard_size=150)
+    assert len(list((tmp_path / "many").glob("model-*.safetensors"))) > 2
+    assert_same(read(tmp_path / "many"), single().full)
+    assert (tmp_path / "many" / "onnx" / "notes.txt").read_text() == "mine"
+    assert not (tmp_path / "many" / "pytorch_model.bin").exists()
+    (tmp_path / "many" / "tokenizer.json").write_text("changed")
+    assert (source / "tokenizer.json").read_text() == "{}"  # a copy, not a link
+    reshard(tmp_path / "many", tmp_path / "many")  # in place
+    assert [path.name for path in (tmp_path / "many").glob("model*")] == ["model.safetensors"]
+    assert_same(load_file(tmp_path / "many" / "model.safetensors"), single().full)
+
+
+def test_another_dtype(source, tmp_path):
+    main_ok(["reshard", str(source), str(tmp_path / "half"), "--dtype", "bfloat16"])
+    for name, tensor in single().full.items():
+        found = read(tmp_path / "half")[name]
+        assert torch.equal(found, tensor.bfloat16() if tensor.is_floating_point() else tensor)
+    config = json.loads((tmp_path / "half" / "config.json").read_text())
+    assert config == {"model_type": "gpt2", "dtype": "bfloat16"}
+
+
+def main_ok(arguments):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 0
+
+
+def test_the_optimizer_comes_along_in_its_own_dtype(source, tmp_path):
+    save_file({"a.exp_avg": torch.ones(3)}, source / "optimizer.safetensors")
+    (source / "training_state.json").write_text("{}")
+    reshard(source, tmp_path / "out", dtype=torch.float16)
+    assert read(tmp_path / "out", "optimizer")["a.exp_avg"].dtype == torch.float32
+    assert (tmp_path / "out" / "training_state.json").exists()
+
+
+def test_bad_arguments(source, tmp_path):
+    with pytest.raises(WeightsError, match=r"found torch.int8, expected one of float64"):
+        reshard(source, tmp_path / "out", dtype=torch.int8)
+    with pytest.raises(WeightsError, match="no such folder"):
+        reshard(tmp_path / "none", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_memory_of_one_tensor(tmp_path):
+    if not anonymous_bytes():
+        pytest.skip("this kernel does not tell anonymous memory")
+    full = {f"w{i}": torch.randn(2 * MIB) for i in range(6)}  # 8 MiB each
+    save_file(full, tmp_path / "model.safetensors")
+    del full
+    with AnonymousPeak() as peak:
+        reshard(tmp_path, tmp_path / "out", max_shard_size="10MB", dtype=torch.bfloat16)
+    assert peak.growth < 12 * MIB
+    with AnonymousPeak() as peak:
+        reshard(tmp_path / "out", tmp_path / "again")
+    assert peak.growth < 4 * MIB
