@@ -21,6 +21,7 @@ from slapo_zoo.stages import assign_stages, keep_stages, leaf_units, stages_of
 from slapo_zoo.weights.fill import fill_from_config, fill_from_folder
 from slapo_zoo.weights.folder import CheckpointFolder, open_checkpoint
 from slapo_zoo.weights.keys import KeyMap
+from slapo_zoo.weights.load import LoadOptions, parse_size
 from slapo_zoo.zoo import apply_table, base_prefix, block_paths, table_for
 
 
@@ -39,6 +40,7 @@ class AutoScheduledModel:
         pp: int = 1,
         dp: int | None = None,
         sequence_parallel: bool = False,
+        schedule: Any = "zoo",
         pipeline_order: str = "1f1b",
         stages_per_rank: int | None = None,
         auto_class: Any = None,
@@ -49,6 +51,8 @@ class AutoScheduledModel:
         seed: int | None = None,
         revision: str | None = None,
         allow_pickle: bool = False,
+        max_load_memory: int | str | None = None,
+        check_finite: bool = False,
         **config_changes: Any,
     ) -> Any:
         """A model whose every rank has read only its own bytes of the checkpoint.
@@ -59,6 +63,7 @@ class AutoScheduledModel:
             pp: ranks that divide the layers into stages.
             dp: ranks that divide the batch; None takes all that are left.
             sequence_parallel: tp ranks divide the tokens too, where a layer is not divided.
+            schedule: "zoo", a Schedule or its steps to replay, or a function of the schedule.
             pipeline_order: 1f1b, gpipe, interleaved_1f1b, looped_bfs, interleaved_zero_bubble,
                 zbv or dualpipev.
             stages_per_rank: of an interleaved order, from 2.
@@ -70,12 +75,16 @@ class AutoScheduledModel:
             seed: of dropout and of weights that the checkpoint lacks.
             revision: branch, tag or commit of the Hub.
             allow_pickle: read `.bin` files; they are pickles, refused otherwise.
+            max_load_memory: most memory that this rank's weights may take, "8GB" or bytes: refused
+                before anything is allocated.
+            check_finite: warn about tensors that hold NaN or infinity.
             config_changes: fields of the config to change, e.g. `num_labels=3`.
         """
         from transformers import AutoConfig
 
         mesh = make_mesh(tp, pp, dp)
         with rank_guard("from_pretrained"):
+            options = LoadOptions(parse_size(max_load_memory, "max_load_memory"), check_finite)
             folder = local_folder(str(name_or_path), revision, allow_pickle)
             config = AutoConfig.from_pretrained(folder, **config_changes)
             table_for(config.model_type)
@@ -83,12 +92,12 @@ class AutoScheduledModel:
                 found = checkpoint_dtype(config, checkpoint) if dtype == "auto" else dtype
                 build = _Build(
                     config, auto_class, mesh, to_dtype(found), seed, checkpoint_ratio,
-                    sequence_parallel, pipeline_order, stages_per_rank,
+                    sequence_parallel, pipeline_order, stages_per_rank, schedule,
                 )  # fmt: skip
                 place = pick_device(device)
                 ledger = fill_from_folder(
                     build.model, build.skeleton, build.state, build.specs, checkpoint, mesh, place,
-                    build.units, build.seed, build.keys,
+                    build.units, build.seed, build.keys, options,
                 )  # fmt: skip
             return build.finish(ledger, micro_batches, folder)
 
@@ -100,6 +109,7 @@ class AutoScheduledModel:
         pp: int = 1,
         dp: int | None = None,
         sequence_parallel: bool = False,
+        schedule: Any = "zoo",
         pipeline_order: str = "1f1b",
         stages_per_rank: int | None = None,
         auto_class: Any = None,
@@ -116,7 +126,7 @@ class AutoScheduledModel:
             dtype = torch.float32 if dtype == "auto" else to_dtype(dtype)
             build = _Build(
                 config, auto_class, mesh, dtype, seed, checkpoint_ratio, sequence_parallel,
-                pipeline_order, stages_per_rank,
+                pipeline_order, stages_per_rank, schedule,
             )  # fmt: skip
             ledger = fill_from_config(
                 build.model, build.skeleton, build.state, build.specs, mesh, pick_device(device),
@@ -138,12 +148,13 @@ class Outline:
         sequence_parallel: tp ranks divide the tokens too.
         pipeline_order: how the stages interleave micro-batches.
         stages_per_rank: for interleaved orders.
+        schedule: "zoo", a Schedule or its steps to replay, or a function of the schedule.
     """
 
     def __init__(
         self, config: Any, auto_class: Any, mesh: Mesh, dtype: torch.dtype, seed: int | None = None,
         checkpoint_ratio: float = 0.0, sequence_parallel: bool = False,
-        pipeline_order: str = "1f1b", stages_per_rank: int | None = None,
+        pipeline_order: str = "1f1b", stages_per_rank: int | None = None, schedule: Any = "zoo",
     ):  # fmt: skip
         self.mesh, self.seed = mesh, 0 if seed is None else seed
         config = copy.deepcopy(config)
@@ -153,16 +164,35 @@ class Outline:
         self.skeleton = hf.build_on_meta(self.cls, config, dtype, self.table.seam)
         self.model = hf.build_on_meta(self.cls, config, dtype, self.table.seam)
         self.schedule = Schedule(self.model, mesh, self.seed)
-        self.places = StageMap.make(pipeline_order, mesh.pp, stages_per_rank)
-        num_stages = self.places.num_stages
-        apply_table(self.schedule, self.table, checkpoint_ratio, sequence_parallel, num_stages)
         self.state: State = self.schedule.state
+        self.places = StageMap.make(pipeline_order, mesh.pp, stages_per_rank)
+        if schedule == "zoo":
+            stages = self.places.num_stages
+            apply_table(self.schedule, self.table, checkpoint_ratio, sequence_parallel, stages)
+        else:
+            self._apply(schedule)
         late = [base_prefix(self.model) + path for path in self.table.after_blocks]
         self.units = leaf_units(self.model, block_paths(self.schedule, self.table), late)
         self.stages = assign_stages(self.units, self.state.cuts)
         self.holders = {unit: self._ranks(stages) for unit, stages in self.stages.items()}
         self.specs = tensor_specs(self.skeleton, self.state, self.holders)
         self.tied_ranks = _tied_ranks(self.state, self.holders)
+
+    def _apply(self, schedule: Any) -> None:
+        """A program of the user's own in place of the table."""
+        if isinstance(schedule, Schedule | list | tuple):
+            self.schedule.replay(schedule if isinstance(schedule, Schedule) else list(schedule))
+        elif callable(schedule):
+            schedule(self.schedule)
+        else:
+            problem = f"found {schedule!r}"
+            hint = 'pass "zoo", a Schedule, its steps, or a function of the schedule'
+            raise SlapoError("from_pretrained", "schedule", problem, hint)
+        found, wanted = len(self.state.cuts) + 1, self.places.num_stages
+        if found != wanted:
+            problem = f"the schedule has {found} stages, the mesh and order need {wanted}"
+            hint = f"use cut_pipeline_stage() {wanted - 1} times"
+            raise MeshError("from_pretrained", "schedule", problem, hint)
 
     def _ranks(self, stages: tuple[int, ...]) -> tuple[int, ...]:
         """The pp coordinates that hold stages, without repetition, first stage first."""

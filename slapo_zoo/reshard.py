@@ -22,11 +22,10 @@ from slapo_zoo.mesh import Mesh
 from slapo_zoo.placement import TensorSpec
 from slapo_zoo.weights.carry import WEIGHT_FILE
 from slapo_zoo.weights.folder import CheckpointFolder, open_checkpoint
+from slapo_zoo.weights.load import FLOATS
 from slapo_zoo.weights.progress import OnBytes, byte_progress
 from slapo_zoo.weights.save import save_folder
 from slapo_zoo.weights.training_state import FILE
-
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,8 @@ def reshard(
         optimizer = None
         if list(source.glob("optimizer*.safetensors*")):
             optimizer = stack.enter_context(open_checkpoint(source, stem="optimizer"))
-        specs = [_spec(model, key, dtype) for key in model.keys()]  # noqa: SIM118 - not a dict
-        beside = [_spec(optimizer, key, None) for key in optimizer.keys()] if optimizer else []
+        specs = [_spec(model, key, dtype) for key in model.key_to_file]
+        beside = [_spec(optimizer, key, None) for key in optimizer.key_to_file] if optimizer else []
         total = sum(math.prod(s.shape) * getattr(torch, s.dtype).itemsize for s in specs + beside)
         done = stack.enter_context(byte_progress("writing", total))
         local: dict[str, Any] = {spec.name: _unread(model, spec, done) for spec in specs}

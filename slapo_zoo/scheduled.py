@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from slapo_zoo import consolidate, gradients
 from slapo_zoo.distributed import rank_guard
 from slapo_zoo.errors import MeshError, SlapoError
-from slapo_zoo.losses import GlobalMeans, count_targets
+from slapo_zoo.losses import LABELS, GlobalMeans, count_targets
 from slapo_zoo.mesh import Mesh
 from slapo_zoo.pipeline import ROWS, Pipeline, pipeline_forward, pipeline_step, split_batch
 from slapo_zoo.placement import TensorSpec
@@ -24,7 +24,9 @@ from slapo_zoo.schedule import Schedule
 from slapo_zoo.vocab_logits import VocabLogits
 from slapo_zoo.weights.keys import KeyMap
 from slapo_zoo.weights.ledger import Ledger
+from slapo_zoo.weights.push import Push
 from slapo_zoo.weights.save import save_folder
+from slapo_zoo.weights.together import together
 
 
 @dataclass
@@ -112,24 +114,43 @@ class Scheduled:
             return consolidate.gather(local, self._slapo.specs, self.mesh)
 
     def save_pretrained(
-        self, save_directory: Any, max_shard_size: str = "5GB", **kwargs: Any
+        self,
+        save_directory: Any,
+        max_shard_size: str = "5GB",
+        push_to_hub: bool = False,
+        **kwargs: Any,
     ) -> None:
         """Write a checkpoint that plain `transformers` loads; all ranks call it together.
 
         Each rank writes its own slices; the folder appears by one rename when all is written.
+
+        Args:
+            save_directory: the folder, on a file system that all ranks share.
+            max_shard_size: largest file, "5GB" or bytes.
+            push_to_hub: upload the saved model afterwards.
+            kwargs: repo_id, token, private, commit_message, ... as in `transformers`.
         """
-        if kwargs:
+        push = Push(Path(save_directory), kwargs) if push_to_hub else None
+        if unknown := [name for name in kwargs if not push or name not in Push.ALLOWED]:
             problem = "these arguments of transformers are not supported here"
-            raise SlapoError("save_pretrained", ", ".join(kwargs), problem, "leave them out")
+            raise SlapoError("save_pretrained", ", ".join(unknown), problem, "leave them out")
         local = consolidate.local_tensors(self, self._slapo.specs, self.mesh, grads=False)
         keys = self._slapo.keys
         with rank_guard("save_pretrained"):
+            _on_first(self.mesh, push and push.create)
             save_folder(
                 save_directory, keys.file_specs(self._slapo.specs),
                 keys.to_files(local, self._slapo.specs, self.mesh), self.mesh,
                 write_extras=functools.partial(write_configs, self),
                 max_shard_size=max_shard_size,
             )  # fmt: skip
+            _on_first(self.mesh, push and push.upload)
+
+
+def _on_first(mesh: Mesh, action: Callable[[], None] | None) -> None:
+    """Rank 0 does it, the others wait; its failure is theirs."""
+    if action is not None:
+        together(mesh, "push_to_hub", action if mesh.rank == 0 else lambda: None)
 
 
 def write_configs(model: Any, folder: Path) -> None:
@@ -257,7 +278,7 @@ def _train_step(model: Any, batch: Mapping[str, Any], micro_batches: int | None)
     parameters = list(model.parameters())
     with gradients.only_new(parameters):
         if runtime.pipeline is not None:
-            loss = pipeline_step(runtime.pipeline, run, tensors, others, count)
+            loss = _pipelined(runtime.pipeline, run, tensors, others, count)
         else:
             loss = _accumulate(run, tensors, others, count)
         _reduce(model, runtime, parameters)
@@ -300,11 +321,29 @@ def _first_row(mesh: Mesh, rows: int) -> int:
     return int(sum(each[: mesh.coord("dp")]))
 
 
+def _pipelined(
+    pipeline: Pipeline, run: Callable, tensors: dict, others: dict, count: int
+) -> Tensor:
+    """The step of the stages; what a stage raises comes as it was, not as torch wraps it."""
+    if not any(name in tensors for name in LABELS):
+        raise _no_loss(f"found no labels among {[name for name in tensors if name != ROWS]}")
+    try:
+        return pipeline_step(pipeline, run, tensors, others, count)
+    except RuntimeError as error:
+        cause = error.__cause__ if "failed to run" in str(error).lower() else None
+        if cause is None:
+            raise
+    raise cause
+
+
+def _no_loss(problem: str) -> SlapoError:
+    return SlapoError("train_step", "batch", f"no loss: {problem}", "put labels into the batch")
+
+
 def _loss(output: Any) -> Tensor:
     loss = getattr(output, "loss", None)
     if loss is None:
-        problem = "the model returned no loss"
-        raise SlapoError("train_step", "batch", problem, "put labels into the batch")
+        raise _no_loss("the model returned none")
     return loss.float()
 
 

@@ -202,7 +202,7 @@ def test_unexpected_keys(name, folders):
     text = refused(WeightsError, folders[name])
     # GPT-2's own list of keys that may stay has "attn.bias", a pattern that c_attn.bias matches.
     assert f"0 missing and {len(extra) - (name == 'gpt2')} unexpected" in text
-    assert f"unexpected: {min(extra)}" in text
+    assert "unexpected: " + min(k for k in extra if "c_attn.bias" not in k) in text
     odd = BLOCK[name] + "gate.weight"
     rewrite(folders[name], lambda t: {k: v for k, v in t.items() if k not in extra} | {odd: torch.ones(2)})  # fmt: skip
     assert f"unexpected: {odd}" in refused(WeightsError, folders[name])
@@ -415,7 +415,7 @@ def test_bad_steps(batch, micro_batches, what, problem, hint, tp, pp, sources, r
     arguments = (sources["gpt2"], given, {"tp": tp, "pp": pp}, micro_batches)
     results = ranks.run(bad_step, tp * pp, *arguments)
     model = transformers.GPT2LMHeadModel.from_pretrained(sources["gpt2"])
-    want = float(model(**good).loss)
+    want = float(model(**good).loss.detach())
     for result in results:
         assert result is not None
         (_, where, found, text, advice), left, loss = result
@@ -485,7 +485,7 @@ def train_until_it_fails(folder):
 
 def test_run_local_raises_the_error_of_one(sources):
     begin = time.monotonic()
-    with pytest.raises(RankError, match=r"rank 1: train_step: .*on fire") as caught:
+    with pytest.raises(RankError, match=r"rank 1: .*: ValueError: the disk .* on fire") as caught:
         run_local(train_until_it_fails, 2, (sources["gpt2"],), threads=1)
     assert time.monotonic() - begin < 60
     assert "sabotage" in caught.value.traceback_text or "hook" in caught.value.traceback_text

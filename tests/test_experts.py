@@ -79,7 +79,7 @@ def plain_step(folder, options):
     model = cls.from_pretrained(folder, **dict(options)).train()
     loss = model(**batch_of(CASE)).loss
     loss.backward()
-    return float(loss), {name: p.grad for name, p in model.named_parameters()}
+    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters()}
 
 
 def compare(folder, options, ranks, layout):

@@ -88,3 +88,23 @@ def call_of(model, path, batch):
     finally:
         handle.remove()
     return seen["args"], seen["kwargs"], seen["output"]
+
+
+def train_step(model, batch, seed=3):
+    """Logits and all gradients in training mode, dropout included."""
+    model.train()
+    model.zero_grad()
+    torch.manual_seed(seed)
+    logits = model(**batch).logits
+    logits.float().square().mean().backward()
+    return logits, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_step(model, plain, same_names=True):
+    """Outputs and gradients of a scheduled model equal those of the plain one."""
+    batch = batch_for(plain, 3, 11)
+    (mine, grads), (theirs, expected) = train_step(model, batch), train_step(plain, batch)
+    torch.testing.assert_close(mine, theirs)
+    assert expected.keys() == grads.keys() or not same_names
+    for name in expected.keys() & grads.keys():
+        torch.testing.assert_close(grads[name], expected[name], atol=1e-6, rtol=1e-4, msg=name)

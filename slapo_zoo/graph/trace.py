@@ -195,7 +195,6 @@ def _record(call: Call, leaves: tuple[Leaf, ...], flatten: bool, training: bool)
             raise tracer.fail(problem, tracer.leaf_hint()) from error
         new = {k: v for k, v in call.module.__dict__.items() if k not in before}
     constants = {k: v for k, v in new.items() if isinstance(v, Tensor)}
-    graph.owning_module = call.module  # pyright: ignore[reportAttributeAccessIssue]
     graph.eliminate_dead_code(is_impure_node=has_effect)
     return graph, constants, tracer
 

@@ -45,6 +45,8 @@ class TracedModule(GraphModule):
         for name, tensor in constants.items():
             new.register_buffer(name, tensor, persistent=False)
         new.__dict__["original_class"] = type(module)
+        plain = [k for k, v in module.__dict__.items() if isinstance(v, (bool, int, float, str))]
+        new.__dict__["fixed"] = frozenset(k for k in plain if k[0] != "_" and k != "training")
         new.__dict__["inlined"] = frozenset()
         new.graph = graph
         return new
@@ -53,6 +55,13 @@ class TracedModule(GraphModule):
     def itself(self) -> "TracedModule":
         """What a graph passes when the original forward passes `self` to a child."""
         return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("fixed", ()) and value != self.__dict__[name]:
+            found = f"its graph was recorded with {name}={self.__dict__[name]!r}"
+            hint = "change it (shard_attribute) before the trace"
+            raise ScheduleError(type(self).__name__, f"{name}={value!r}", found, hint)
+        super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -16,15 +16,15 @@ from slapo_zoo.tensors import local_part
 from slapo_zoo.weights.folder import CheckpointFolder
 from slapo_zoo.weights.initialize import fill_buffers, initialize_weights
 from slapo_zoo.weights.keys import KeyMap
-from slapo_zoo.weights.ledger import AnonymousPeak, Ledger
-from slapo_zoo.weights.load import Target, load_tensors
+from slapo_zoo.weights.ledger import AnonymousPeak, Ledger, human
+from slapo_zoo.weights.load import LoadOptions, Target, load_tensors
 from slapo_zoo.weights.names import NameMap, match_names
 
 
 def fill_from_folder(
     model: Any, skeleton: Any, state: State, specs: Sequence[TensorSpec],
     folder: CheckpointFolder, mesh: Mesh, device: torch.device, units: Sequence[str], seed: int,
-    keys: KeyMap,
+    keys: KeyMap, options: LoadOptions = LoadOptions(),  # noqa: B008 - frozen
 ) -> Ledger:  # fmt: skip
     """Read this rank's slices; what the checkpoint lacks is drawn as `from_config` draws it.
 
@@ -39,6 +39,7 @@ def fill_from_folder(
         units: paths of blocks and their neighbours.
         seed: of new weights.
         keys: the names that the family's files use.
+        options: limits and checks.
     """
     begin = time.perf_counter()
     with AnonymousPeak() as peak:
@@ -49,6 +50,7 @@ def fill_from_folder(
             hf.ignored_keys(skeleton), hf.tied_names(skeleton),
         )  # fmt: skip
         _refuse_foreign(names, units, folder, model.base_model_prefix)
+        _check_memory(model, options, mesh)
         local = keys.split(_allocate(model, state, device), specs, mesh, key_of)
         local = {name: tensor for name, tensor in local.items() if tensor.numel()}
         canonical = canonical_names(local, state, expected)
@@ -59,7 +61,7 @@ def fill_from_folder(
             if canonical[name] in names.source
         }
         source = {name: key_of[names.source[canonical[name]]] for name in targets}
-        loaded = load_tensors(targets, folder, source, mesh)
+        loaded = load_tensors(targets, folder, source, mesh, options.check_finite)
         missing = {name: local[name] for name in local if name not in targets}
         _draw(skeleton, units, missing, canonical, state, mesh, seed)
         fill_buffers(model, device)
@@ -87,6 +89,17 @@ def fill_from_config(
         seconds=time.perf_counter() - begin, peak_anonymous=peak.growth,
         newly_initialized=[spec.name for spec in specs],
     )  # fmt: skip
+
+
+def _check_memory(model: Any, options: LoadOptions, mesh: Mesh) -> None:
+    """Refuse a shard that is too large before any of it is allocated."""
+    shard = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    if options.max_memory is None or shard <= options.max_memory:
+        return
+    excess = human(shard - options.max_memory)
+    problem = f"found {human(options.max_memory)}, expected at least {human(shard)}: {excess} more"
+    hint = "raise the limit, or divide the model over more ranks (tp, pp)"
+    raise WeightsError(f"rank {mesh.rank}", "max_load_memory", problem, hint)
 
 
 def _allocate(model: Any, state: State, device: torch.device) -> dict[str, Tensor]:

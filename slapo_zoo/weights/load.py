@@ -1,5 +1,7 @@
 """Copy every rank's slices out of the mapped files, straight into its parameters."""
 
+import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,8 +13,11 @@ from slapo_zoo.errors import WeightsError
 from slapo_zoo.mesh import Mesh
 from slapo_zoo.placement import Placement
 from slapo_zoo.weights.folder import CheckpointFolder
+from slapo_zoo.weights.progress import byte_progress
 
 MOST_SHOWN = 20
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+PIECE = 1 << 22  # elements
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,35 @@ class Target:
     placement: Placement | None = None
 
 
+@dataclass(frozen=True)
+class LoadOptions:
+    """What a person may ask of a load.
+
+    Args:
+        max_memory: most bytes that this rank's tensors may take; None sets no limit.
+        check_finite: warn about tensors that hold NaN or infinity.
+    """
+
+    max_memory: int | None = None
+    check_finite: bool = False
+
+
+def parse_size(size: int | str | None, what: str) -> int | None:
+    """Bytes of "8GB" or of a number; None stays.
+
+    >>> parse_size("1.5GB", "max_load_memory"), parse_size(7, "max_load_memory")
+    (1500000000, 7)
+    """
+    if not isinstance(size, str):
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*", size, re.IGNORECASE)
+    if match is None:
+        problem = f"found {size!r}, expected bytes"
+        raise WeightsError("from_pretrained", what, problem, 'pass e.g. "8GB"')
+    power = " KMGT".index(match[2].upper() or " ")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
 class Loaded(NamedTuple):
     """How much was read: tensors, and bytes in the dtype of the files."""
 
@@ -38,7 +72,11 @@ class Loaded(NamedTuple):
 
 
 def load_tensors(
-    targets: Mapping[str, Target], folder: CheckpointFolder, source: Mapping[str, str], mesh: Mesh
+    targets: Mapping[str, Target],
+    folder: CheckpointFolder,
+    source: Mapping[str, str],
+    mesh: Mesh,
+    check_finite: bool = False,
 ) -> Loaded:
     """Fill every target from its checkpoint key; padding becomes zeros.
 
@@ -53,13 +91,30 @@ def load_tensors(
         folder: the checkpoint.
         source: model name --> checkpoint key, of `match_names`.
         mesh: sizes of the mesh, and our coordinates.
+        check_finite: warn about tensors that hold NaN or infinity.
     """
     _check(targets, folder, source, mesh)
-    bytes_read = 0
-    with torch.no_grad():
+    bytes_read, strange = 0, []
+    total = sum(target.tensor.nbytes for target in targets.values())
+    with torch.no_grad(), byte_progress("loading", total, visible=mesh.rank == 0) as done:
         for name in sorted(targets, key=lambda name: folder.position(source[name])):
+            tensor = targets[name].tensor
             bytes_read += _fill(targets[name], folder.view(source[name]), mesh)
+            if check_finite and not _is_finite(tensor):
+                strange.append(name)
+            done(tensor.nbytes)
+    if strange:
+        names = ", ".join(strange[:MOST_SHOWN])
+        text = f"{folder.path}: {len(strange)} of {len(targets)} tensors hold NaN or infinity"
+        warnings.warn(f"{text}: {names}", stacklevel=2)
     return Loaded(len(targets), bytes_read)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """In pieces: the answer for a whole tensor would take a byte per element."""
+    if tensor.dtype not in FLOATS:
+        return True
+    return all(bool(piece.isfinite().all()) for piece in tensor.reshape(-1).split(PIECE))
 
 
 def _fill(target: Target, view: Tensor, mesh: Mesh) -> int:
@@ -116,5 +171,4 @@ def _problem(target: Target, folder: CheckpointFolder, key: str, mesh: Mesh) -> 
 
 def _can_cast(found: torch.dtype, expected: torch.dtype) -> bool:
     """Only between real floating dtypes: an 8-bit or integer weight means nothing without scales."""
-    floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-    return found == expected or (found in floats and expected in floats)
+    return found == expected or (found in FLOATS and expected in FLOATS)

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from slapo_zoo.attention import NAME, register_attention
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.graph.traced import TracedModule
+from slapo_zoo.mesh import Mesh
 from slapo_zoo.schedule import Schedule, from_json
 from tiny_models import batch_for, tiny_model
 
@@ -78,6 +81,57 @@ def test_a_failed_trace_changes_nothing():
     sch["transformer.h.*"].trace(flatten=True, leaves=("mlp.act",))
     with pytest.raises(ScheduleError, match="traced already"):
         sch[BLOCK].trace()
+
+
+def test_an_attribute_that_the_graph_has_read_cannot_change():
+    """A graph that reshapes by the number of heads would be wrong in silence."""
+    sch = Schedule(tiny_model("gpt2"), Mesh(tp=2))
+    sch[f"{BLOCK}.attn"].trace(flatten=True)
+    with pytest.raises(ScheduleError, match="its graph was recorded with num_heads=4"):
+        sch[f"{BLOCK}.attn"].shard_attribute("num_heads")
+
+
+def test_the_attention_core_is_one_node():
+    register_attention()
+    model, plain = tiny_model("gpt2"), tiny_model("gpt2")
+    model.set_attn_implementation(NAME)
+    sch = Schedule(model)
+    sch["transformer.h.*.attn"].core_attention(4)
+    sch[BLOCK].trace(flatten=True)
+    graph = sch[BLOCK].mod.graph
+    (core,) = (n for n in graph.nodes if n.target == "attn.core_attn")
+    assert len([n for n in core.all_input_nodes if n.op == "get_attr"]) == 1  # attention=attn
+    sch["transformer.h.0.attn"].trace(flatten=True)
+    batch = batch_for(plain, 3, 11)
+    torch.testing.assert_close(outputs(model, batch), outputs(plain, batch), rtol=0, atol=0)
+
+
+def column_row(seed):
+    """On each of two ranks: an MLP divided by columns and rows, decomposed, traced and grouped."""
+    torch.manual_seed(seed)
+    mlp = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4))
+    net = nn.Sequential(mlp, nn.Linear(4, 2))
+    x = torch.randn(3, 4, requires_grad=True)
+    sch = Schedule(net, Mesh(tp=2, rank=dist.get_rank()))
+    sch["0.0"].decompose()
+    sch["0.0"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
+    sch["0.2"].shard("weight", 1).sync("fwd_post", "all_reduce")
+    sch["0"].trace(flatten=True, example_inputs=x)
+    sch["0"].fuse("0|1", compiler=None)
+    y = net(x)
+    y.square().sum().backward()
+    return y.detach(), x.grad, net[1].weight.grad
+
+
+def test_trace_after_a_division(ranks):
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4)), nn.Linear(4, 2))
+    x = torch.randn(3, 4, requires_grad=True)
+    y = net(x)
+    y.square().sum().backward()
+    for result in ranks.run(column_row, 2, 5):
+        for mine, plain in zip(result, (y, x.grad, net[1].weight.grad), strict=True):
+            torch.testing.assert_close(mine, plain.detach())
 
 
 class DataDependent(nn.Module):

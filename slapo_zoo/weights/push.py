@@ -1,0 +1,59 @@
+"""Bring a saved model to the Hub, as `save_pretrained(..., push_to_hub=True)` of transformers does."""
+
+from pathlib import Path
+from typing import Any
+
+from slapo_zoo.errors import WeightsError
+
+# What a save writes; other files of the folder are nobody's business.
+PATTERNS = ["model*.safetensors", "model.safetensors.index.json", "*config.json", "README.md"]
+
+
+class Push:
+    """One repository: made before the save, so that a missing token is found out early.
+
+    Args:
+        folder: what is saved; its name is the default of `repo_id`.
+        arguments: repo_id, token, private, commit_message, commit_description, create_pr, revision.
+    """
+
+    ALLOWED = ("repo_id", "token", "private", "commit_message", "commit_description", "create_pr", "revision")  # fmt: skip
+
+    def __init__(self, folder: Path, arguments: dict[str, Any]):
+        self.folder, self.options = folder, dict(arguments)
+        self.token = self.options.pop("token", None)
+        self.repo_id = self.options.pop("repo_id", None) or folder.resolve().name
+        self.private = self.options.pop("private", None)
+
+    def create(self) -> None:
+        """Make the repository if it is not there; the Hub completes the name by the user's."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            HFValidationError,
+            LocalTokenNotFoundError,
+        )
+
+        try:
+            api = HfApi(token=self.token)
+            made = api.create_repo(self.repo_id, private=self.private, exist_ok=True)
+        except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError) as error:
+            problem = f"the Hub answered: {str(error).strip().splitlines()[0]}"
+            hint = "log in with `hf auth login`, or pass token=; nothing was saved"
+            raise WeightsError("push_to_hub", self.repo_id, problem, hint) from error
+        self.repo_id = made.repo_id
+
+    def upload(self) -> None:
+        """Upload what was saved as one commit."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError
+
+        options = {"commit_message": "Upload model", **self.options}
+        try:
+            HfApi(token=self.token).upload_folder(
+                repo_id=self.repo_id, folder_path=self.folder, allow_patterns=PATTERNS, **options
+            )
+        except (HfHubHTTPError, OSError) as error:
+            problem = f"the Hub answered: {str(error).strip().splitlines()[0]}"
+            hint = f"the model is saved in {self.folder}; upload it with `hf upload`"
+            raise WeightsError("push_to_hub", self.repo_id, problem, hint) from error
