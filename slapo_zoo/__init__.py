@@ -29,6 +29,19 @@ _HOME = {
     "WeightsError": "errors",
     "Mesh": "mesh",
     "Schedule": "schedule",
+    "ScheduleMetadata": "create",
+    "analyze_tie_weights": "meta",
+    "build": "create",
+    "consolidate_model": "create",
+    "create_schedule": "create",
+    "get_cuda_rng_tracker": "seeds",
+    "get_dialect_cls": "dialects",
+    "get_logger": "seeds",
+    "init_empty_weights": "meta",
+    "init_target_engine": "dialects",
+    "is_module_list": "meta",
+    "is_random_seed_set": "seeds",
+    "set_random_seed": "seeds",
 }
 __all__ = sorted(_HOME)
 

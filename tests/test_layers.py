@@ -11,11 +11,11 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [  # low to high
     {"errors", "paths", "placement", "mesh", "compat"},
     {"directive", "collectives", "rng", "kernel", "graph", "weights", "losses"}
-    | {"attention", "distributed", "hf", "tensors", "vocab_logits"},
+    | {"attention", "distributed", "hf", "tensors", "meta", "seeds", "vocab_logits"},
     {"primitives", "kernels"},
     {"schedule", "zoo", "pipeline", "stages", "consolidate", "gradients", "flow", "orders"},
     {
-        "build",
+        "create",
         "verify",
         "plan",
         "tune",

@@ -52,6 +52,7 @@ def write_tensors(
             for spec in group:
                 tensor = local[spec.name].detach().to("cpu")
                 written += _write(file, slots[spec.name].start, tensor, spec, mesh)
+                del tensor  # before the next one is copied
             os.fsync(file.fileno())
     return written
 

@@ -14,7 +14,7 @@ from slapo_zoo.mesh import Mesh
 from slapo_zoo.placement import Placement
 from slapo_zoo.weights.folder import open_checkpoint
 from slapo_zoo.weights.ledger import AnonymousPeak, anonymous_bytes
-from slapo_zoo.weights.load import Target, load_tensors
+from slapo_zoo.weights.load import Target, load_tensors, parse_size
 from weights.shards import COLUMNS, SPLIT, VOCAB, cut, local_tensors, model
 
 
@@ -122,3 +122,70 @@ def test_no_copy_on_the_way(tmp_path, axis):
         load_tensors({"w": Target(local, (4096, 2048), placement)}, folder, {"w": "w"}, mesh)
     assert local.min() == 1
     assert peak.growth < 4 * 2**20  # the slice has 8 MiB, the tensor 32
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_eight_bits_pass_through(tmp_path, dtype, axis):
+    full = torch.arange(24, dtype=torch.uint8).view(4, 6).view(dtype)
+    save_file({"w": full}, tmp_path / "model.safetensors")
+    placement, mesh = Placement(axis), Mesh(tp=2, rank=1)
+    local = torch.empty(placement.local_shape((4, 6), 2, 1), dtype=dtype)
+    with open_checkpoint(tmp_path) as folder:
+        load_tensors({"w": Target(local, (4, 6), placement)}, folder, {"w": "w"}, mesh)
+    expected = full.view(torch.uint8).chunk(2, axis)[1]
+    assert torch.equal(local.view(torch.uint8), expected)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_warning_about_nan_when_asked(tmp_path, value, recwarn):
+    save_file({"a": torch.ones(2), "b": torch.full((3,), value)}, tmp_path / "model.safetensors")
+    targets = {name: Target(torch.zeros(n), (n,)) for name, n in (("a", 2), ("b", 3))}
+    source = {"a": "a", "b": "b"}
+    with open_checkpoint(tmp_path) as folder:
+        load_tensors(targets, folder, source, Mesh())
+        assert not recwarn.list
+        with pytest.warns(UserWarning, match=r"1 of 2 tensors hold NaN or infinity: b"):
+            load_tensors(targets, folder, source, Mesh(), check_finite=True)
+    assert not targets["b"].tensor.isfinite().any()  # loaded all the same
+
+
+class Terminal:
+    def __init__(self):
+        self.text = ""
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_bar_on_a_terminal_on_rank_0(tmp_path, monkeypatch, rank):
+    save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
+    monkeypatch.setattr("slapo_zoo.weights.progress.LEAST", 1)
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    with open_checkpoint(tmp_path) as folder:
+        target = Target(torch.zeros(4), (4,))
+        load_tensors({"w": target}, folder, {"w": "w"}, Mesh(tp=2, rank=rank))
+    assert ("loading" in terminal.text) == (rank == 0)
+
+
+def test_no_bar_in_a_file(tmp_path, monkeypatch, capsys):
+    save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
+    monkeypatch.setattr("slapo_zoo.weights.progress.LEAST", 1)
+    with open_checkpoint(tmp_path) as folder:
+        load_tensors({"w": Target(torch.zeros(4), (4,))}, folder, {"w": "w"}, Mesh())
+    assert capsys.readouterr() == ("", "")
+
+
+def test_sizes():
+    assert [parse_size(size, "x") for size in ("8GB", "2 GiB", "100b", 5, None)] == [
+        8 * 10**9, 2 * 2**30, 100, 5, None,
+    ]  # fmt: skip
+    with pytest.raises(WeightsError, match="found 'much'"):
+        parse_size("much", "max_load_memory")

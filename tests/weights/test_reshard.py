@@ -81,12 +81,12 @@ def test_bad_arguments(source, tmp_path):
 def test_memory_of_one_tensor(tmp_path):
     if not anonymous_bytes():
         pytest.skip("this kernel does not tell anonymous memory")
-    full = {f"w{i}": torch.randn(2 * MIB) for i in range(6)}  # 8 MiB each
+    full = {f"w{i}": torch.ones(18 * MIB) for i in range(3)}  # large: freed memory goes back
     save_file(full, tmp_path / "model.safetensors")
     del full
     with AnonymousPeak() as peak:
-        reshard(tmp_path, tmp_path / "out", max_shard_size="10MB", dtype=torch.bfloat16)
-    assert peak.growth < 12 * MIB
+        reshard(tmp_path, tmp_path / "out", max_shard_size="80MB", dtype=torch.bfloat16)
+    assert peak.growth < 36 * MIB + 16 * MIB
     with AnonymousPeak() as peak:
         reshard(tmp_path / "out", tmp_path / "again")
-    assert peak.growth < 4 * MIB
+    assert peak.growth < 16 * MIB

@@ -1,0 +1,109 @@
+"""Random seeds per rank and named generator states (the names of the original Slapo)."""
+
+import logging
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from slapo_zoo.errors import ScheduleError
+
+TENSOR_PARALLEL = "model-parallel-rng"
+
+
+def get_logger(name: str = "Slapo", level: int = logging.INFO) -> logging.Logger:
+    """The logger of a name, at a level, with one handler."""
+    logger = logging.getLogger(name)
+    logger.setLevel(level)
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(name)s: %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False
+    return logger
+
+
+@dataclass
+class RngTracker:
+    """Named states of torch's generators, CPU and CUDA; `fork` draws from one of them."""
+
+    states: dict[str, tuple[torch.Tensor, list[torch.Tensor]]] = field(default_factory=dict)
+    always: bool = False
+
+    def reset(self) -> None:
+        """Forget all states."""
+        self.states.clear()
+
+    def add(self, name: str, seed: int) -> None:
+        """Make a state from a seed; the current one stays."""
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.states[name] = self._current()
+
+    def _current(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        return torch.get_rng_state(), cuda
+
+    @contextmanager
+    def fork(self, name: str = TENSOR_PARALLEL) -> Iterator[None]:
+        """Draw from a named state within; it goes on where it was left."""
+        if name not in self.states:
+            problem = f"found states {sorted(self.states)}"
+            hint = "call set_random_seed(..., tp_rank=...) first"
+            raise ScheduleError("rng tracker", f"fork({name!r})", problem, hint)
+        with torch.random.fork_rng():
+            cpu, cuda = self.states[name]
+            torch.set_rng_state(cpu)
+            if cuda:
+                torch.cuda.set_rng_state_all(cuda)
+            yield
+            self.states[name] = self._current()
+
+
+_TRACKER = RngTracker()
+_SEEDS: list[int] = []
+
+
+def get_cuda_rng_tracker() -> RngTracker:
+    """The tracker of this process; it serves the CPU too."""
+    return _TRACKER
+
+
+def is_random_seed_set() -> bool:
+    """Whether `set_random_seed` was called."""
+    return bool(_SEEDS)
+
+
+def set_random_seed(
+    seed: int = 2013,
+    dp_rank: int | None = None,
+    pp_rank: int | None = None,
+    tp_rank: int | None = None,
+    always_enable_tp_seed: bool = False,
+) -> int:
+    """Seed Python and torch for this rank: alike on tp peers, different on dp and pp peers.
+
+    Args:
+        seed: the same on all ranks.
+        dp_rank: our dp coordinate, or None without data parallelism.
+        pp_rank: our pp coordinate, or None.
+        tp_rank: our tp coordinate, or None; makes the state that `get_cuda_rng_tracker().fork()`
+            draws from, different on tp peers.
+        always_enable_tp_seed: seed differently on tp peers outside of `fork` too.
+
+    Returns:
+        the seed of this rank.
+    """
+    shared = seed + 100 * (pp_rank or 0) + 10 * (dp_rank or 0)
+    own = shared + 2718 + (tp_rank or 0)
+    used = own if always_enable_tp_seed and tp_rank is not None else shared
+    random.seed(used)
+    torch.manual_seed(used)
+    _TRACKER.reset()
+    _TRACKER.always = always_enable_tp_seed
+    if tp_rank is not None:
+        _TRACKER.add(TENSOR_PARALLEL, own)
+    _SEEDS.append(used)
+    return used
