@@ -3,8 +3,8 @@
 D hidden, F ffn, V vocabulary, P positions; n is the size of mesh dim tp.
 """
 
-from slapo_zoo.primitives import ShardAttribute
-from slapo_zoo.zoo import Dim, Table, column, dropout_on, enter, register, row, vocab, vocab_head, whole
+from slapo_zoo.rules import column, dropout_on, enter, row, sizes, vocab, vocab_head, whole
+from slapo_zoo.zoo import Table, register
 
 ATTENTION = "h.*.attn.attention"
 
@@ -22,7 +22,7 @@ GPT_NEO = register(
             ("wpe",                      whole),                      # [P, D]
             ("h.*.ln_1",                 whole),                      # [D]
             (ATTENTION,                  enter),                      # dx summed over tp
-            (ATTENTION,                  (ShardAttribute("num_heads"), ShardAttribute("embed_dim", unit=Dim("head_dim")))),
+            (ATTENTION,                  sizes(("num_heads", ""), ("embed_dim", "head_dim"))),
             (f"{ATTENTION}.q_proj",      column(0, "head_dim")),      # [D/n, D]
             (f"{ATTENTION}.k_proj",      column(0, "head_dim")),      # [D/n, D]
             (f"{ATTENTION}.v_proj",      column(0, "head_dim")),      # [D/n, D]

@@ -4,9 +4,9 @@ D hidden, Q = heads * head_dim, K = kv_heads * head_dim, E experts, F ffn of an 
 size of mesh dim tp. Files hold the experts one by one, as w1 (gate), w2 (down) and w3 (up).
 """
 
-from slapo_zoo.primitives import ShardAttribute
 from slapo_zoo.weights.keys import Pieces
-from slapo_zoo.zoo import Dim, Table, attention, column, enter, experts, register, row, vocab, vocab_head, whole
+from slapo_zoo.rules import attention, column, enter, experts, kv_groups, row, vocab, vocab_head, whole
+from slapo_zoo.zoo import Table, register
 
 MIXTRAL = register(
     Table(
@@ -24,7 +24,7 @@ MIXTRAL = register(
             ("layers.*.input_layernorm",            whole),                                   # [D]
             ("layers.*.self_attn",                  enter),                                   # dx summed over tp
             ("layers.*.self_attn",                  attention("num_heads", together="per_kv")),
-            ("layers.*.self_attn",                  (ShardAttribute("num_key_value_groups", keep=Dim("kv_heads")),)),
+            ("layers.*.self_attn",                  kv_groups("num_key_value_groups", "kv_heads")),
             ("layers.*.self_attn.q_proj",           column(0, "head_dim", together="per_kv")),  # [Q/n, D]
             ("layers.*.self_attn.k_proj",           column(0, "head_dim", kv=True)),          # [K/n, D], at least one head
             ("layers.*.self_attn.v_proj",           column(0, "head_dim", kv=True)),          # [K/n, D], at least one head

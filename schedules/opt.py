@@ -3,7 +3,8 @@
 D hidden, W word embedding, F ffn, V vocabulary, P positions; n is the size of mesh dim tp.
 """
 
-from slapo_zoo.zoo import Table, attention, column, dropout_tokens, enter, enter_flat, register, row, vocab, vocab_head, whole
+from slapo_zoo.rules import attention, column, dropout_tokens, enter, enter_flat, row, vocab, vocab_head, whole
+from slapo_zoo.zoo import Table, register
 
 OPT = register(
     Table(

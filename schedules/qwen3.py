@@ -4,8 +4,8 @@ D hidden, Q = heads * head_dim, K = kv_heads * head_dim, F ffn, V vocabulary. Qu
 KV head; with more ranks than KV heads, neighbours hold the same one.
 """
 
-from slapo_zoo.primitives import ShardAttribute
-from slapo_zoo.zoo import Dim, Table, attention, column, enter, register, row, vocab, vocab_head, whole, whole_on_heads
+from slapo_zoo.rules import attention, column, enter, kv_groups, row, vocab, vocab_head, whole, whole_on_heads
+from slapo_zoo.zoo import Table, register
 
 QWEN3 = register(
     Table(
@@ -23,7 +23,7 @@ QWEN3 = register(
             ("layers.*.input_layernorm",            whole),                                   # [D]
             ("layers.*.self_attn",                  enter),                                   # dx summed over tp
             ("layers.*.self_attn",                  attention("num_heads", together="per_kv")),
-            ("layers.*.self_attn",                  (ShardAttribute("num_key_value_groups", keep=Dim("kv_heads")),)),
+            ("layers.*.self_attn",                  kv_groups("num_key_value_groups", "kv_heads")),
             ("layers.*.self_attn.q_proj",           column(0, "head_dim", together="per_kv")),  # [Q/n, D]
             ("layers.*.self_attn.k_proj",           column(0, "head_dim", kv=True)),          # [K/n, D], at least one head
             ("layers.*.self_attn.v_proj",           column(0, "head_dim", kv=True)),          # [K/n, D], at least one head

@@ -3,7 +3,8 @@
 D hidden, F ffn, V vocabulary, P positions; n is the size of mesh dim tp.
 """
 
-from slapo_zoo.zoo import Table, attention, column, enter, enter_once, register, row, vocab, vocab_head, whole
+from slapo_zoo.rules import attention, column, enter, enter_once, row, vocab, vocab_head, whole
+from slapo_zoo.zoo import Table, register
 
 ROBERTA = register(
     Table(

@@ -4,7 +4,8 @@ D hidden, I = heads * d_kv, F ffn, V vocabulary, R relative buckets; n is the si
 """
 
 from slapo_zoo.primitives import Shard
-from slapo_zoo.zoo import Table, attention, column, dropout_on, enter, enter_once, register, row, vocab, vocab_head, whole
+from slapo_zoo.rules import attention, column, dropout_on, enter, enter_once, row, vocab, vocab_head, whole
+from slapo_zoo.zoo import Table, register
 
 HEADS = attention("num_heads", ("n_heads", ""), ("inner_dim", "head_dim"))
 

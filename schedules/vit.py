@@ -3,7 +3,8 @@
 D hidden, F ffn, C channels, P patch size, N patches.
 """
 
-from slapo_zoo.zoo import Table, attention, column, enter, register, row, whole
+from slapo_zoo.rules import attention, column, enter, row, whole
+from slapo_zoo.zoo import Table, register
 
 VIT = register(
     Table(

@@ -51,7 +51,17 @@ class CoreAttention(nn.Module):
         super().__init__()
         self.stream, self.site, self.heads = stream, site, heads
 
-    def forward(self, q, k, v, mask, attention, dropout=0.0, scaling=None, **kwargs):
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        attention: nn.Module,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
         """Shapes: q [B, H, S, d], k and v [B, K, T, d], mask broadcasts to [B, 1, S, T]."""
         if not (self.training and dropout):
             return sdpa(attention, q, k, v, mask, dropout=0.0, scaling=scaling, **kwargs)

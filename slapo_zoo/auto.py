@@ -1,6 +1,5 @@
 """AutoScheduledModel: from a HuggingFace checkpoint or config to a model that trains on a mesh."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -8,21 +7,18 @@ import torch
 import torch.distributed as dist
 
 from slapo_zoo import hf
-from slapo_zoo.directive import State
-from slapo_zoo.distributed import init_distributed, is_distributed_launch, rank_guard
-from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.distributed import rank_guard
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.locate import checkpoint_dtype, local_folder, make_mesh, pick_device, to_dtype
 from slapo_zoo.mesh import Mesh
-from slapo_zoo.orders import StageMap
+from slapo_zoo.outline import Outline
 from slapo_zoo.pipeline import Pipeline
-from slapo_zoo.placement import TensorSpec
-from slapo_zoo.schedule import Schedule
 from slapo_zoo.scheduled import Runtime, scheduled_class
-from slapo_zoo.stages import assign_stages, keep_stages, leaf_units, stages_of
+from slapo_zoo.stages import keep_stages
 from slapo_zoo.weights.fill import fill_from_config, fill_from_folder
-from slapo_zoo.weights.folder import CheckpointFolder, open_checkpoint
-from slapo_zoo.weights.keys import KeyMap
+from slapo_zoo.weights.folder import open_checkpoint
 from slapo_zoo.weights.load import LoadOptions, parse_size
-from slapo_zoo.zoo import apply_table, base_prefix, block_paths, table_for
+from slapo_zoo.zoo import table_for
 
 
 class AutoScheduledModel:
@@ -86,6 +82,7 @@ class AutoScheduledModel:
         with rank_guard("from_pretrained"):
             options = LoadOptions(parse_size(max_load_memory, "max_load_memory"), check_finite)
             folder = local_folder(str(name_or_path), revision, allow_pickle)
+            hf.register_models()
             config = AutoConfig.from_pretrained(folder, **config_changes)
             table_for(config.model_type)
             with open_checkpoint(folder, allow_pickle) as checkpoint:
@@ -135,70 +132,6 @@ class AutoScheduledModel:
             return build.finish(ledger, micro_batches, None)
 
 
-class Outline:
-    """A model on meta, scheduled for one rank of a mesh: which tensors there are, and where.
-
-    Args:
-        config: of `transformers`; it is not changed.
-        auto_class: which head; None takes the config's own class.
-        mesh: need not have a process group.
-        dtype: of the parameters.
-        seed: of dropout and of new weights.
-        checkpoint_ratio: share of the blocks whose activations are recomputed.
-        sequence_parallel: tp ranks divide the tokens too.
-        pipeline_order: how the stages interleave micro-batches.
-        stages_per_rank: for interleaved orders.
-        schedule: "zoo", a Schedule or its steps to replay, or a function of the schedule.
-    """
-
-    def __init__(
-        self, config: Any, auto_class: Any, mesh: Mesh, dtype: torch.dtype, seed: int | None = None,
-        checkpoint_ratio: float = 0.0, sequence_parallel: bool = False,
-        pipeline_order: str = "1f1b", stages_per_rank: int | None = None, schedule: Any = "zoo",
-    ):  # fmt: skip
-        self.mesh, self.seed = mesh, 0 if seed is None else seed
-        config = copy.deepcopy(config)
-        self.cls: Any = hf.resolve_class(config, auto_class)
-        self.table = table_for(config.model_type)
-        self.keys = KeyMap(self.table.renames, self.table.pieces)
-        self.skeleton = hf.build_on_meta(self.cls, config, dtype, self.table.seam)
-        self.model = hf.build_on_meta(self.cls, config, dtype, self.table.seam)
-        self.schedule = Schedule(self.model, mesh, self.seed)
-        self.state: State = self.schedule.state
-        self.places = StageMap.make(pipeline_order, mesh.pp, stages_per_rank)
-        if schedule == "zoo":
-            stages = self.places.num_stages
-            apply_table(self.schedule, self.table, checkpoint_ratio, sequence_parallel, stages)
-        else:
-            self._apply(schedule)
-        late = [base_prefix(self.model) + path for path in self.table.after_blocks]
-        self.units = leaf_units(self.model, block_paths(self.schedule, self.table), late)
-        self.stages = assign_stages(self.units, self.state.cuts)
-        self.holders = {unit: self._ranks(stages) for unit, stages in self.stages.items()}
-        self.specs = tensor_specs(self.skeleton, self.state, self.holders)
-        self.tied_ranks = _tied_ranks(self.state, self.holders)
-
-    def _apply(self, schedule: Any) -> None:
-        """A program of the user's own in place of the table."""
-        if isinstance(schedule, Schedule | list | tuple):
-            self.schedule.replay(schedule if isinstance(schedule, Schedule) else list(schedule))
-        elif callable(schedule):
-            schedule(self.schedule)
-        else:
-            problem = f"found {schedule!r}"
-            hint = 'pass "zoo", a Schedule, its steps, or a function of the schedule'
-            raise SlapoError("from_pretrained", "schedule", problem, hint)
-        found, wanted = len(self.state.cuts) + 1, self.places.num_stages
-        if found != wanted:
-            problem = f"the schedule has {found} stages, the mesh and order need {wanted}"
-            hint = f"use cut_pipeline_stage() {wanted - 1} times"
-            raise MeshError("from_pretrained", "schedule", problem, hint)
-
-    def _ranks(self, stages: tuple[int, ...]) -> tuple[int, ...]:
-        """The pp coordinates that hold stages, without repetition, first stage first."""
-        return tuple(dict.fromkeys(self.places.rank_of(stage) for stage in stages))
-
-
 class _Build(Outline):
     """The outline with only this rank's stage left, ready to be filled."""
 
@@ -216,7 +149,7 @@ class _Build(Outline):
         runtime = Runtime(
             schedule=self.schedule, specs=self.specs, own_forward=self.cls.forward,
             pipeline=self.pipeline, keys=self.keys, ledger=ledger,
-            whole_batch=self.table.whole_batch,
+            whole_batch=self.table.whole_batch, batch_statistics=self.table.batch_statistics,
             num_tokens=self._num_tokens(), micro_batches=micro_batches,
         )  # fmt: skip
         runtime.ties, runtime.owned = self._ties()
@@ -268,18 +201,6 @@ def _group_of_neighbours(mesh: Mesh, count: int) -> Any:
     return mine
 
 
-def _tied_ranks(
-    state: State, stages: dict[str, tuple[int, ...]]
-) -> list[tuple[list[int], list[str]]]:
-    """Parameters that several stages hold: (stages, names)."""
-    found = []
-    for names in state.owners.values():
-        holders = sorted({stage for name in names for stage in stages_of(name, stages)})
-        if len(holders) > 1:
-            found.append((holders, names))
-    return found
-
-
 def _group_of_stages(mesh: Mesh, stages: list[int]) -> Any:
     """Our process group over some stages; a collective call of all ranks."""
     if len(stages) == mesh.pp:
@@ -291,84 +212,6 @@ def _group_of_stages(mesh: Mesh, stages: list[int]) -> Any:
             group = dist.new_group(ranks)
             mine = group if mesh.rank in ranks else mine
     return mine
-
-
-def tensor_specs(
-    skeleton: Any, state: State, stages: dict[str, tuple[int, ...]]
-) -> list[TensorSpec]:
-    """Every tensor that the model's checkpoint holds, in the order of its state dict."""
-    tied = hf.tied_names(skeleton)
-    specs = []
-    for name, tensor in skeleton.state_dict().items():
-        if name in tied:
-            continue
-        placed = state.placed.get(name)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        placement = placed.placement if placed else None
-        stage = stages_of(name, stages)[0]
-        specs.append(TensorSpec(name, tuple(tensor.shape), dtype, placement, stage))
-    return specs
-
-
-def make_mesh(tp: int, pp: int, dp: int | None) -> Mesh:
-    """The mesh of this process; joins the process group of the launcher if there is none yet."""
-    if not dist.is_initialized() and is_distributed_launch():
-        init_distributed()
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    sizes = Mesh(tp, pp, 1 if dp is None else dp)
-    dp = world // (tp * pp) if dp is None else sizes.dp
-    if tp * pp * max(dp, 1) != world:
-        found = f"{world} process{'es' if world > 1 else ''}"
-        problem = f"found {found}, expected tp * pp * dp = {tp} * {pp} * {max(dp, 1)}"
-        hint = f"torchrun --nproc-per-node {tp * pp * max(dp, 1)} ..., or change tp, pp, dp"
-        raise MeshError("mesh", "world size", problem, hint)
-    return Mesh(tp, pp, dp, dist.get_rank() if dist.is_initialized() else 0)
-
-
-def local_folder(name_or_path: str, revision: str | None, allow_pickle: bool) -> Path:
-    """A local folder as it is; a model of the Hub is fetched into the cache first."""
-    if Path(name_or_path).exists():
-        return Path(name_or_path)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    patterns = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model"]
-    patterns += ["pytorch_model*.bin"] if allow_pickle else []
-    try:
-        return Path(snapshot_download(name_or_path, revision=revision, allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        problem = f"no such folder, and the Hub answered: {str(error).splitlines()[0]}"
-        hint = "check the path or model id; HF_HUB_OFFLINE=1 allows cached models only"
-        raise SlapoError("from_pretrained", repr(name_or_path), problem, hint) from None
-
-
-def checkpoint_dtype(config: Any, checkpoint: CheckpointFolder) -> torch.dtype:
-    """The dtype that the config names, else that of the first floating tensor of the files."""
-    if config.dtype is not None:
-        return config.dtype
-    dtypes = (checkpoint.dtype(key) for key in checkpoint.keys())  # noqa: SIM118 - not a dict
-    return next((d for d in dtypes if d.is_floating_point), torch.float32)
-
-
-def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """A torch dtype, or the name of one."""
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        hint = 'e.g. "float32", "bfloat16", or "auto"'
-        raise SlapoError("from_pretrained", f"dtype={dtype!r}", "not a floating torch dtype", hint)
-    return found
-
-
-def pick_device(device: str | torch.device | None) -> torch.device:
-    """The device asked for, else this rank's GPU under nccl or alone, else the CPU."""
-    if device is not None:
-        return torch.device(device)
-    if dist.is_initialized() and dist.get_backend() != "nccl":
-        return torch.device("cpu")
-    # The launcher has made this rank's GPU the current one.
-    return (
-        torch.empty(0, device="cuda").device if torch.cuda.is_available() else torch.device("cpu")
-    )
 
 
 def _take_generation_config(model: Any, folder: Path | None) -> None:

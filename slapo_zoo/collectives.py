@@ -14,6 +14,7 @@ from slapo_zoo.compat import all_gather_single, reduce_scatter_single
 from slapo_zoo.mesh import ShapeOnlyGroup
 
 Group = dist.ProcessGroup | Any | None
+CHANNELS_LAST = torch.channels_last
 
 
 def group_size(group: Group) -> int:
@@ -43,7 +44,7 @@ def gather_along(x: Tensor, axis: int, group: Group) -> Tensor:
     out = flat.new_empty((group_size(group) * flat.shape[0], *flat.shape[1:]))
     if not isinstance(group, ShapeOnlyGroup):
         all_gather_single(out, flat, group=group)
-    return out.movedim(0, axis).contiguous()  # the models view what they get
+    return _in_format_of(x, out.movedim(0, axis))
 
 
 def reduce_scatter_along(x: Tensor, axis: int, group: Group) -> Tensor:
@@ -52,7 +53,7 @@ def reduce_scatter_along(x: Tensor, axis: int, group: Group) -> Tensor:
     out = flat.new_empty((flat.shape[0] // group_size(group), *flat.shape[1:]))
     if not isinstance(group, ShapeOnlyGroup):
         reduce_scatter_single(out, flat, group=group)
-    return out.movedim(0, axis).contiguous()  # the models view what they get
+    return _in_format_of(x, out.movedim(0, axis))
 
 
 def slice_along(x: Tensor, axis: int, group: Group) -> Tensor:
@@ -62,8 +63,23 @@ def slice_along(x: Tensor, axis: int, group: Group) -> Tensor:
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
-    """The sum of x over the group, in a new tensor; no gradient."""
-    return all_reduce_(x.contiguous().clone(), group)
+    """The sum of x over the group, in a new tensor of its memory format; no gradient."""
+    if not _channels_last(x):
+        return all_reduce_(x.contiguous().clone(), group)
+    y = x.clone()
+    all_reduce_(y.permute(0, 2, 3, 1), group)  # contiguous, and the same memory
+    return y
+
+
+def _channels_last(x: Tensor) -> bool:
+    return x.ndim == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=CHANNELS_LAST)
+
+
+def _in_format_of(x: Tensor, y: Tensor) -> Tensor:
+    """y contiguous, as the models view it; channels last in memory where those of x are."""
+    if _channels_last(x):
+        return y.contiguous(memory_format=CHANNELS_LAST)
+    return y.contiguous()
 
 
 class _ReduceForward(torch.autograd.Function):

@@ -1,7 +1,11 @@
 """Everything we take from `transformers` beyond its documented front door, in one place."""
 
+import importlib
+import pkgutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -9,6 +13,14 @@ from torch import nn
 
 from slapo_zoo import attention
 from slapo_zoo.errors import ArchitectureError
+
+
+@cache
+def register_models() -> None:
+    """Make the models of `slapo_zoo.models` known to the Auto classes; each file registers its own."""
+    package = importlib.import_module("slapo_zoo.models")
+    for found in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{found.name}")
 
 
 def resolve_class(config: Any, auto_class: Any = None) -> type:
@@ -24,7 +36,8 @@ def resolve_class(config: Any, auto_class: Any = None) -> type:
         names = getattr(config, "architectures", None)
         auto_class = names[0] if names else "AutoModel"
     if isinstance(auto_class, str):
-        found = getattr(transformers, auto_class, None)
+        beside_config = sys.modules[type(config).__module__]  # a model of our own
+        found = getattr(transformers, auto_class, getattr(beside_config, auto_class, None))
         if found is None:
             problem = "transformers has no class of that name"
             hint = "pass auto_class=, e.g. AutoModelForCausalLM"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from slapo_zoo import hf
-from slapo_zoo.auto import Outline
+from slapo_zoo.outline import Outline
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.mesh import Mesh
 from slapo_zoo.placement import Placement, Run, TensorSpec
@@ -90,6 +90,7 @@ def plan_weights(
     from transformers import AutoConfig
 
     sources = read_sources(name_or_path, revision)
+    hf.register_models()
     config = AutoConfig.from_pretrained(name_or_path, revision=revision)
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     outline = Outline(config, auto_class, Mesh(tp, pp, dp), dtype)

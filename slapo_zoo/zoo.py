@@ -19,105 +19,21 @@ from slapo_zoo.orders import balanced_cuts
 from slapo_zoo.paths import nearest
 from slapo_zoo.primitives import (
     Checkpoint,
-    CoreAttentionSeam,
     CutPipelineStage,
-    ExpertParallel,
-    ForkRng,
     Shard,
-    ShardAttribute,
     SumGradient,
     Sync,
+)
+from slapo_zoo.rules import (
+    Dim,
+    Row,
+    all_tokens,
+    dropout,
+    dropout_tokens,
 )
 from slapo_zoo.schedule import Schedule
 from slapo_zoo.stages import leaf_units
 from slapo_zoo.weights.keys import Pieces
-
-
-@dataclass(frozen=True)
-class Dim:
-    """A number of the config, named in a table and known when the schedule is made."""
-
-    name: str
-
-
-Rule = tuple[Directive, ...]
-Row = tuple[str, Rule]
-
-
-def _dim(name: str) -> Any:
-    """The dim of a name; 1, a directive's own default, for none."""
-    return Dim(name) if name else 1
-
-
-def column(
-    axis: int = 0,
-    unit: str = "",
-    groups: tuple[str, ...] = (),
-    together: str = "",
-    kv: bool = False,
-) -> Rule:
-    """Each rank computes some outputs: the weight (and bias) divided along its output axis.
-
-    Args:
-        axis: output axis of the weight.
-        unit: dim that stays whole (head_dim).
-        groups: dims of parts that are divided one by one (q|k|v).
-        together: dim: query heads per KV head.
-        kv: heads of keys or values: shared by neighbouring ranks when there are too few.
-    """
-    how: dict[str, Any] = {"unit": _dim(unit), "together": _dim(together), "replicate": kv}
-    sizes: Any = tuple(Dim(name) for name in groups)
-    weight = Shard("weight", axis, groups=sizes, uneven=True, **how)
-    return (weight, Shard("bias", 0, groups=sizes, uneven=True, **how))
-
-
-def row(axis: int = 1, unit: str = "", together: str = "", tokens: int = 1) -> Rule:
-    """Each rank holds some inputs: the product is summed over tp, then the bias added once.
-
-    Args:
-        axis: input axis of the weight.
-        unit: dim that stays whole (head_dim).
-        together: dim: query heads per KV head.
-        tokens: axis of tokens, which sequence parallelism divides; -1 keeps them whole here.
-    """
-    how: dict[str, Any] = {"unit": _dim(unit), "together": _dim(together)}
-    leave = Sync("fwd_post", "all_reduce", sequence_axis=tokens if tokens >= 0 else None)
-    return (Shard("weight", axis, uneven=True, **how), leave)
-
-
-def attention(num_heads: str, *attributes: tuple[str, str], together: str = "") -> Rule:
-    """The seam `core_attn`, and attributes that count heads: ("split_size", "head_dim")."""
-    patches = tuple(ShardAttribute(name, unit=_dim(unit)) for name, unit in attributes)
-    return (CoreAttentionSeam(_dim(num_heads), together=_dim(together)), *patches)
-
-
-def experts(*param_names: str) -> Rule:
-    """Each rank holds some experts, on axis 0 of their parameters; the router is whole."""
-    return (*(Shard(name, 0, uneven=True) for name in param_names), ExpertParallel())
-
-
-# With sequence parallelism `enter` gathers the tokens and `row` divides them again.
-enter: Rule = (Sync("bwd_post", "all_reduce", sequence_axis=1),)
-enter_flat: Rule = (Sync("bwd_post", "all_reduce", sequence_axis=0),)  # tokens flattened (OPT)
-enter_whole: Rule = (Sync("bwd_post", "all_reduce"),)  # an input that always holds all tokens
-enter_once: Rule = (Sync("bwd_post", "all_reduce", shared=True),)  # q, k, v of one such input
-all_tokens: Rule = (Sync("fwd_pre", "join_tokens"), Sync("fwd_post", "divide_tokens"))
-vocab: Rule = (Shard("weight", 0, pad=True), Sync("fwd_post", "all_reduce"))
-vocab_head: Rule = (
-    Shard("weight", 0, pad=True),
-    Shard("bias", 0, pad=True),
-    *enter_whole,
-    Sync("fwd_post", "vocab_logits"),
-)
-whole: Rule = ()  # every rank holds all of it; within blocks it sees this rank's tokens
-whole_on_heads: Rule = (SumGradient("weight"),)  # used on this rank's heads only
-dropout: Rule = (ForkRng(),)
-dropout_tokens: Rule = (ForkRng(tokens=True),)  # with sequence parallelism it sees some tokens
-
-
-def dropout_on(axis: int, size: str) -> Rule:
-    """Dropout of an activation that is divided over tp along an axis."""
-    return (ForkRng(axis=axis, size=_dim(size)),)
 
 
 @dataclass(frozen=True)
@@ -140,6 +56,7 @@ class Table:
         pieces: tensors that the family's files hold in pieces (experts).
         whole_batch: options (of the config or a forward) whose loss is no mean over rows: refused
             where a batch is divided.
+        batch_statistics: micro-batches change the result (BatchNorm), so their number must be given.
     """
 
     model_type: str
@@ -156,6 +73,7 @@ class Table:
     renames: tuple[tuple[str, str], ...] = ()
     pieces: tuple[Pieces, ...] = ()
     whole_batch: tuple[str, ...] = ()
+    batch_statistics: bool = False
 
     def rows(self, model: Any) -> list[Row]:
         """All rows with full patterns and resolved numbers, for one model."""
@@ -306,7 +224,8 @@ def _applies(sch: Schedule, pattern: str, directive: Directive) -> bool:
     if not isinstance(directive, Shard | SumGradient):
         return True
     modules = [sch.state.modules[path] for path in sch[pattern].paths]
-    return all(m._parameters.get(directive.param_name) is not None for m in modules)
+    name = directive.param_name
+    return all(m._parameters.get(name, m._buffers.get(name)) is not None for m in modules)
 
 
 def place_cuts(sch: Schedule, table: Table, num_stages: int) -> list[tuple[str, int]]:

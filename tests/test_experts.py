@@ -122,7 +122,7 @@ def test_experts_that_nobody_chose(folder, ranks):
 
 
 def test_more_ranks_than_experts(folder):
-    from slapo_zoo.auto import Outline
+    from slapo_zoo.outline import Outline
     from slapo_zoo.mesh import Mesh
 
     config = tiny_config(CASE)[0]

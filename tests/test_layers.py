@@ -11,9 +11,19 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [  # low to high
     {"errors", "paths", "placement", "mesh", "compat"},
     {"directive", "collectives", "rng", "kernel", "graph", "weights", "losses"}
-    | {"attention", "distributed", "hf", "tensors", "meta", "seeds", "vocab_logits"},
-    {"primitives", "kernels"},
-    {"schedule", "zoo", "pipeline", "stages", "consolidate", "gradients", "flow", "orders"},
+    | {"attention", "distributed", "hf", "models", "tensors", "meta", "seeds", "vocab_logits"},
+    {"primitives", "kernels", "models"},
+    {
+        "schedule",
+        "rules",
+        "zoo",
+        "pipeline",
+        "stages",
+        "consolidate",
+        "gradients",
+        "flow",
+        "orders",
+    },
     {
         "create",
         "verify",
@@ -22,6 +32,10 @@ LAYERS = [  # low to high
         "dialects",
         "auto",
         "scheduled",
+        "runtime",
+        "training_step",
+        "outline",
+        "locate",
         "launch",
         "resume",
         "reshard",

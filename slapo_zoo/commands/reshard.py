@@ -17,7 +17,7 @@ def reshard(
     allow_pickle: Annotated[bool, typer.Option(help="Read a .bin checkpoint.")] = False,
 ) -> None:
     """Rewrite a checkpoint, also of a stopped training; it takes the memory of one tensor."""
-    from slapo_zoo.auto import to_dtype
+    from slapo_zoo.locate import to_dtype
     from slapo_zoo.reshard import reshard
 
     reshard(source, target, max_shard_size, to_dtype(dtype) if dtype else None, allow_pickle)

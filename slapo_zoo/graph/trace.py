@@ -1,6 +1,6 @@
 """trace_module: one module's forward as a graph; trace_tree: a module and all that it calls."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,14 +10,12 @@ from slapo_zoo.directive import join
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.graph.call import Call
 from slapo_zoo.graph.effects import has_effect
+from slapo_zoo.graph.leaves import Leaf, leaf_below, leaf_test
 from slapo_zoo.graph.modes import merge
 from slapo_zoo.graph.patches import recording, set_mode, unchanged
 from slapo_zoo.graph.traced import TracedModule, under
 from slapo_zoo.graph.tracer import ValueTracer
 
-Leaf = str | type | Callable[[nn.Module, str], bool]
-CORE_ATTENTION = "core_attn"  # slapo_zoo.attention.ATTRIBUTE
-LEAF_CLASSES = {"Conv1D"}  # the linear layer of GPT-2
 Calls = dict[str, tuple[tuple, dict]]
 
 
@@ -71,7 +69,7 @@ def trace_tree(
     for path, (child_args, child_kwargs) in calls.items():
         child = module.get_submodule(path)
         if not leaf(child, path):
-            below = tuple(_below(path, x) for x in leaves)
+            below = tuple(leaf_below(path, x) for x in leaves)
             tree = trace_tree(child, child_args, child_kwargs, below, join(where, path))
             found |= {p: m for q, m in tree.items() if (p := under(path, q)) not in found}
     return found
@@ -116,38 +114,6 @@ def trace(model: nn.Module, **kwargs: Any) -> TracedModule:
     top = found.pop("")
     install(top, "", found)
     return top
-
-
-def leaf_test(leaves: tuple[Leaf, ...], flatten: bool) -> Callable[[nn.Module, str], bool]:
-    """(module, path below the root) --> whether it stays one node."""
-
-    def given(module: nn.Module, path: str, leaf: Leaf) -> bool:
-        if isinstance(leaf, str):
-            return leaf in (path, type(module).__name__)
-        if isinstance(leaf, type):
-            return isinstance(module, leaf)
-        return bool(leaf(module, path))
-
-    def is_leaf(module: nn.Module, path: str) -> bool:
-        own = type(module).__module__
-        if own.startswith(("torch.nn", "torch.ao.nn")) and not isinstance(module, nn.Sequential):
-            return True
-        changed = "forward" in module.__dict__ or isinstance(module, fx.GraphModule)
-        hooked = flatten and bool(module._forward_hooks or module._forward_pre_hooks)
-        hooked = hooked or (flatten and bool(module._backward_hooks))
-        named = path.endswith(CORE_ATTENTION) or type(module).__name__ in LEAF_CLASSES
-        return changed or hooked or named or any(given(module, path, x) for x in leaves)
-
-    return is_leaf
-
-
-def _below(path: str, leaf: Leaf) -> Leaf:
-    """A leaf named by a path below the root, as seen from the module at `path`."""
-    if isinstance(leaf, str):
-        return leaf.removeprefix(path + ".")
-    if isinstance(leaf, type):
-        return leaf
-    return lambda module, p: leaf(module, join(path, p))
 
 
 def _trace(call: Call, leaves: tuple[Leaf, ...], flatten: bool) -> tuple[TracedModule, Calls]:

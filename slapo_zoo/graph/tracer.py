@@ -7,10 +7,8 @@ graph runs (`guards`).
 
 import math
 import operator
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,11 +19,7 @@ from slapo_zoo.errors import ScheduleError
 from slapo_zoo.graph import guards
 from slapo_zoo.graph.proxy import ValueProxy, has_proxy
 from slapo_zoo.graph.traced import under
-
-# Their result has a size, or is a number, that depends on the elements of a tensor.
-DATA_DEPENDENT = {"item", "tolist", "numpy", "nonzero", "unique", "unique_consecutive", "argwhere"}
-DATA_DEPENDENT |= {"masked_select", "bincount"}
-NOT_THE_MODEL = (str(Path(__file__).parent), str(Path(torch.__file__).parent), "<")
+from slapo_zoo.graph.values import depends_on_data, location, values_of
 
 
 class ValueTracer(fx.Tracer):
@@ -88,7 +82,7 @@ class ValueTracer(fx.Tracer):
         if kind == "output":
             return node
         node.meta["value"] = self.inputs.get(target) if kind == "placeholder" else self.run(node)
-        node.meta["of_data"] = _depends_on_data(node)
+        node.meta["of_data"] = depends_on_data(node)
         return node
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any):
@@ -202,43 +196,6 @@ class ValueTracer(fx.Tracer):
         elif path not in self.calls:
             self.calls[path] = values_of((args, kwargs))
         return super().call_module(m, forward, args, kwargs)
-
-
-def values_of(value: Any) -> Any:
-    """The same nested structure, with every proxy replaced by what it stands for."""
-    if type(value) is ValueProxy:
-        return value.node.meta["value"]
-    if type(value) in (tuple, list):
-        return type(value)(values_of(v) for v in value)
-    if type(value) is dict:
-        return {key: values_of(v) for key, v in value.items()}
-    return value
-
-
-def location() -> str:
-    """File and line of the model code that runs now."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(NOT_THE_MODEL):
-            return f"{Path(file).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "unknown"
-
-
-def _depends_on_data(node: fx.Node) -> bool:
-    if any(n.meta.get("of_data") for n in node.all_input_nodes):
-        return True
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if node.op in ("call_function", "call_method") and name in DATA_DEPENDENT:
-        return True
-    return node.target is operator.getitem and _selects_by_mask(node.args[1])
-
-
-def _selects_by_mask(index: Any) -> bool:
-    parts = index if isinstance(index, tuple) else (index,)
-    values = [part.meta["value"] for part in parts if isinstance(part, fx.Node)]
-    return any(isinstance(v, Tensor) and v.dtype == torch.bool for v in values)
 
 
 def recorded(tracer: ValueTracer, function: Callable, always: bool = False) -> Callable:

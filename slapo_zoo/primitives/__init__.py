@@ -18,5 +18,6 @@ from slapo_zoo.primitives.shard import Shard as Shard
 from slapo_zoo.primitives.shard_attribute import ShardAttribute as ShardAttribute
 from slapo_zoo.primitives.sum_gradient import SumGradient as SumGradient
 from slapo_zoo.primitives.sync import Sync as Sync
+from slapo_zoo.primitives.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from slapo_zoo.primitives.trace import Trace as Trace
 from slapo_zoo.primitives.trace_until import TraceUntil as TraceUntil

@@ -19,6 +19,7 @@ from slapo_zoo.weights.keys import KeyMap
 from slapo_zoo.weights.ledger import AnonymousPeak, Ledger, human
 from slapo_zoo.weights.load import LoadOptions, Target, load_tensors
 from slapo_zoo.weights.names import NameMap, match_names
+from slapo_zoo.weights.together import together
 
 
 def fill_from_folder(
@@ -92,14 +93,20 @@ def fill_from_config(
 
 
 def _check_memory(model: Any, options: LoadOptions, mesh: Mesh) -> None:
-    """Refuse a shard that is too large before any of it is allocated."""
-    shard = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    if options.max_memory is None or shard <= options.max_memory:
+    """Refuse, on all ranks, a shard that is too large before any of it is allocated."""
+    limit = options.max_memory
+    if limit is None:
         return
-    excess = human(shard - options.max_memory)
-    problem = f"found {human(options.max_memory)}, expected at least {human(shard)}: {excess} more"
-    hint = "raise the limit, or divide the model over more ranks (tp, pp)"
-    raise WeightsError(f"rank {mesh.rank}", "max_load_memory", problem, hint)
+    shard = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+    def check() -> None:
+        if shard > limit:
+            found = f"found {human(limit)}, expected at least {human(shard)}"
+            problem = f"{found}: {human(shard - limit)} more"
+            hint = "raise the limit, or divide the model over more ranks (tp, pp)"
+            raise WeightsError(f"rank {mesh.rank}", "max_load_memory", problem, hint)
+
+    together(mesh, "from_pretrained", check)
 
 
 def _allocate(model: Any, state: State, device: torch.device) -> dict[str, Tensor]:

@@ -46,6 +46,10 @@ class SafetensorsFile:
             return torch.empty(shape, dtype=dtype)
         begin = start - start % mmap.ALLOCATIONGRANULARITY
         fileno = self._file.fileno()
+        if (size := os.fstat(fileno).st_size) < stop:  # a page beyond the end would kill the process
+            problem = f"found {size} bytes, expected {stop}: it was cut after it had been opened"
+            hint = "does another process write it? fetch the file again"
+            raise WeightsError(str(self.path), f"tensor {name!r}", problem, hint)
         # The default advice measured best: MADV_RANDOM is 6 to 25 times slower on a cold file.
         pages = mmap.mmap(fileno, stop - begin, access=mmap.ACCESS_COPY, offset=begin)
         count = (stop - start) // dtype.itemsize

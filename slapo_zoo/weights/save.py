@@ -53,7 +53,7 @@ def save_folder(
         metadata: `__metadata__` of the files; {"format": "pt"} by default.
         beside: more tensors, in files of their own: {"optimizer": specs}.
     """
-    save = _Save(Path(folder).resolve(), {"model": specs, **(beside or {})}, local, mesh)
+    save = _Save(_resolved(folder), {"model": specs, **(beside or {})}, local, mesh)
     digests = together(mesh, STEP, lambda: save.prepare(max_shard_size, metadata or PYTORCH))
     if differs := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         problem = f"found other tensors or sizes on ranks {differs} than on rank 0"
@@ -64,6 +64,13 @@ def save_folder(
         together(mesh, STEP, lambda: save.finish(written, write_extras))
     finally:
         save.staging.discard()
+
+
+def _resolved(folder: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(folder).resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise WeightsError(str(folder), "", f"is no folder: {error}", "pass another one") from error
 
 
 class _Save:

@@ -235,3 +235,26 @@ def test_what_has_its_own_forward_stays_whole():
         trace_module(net[0], (x,))
     with pytest.raises(ScheduleError, match="traced already"):
         trace_module(traced, (x,))
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_types_are_symbolic(family):
+    """Traced in float32, run in bfloat16, under autocast and by dynamo."""
+    model = tiny_model(family)
+    traced = trace_module(model, *capture(model, ""), flatten=True)
+    batch = batch_for(model, 3, 11)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_exact(traced(**batch), model(**batch))
+    model.to(torch.bfloat16)  # the parameters are shared
+    assert_exact(traced(**batch), model(**batch))
+    compiled = torch.compile(traced, backend="eager", fullgraph=True)
+    assert_exact(compiled(**batch), model(**batch))
+
+
+def test_a_decision_on_a_type_is_checked():
+    model = tiny_model("t5")
+    traced = trace_module(model, *capture(model, ""), flatten=True)
+    batch = batch_for(model, 3, 11)
+    model.to(torch.bfloat16)
+    with pytest.raises(ScheduleError, match=r"eq_\d at modeling_t5.py:\d+ was False"):
+        traced(**batch)

@@ -1,8 +1,10 @@
 """Four ranks that save, one of which is killed on the way; run as a program by the crash test.
 
-    python crash_ranks.py <folder> <rank to kill> <where: write | finish> ...
+    python crash_ranks.py <folder> <rank to kill> <where: write | finish | a number> ...
 
-Several cases may follow each other. Every survivor writes what it was told to <folder>-error-<rank>.
+Several cases may follow each other. A number counts what the saving code of that rank calls outside
+of Python: system calls and the like. Every survivor writes what it was told to
+<folder>-error-<rank>, and every rank that ends its number of calls to <folder>-calls-<rank>.
 """
 
 import os
@@ -26,6 +28,19 @@ def kill(*args):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Countdown:
+    """Kill this process at the n-th call out of the code of slapo_zoo/weights."""
+
+    def __init__(self, n):
+        self.n, self.calls = n, 0
+
+    def __call__(self, frame, event, arg):
+        if event == "c_call" and "slapo_zoo/weights" in frame.f_code.co_filename:
+            self.calls += 1
+            if self.calls == self.n:
+                kill()
+
+
 def work(folder, rank, victim, where):
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}-store", WORLD)
@@ -34,14 +49,20 @@ def work(folder, rank, victim, where):
     mesh = Mesh(tp=2, pp=2, rank=rank)
     specs, full = model(mesh.pp)
     extras = None
+    countdown = Countdown(int(where) if rank == victim and where.isdigit() else 0)
     if rank == victim and where == "write":
         write.os.fsync = kill  # the last thing that a rank does with its first file
-    elif rank == victim:
+    elif rank == victim and where == "finish":
         extras = kill
+    elif where.isdigit():
+        sys.setprofile(countdown)
     try:
         save.save_folder(folder, specs, local_tensors(specs, full, mesh), mesh, extras, "1KB")
     except (WeightsError, RankError) as error:
+        sys.setprofile(None)
         Path(f"{folder}-error-{rank}").write_text(f"{type(error).__name__}: {error}")
+    sys.setprofile(None)
+    Path(f"{folder}-calls-{rank}").write_text(str(countdown.calls))
     os._exit(0)  # no farewell to peers that are gone
 
 

@@ -82,6 +82,17 @@ def test_links_that_lead_out_of_the_folder(tmp_path):
         open_checkpoint(tmp_path / "inside")
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", A])
+def test_links_in_a_circle(two_files, name):
+    (two_files / name).unlink(missing_ok=True)
+    (two_files / name).symlink_to("circle")
+    (two_files / "circle").symlink_to(name)
+    with pytest.raises(WeightsError, match=r"cannot be opened|not there"):
+        open_checkpoint(two_files)
+    with pytest.raises(WeightsError, match="no such folder"):
+        open_checkpoint(two_files / "circle")
+
+
 def test_hub_cache(tmp_path):
     repo = tmp_path / "models--org--name"
     snapshot = repo / "snapshots" / "abc"
@@ -141,6 +152,15 @@ def test_nothing_there(tmp_path):
         open_checkpoint(tmp_path)
     with pytest.raises(WeightsError, match="no such folder"):
         open_checkpoint(tmp_path / "none")
+
+
+def test_a_file_that_is_cut_while_it_is_read(two_files):
+    """A page beyond the end of a mapped file would kill the process without a word."""
+    with open_checkpoint(two_files) as folder:
+        folder.view("a")
+        os.truncate(two_files / A, (two_files / A).stat().st_size - 1)
+        with pytest.raises(WeightsError, match="cut after it had been opened"):
+            folder.view("a")
 
 
 @pytest.mark.parametrize("new_format", [True, False])

@@ -10,8 +10,8 @@ import transformers
 from slapo_zoo import AutoScheduledModel
 from slapo_zoo.cli import main
 from slapo_zoo.errors import WeightsError
-from slapo_zoo.plan import Source, plan_weights
-from slapo_zoo.weights import header
+from slapo_zoo.plan import plan_weights, read_sources
+from slapo_zoo.weights.layout import CODES
 
 TINY = {
     "GPT2LMHeadModel": {"n_layer": 3, "n_embd": 20, "n_head": 5, "vocab_size": 97, "n_positions": 8},
@@ -61,11 +61,9 @@ def test_no_weight_is_read(folder, monkeypatch):
 
 def test_a_model_of_the_hub(folder, monkeypatch):
     """The answer of the Hub is made up here: no network in tests."""
-    with_names = {code: dtype for code, dtype in header.DTYPES.items()}
-    sources = plan_sources(folder)
     tensors = {
-        key: SimpleNamespace(dtype=code_of(source, with_names), shape=list(source.shape))
-        for key, source in sources.items()
+        key: SimpleNamespace(dtype=CODES[source.dtype], shape=list(source.shape))
+        for key, source in read_sources(folder).items()
     }
     answer = SimpleNamespace(files_metadata={"x": SimpleNamespace(tensors=tensors)})
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda *a, **k: answer)
@@ -74,16 +72,6 @@ def test_a_model_of_the_hub(folder, monkeypatch):
     local, remote = plan_weights(folder, 2, 2), plan_weights("org/name", 2, 2)
     assert [r.bytes_read for r in remote.ranks] == [r.bytes_read for r in local.ranks]
     assert remote.ranks[0].files == {"x"}
-
-
-def plan_sources(folder):
-    from slapo_zoo.plan import read_sources
-
-    return read_sources(folder)
-
-
-def code_of(source: Source, names):
-    return next(code for code, dtype in names.items() if dtype == source.dtype)
 
 
 def test_no_such_model(monkeypatch):

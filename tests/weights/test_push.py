@@ -1,6 +1,7 @@
 """push_to_hub: what is asked of the Hub, by a stand-in for its client (no network in tests)."""
 
 from types import SimpleNamespace
+from typing import ClassVar
 
 import huggingface_hub
 import pytest
@@ -13,7 +14,7 @@ CONFIG = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=20, n_positions=4,
 
 
 class Api:
-    calls = []
+    calls: ClassVar = []
 
     def __init__(self, token=None):
         self.token = token

@@ -251,3 +251,58 @@ def test_no_group_for_a_large_mesh(tmp_path):
     mesh = Mesh(tp=2, pp=2)
     with pytest.raises(ValueError, match="found a process group of 0, expected tp\\*pp\\*dp = 4"):
         save_folder(tmp_path / "out", specs, local_tensors(specs, full, mesh), mesh)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_failure_at_every_single_write(tmp_path, monkeypatch, code):
+    """Whichever call fails: the old checkpoint or the new one is there, and nothing beside it."""
+    one, calls = single(), []
+    originals = {
+        name: getattr(os, name) for name in ("pwrite", "posix_fallocate", "fsync", "rename")
+    }
+
+    def failing(name, at):
+        def call(*args):
+            calls.append(name)
+            if len(calls) == at:
+                raise OSError(code, os.strerror(code))
+            return originals[name](*args)
+
+        return call
+
+    at, outcomes, texts = 0, [], []
+    while at <= len(calls):
+        at += 1
+        calls.clear()
+        save_one(tmp_path / "out")
+        with monkeypatch.context() as patched:
+            for name in originals:
+                patched.setattr(os, name, failing(name, at))
+            try:
+                save_folder(tmp_path / "out", one.specs, one.full, one.mesh, max_shard_size=200)
+                outcomes.append("done")
+            except WeightsError as error:
+                outcomes.append(calls[-1])
+                texts.append(str(error))
+        assert names(tmp_path) == ["out"]
+        with open_checkpoint(tmp_path / "out") as folder:
+            found = {key: folder.view(key).clone() for key in folder.key_to_file}
+        if list(found) == ["w"]:
+            assert found["w"][0, 0] == 1
+        else:
+            assert_same(found, one.full)
+    assert all(os.strerror(code) in text for text in texts)
+    assert outcomes.count("done") == 1
+    assert {"pwrite", "posix_fallocate", "fsync"} <= set(outcomes)
+
+
+def test_links_in_a_circle(tmp_path):
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(WeightsError, match=r"expected a folder|is no folder"):
+        save_one(tmp_path / "a")
+    save_one(tmp_path / "out")
+    (tmp_path / "out" / "circle").symlink_to("circle")
+    save_one(tmp_path / "out", 2.0)
+    assert value_in(tmp_path / "out") == 2
+    assert (tmp_path / "out" / "circle").is_symlink()

@@ -1,6 +1,7 @@
 """A rank that is killed in the middle of a save: the old folder stays, the others say so."""
 
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,11 @@ from safetensors.torch import load_file
 
 from slapo_zoo.mesh import Mesh
 from slapo_zoo.placement import TensorSpec
+from slapo_zoo.weights.folder import open_checkpoint
 from slapo_zoo.weights.save import save_folder
+from weights.shards import assert_same, model
 
+SEED, POINTS = 11, 20
 PROGRAM = Path(__file__).with_name("crash_ranks.py")
 
 
@@ -35,8 +39,8 @@ def partial(out):
     return list(out.parent.glob(f".{out.name}.partial-*"))
 
 
-def test_a_killed_rank(tmp_path):
-    cases = {tmp_path / "a": (1, "write"), tmp_path / "b": (0, "finish")}
+def run_cases(cases):
+    """Save over an old checkpoint in each folder; a rank is killed on the way."""
     command = [sys.executable, str(PROGRAM)]
     for out, (victim, where) in cases.items():
         old_checkpoint(out, 1.0)
@@ -44,9 +48,47 @@ def test_a_killed_rank(tmp_path):
     paths = [str(PROGRAM.parents[1]), str(PROGRAM.parents[2])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     subprocess.run(command, check=True, timeout=120, capture_output=True, env=env)
+
+
+def test_a_killed_rank(tmp_path):
+    cases = {tmp_path / "a": (1, "write"), tmp_path / "b": (0, "finish")}
+    run_cases(cases)
     for out, (victim, _) in cases.items():
         left = check(out, victim)
         assert len(left) == (victim == 0)  # the next save removes what only rank 0 could
         old_checkpoint(out, 0.0)
         assert not partial(out)
         assert load_file(out / "model.safetensors")["old"].tolist() == [0, 0]
+
+
+def test_killed_anywhere(tmp_path):
+    """20 points of a save, on ranks drawn by a seed: the old checkpoint or the new one, whole."""
+    run_cases({tmp_path / "dry": (0, "0")})
+    calls = [int(Path(f"{tmp_path / 'dry'}-calls-{rank}").read_text()) for rank in range(4)]
+    draw = random.Random(SEED)
+    victims = [draw.randrange(4) for _ in range(POINTS)]
+    # the first rank does the most, and what it does last is the swap of the folders
+    points = [draw.randint(1, calls[rank]) for rank in victims]
+    points[-3:], victims[-3:] = [calls[0] - n for n in (1, 12, 40)], [0, 0, 0]
+    cases = {
+        tmp_path / str(i): (rank, str(point))
+        for i, (rank, point) in enumerate(zip(victims, points, strict=True))
+    }
+    run_cases(cases)
+    outcomes = {out: whole(out) for out in cases}
+    assert set(outcomes.values()) == {"old", "new"}, outcomes
+    for out in cases:
+        old_checkpoint(out, 0.0)
+        assert not partial(out)
+        assert load_file(out / "model.safetensors")["old"].tolist() == [0, 0]
+
+
+def whole(out):
+    """Which checkpoint the folder holds, all of it; anything else fails."""
+    with open_checkpoint(out) as folder:
+        found = {key: folder.view(key).clone() for key in folder.key_to_file}
+    if list(found) == ["old"]:
+        assert found["old"].tolist() == [1, 1]
+        return "old"
+    assert_same(found, model()[1])
+    return "new"

@@ -1,0 +1,41 @@
+"""Wide ResNet: the channels inside each bottleneck are divided; norms count the rows of all dp ranks.
+
+C channels of a block's input, W of its inside, O of its output (4 planes); n is the size of mesh dim tp and
+divides W. conv2 takes this rank's channels and its sum over ranks is divided again by channels, after the stride
+where it is smaller; so conv1, conv2, conv3 and the two norms between them are all divided.
+"""
+
+from slapo_zoo.primitives import Shard, Sync, SyncBatchNorm
+from slapo_zoo.rules import enter_whole, whole
+from slapo_zoo.zoo import Table, register
+
+NORM = (SyncBatchNorm(),)
+OWN_NORM = (*(Shard(name, 0) for name in ("weight", "bias", "running_mean", "running_var")), *NORM)
+
+WIDERESNET = register(
+    Table(
+        model_type="wideresnet",
+        source="torchvision 0.28.0, models/resnet.py (wide_resnet50_2), for names and sizes",
+        dims={},
+        body=(
+            # module                   rule                                                            per rank
+            ("conv1",                  whole),                                                       # [C, 3, 7, 7]
+            ("bn1",                    NORM),                                                        # [C]
+            ("layer*.*.conv1",         enter_whole),                                                 # dx summed over tp
+            ("layer*.*.conv1",         (Shard("weight", 0),)),                                       # [W/n, C, 1, 1]
+            ("layer*.*.bn1",           OWN_NORM),                                                    # [W/n]
+            ("layer*.*.conv2",         (Shard("weight", 1), Sync("fwd_post", "reduce_scatter", axis=1))),  # [W, W/n, 3, 3]
+            ("layer*.*.bn2",           OWN_NORM),                                                    # [W/n]
+            ("layer*.*.conv3",         (Shard("weight", 1), Sync("fwd_post", "all_reduce"))),        # [O, W/n, 1, 1]
+            ("layer*.*.bn3",           NORM),                                                        # [O]
+            ("layer*.*.downsample.0",  whole),                                                       # [O, C, 1, 1]
+            ("layer*.*.downsample.1",  NORM),                                                        # [O]
+        ),
+        heads=(
+            ("fc",                     whole),                                                       # [labels, O]
+        ),
+        blocks=("layer*.*",),
+        seam=False,
+        batch_statistics=True,
+    )
+)

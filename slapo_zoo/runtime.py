@@ -1,0 +1,103 @@
+"""What a scheduled model remembers, and what it asks of a batch."""
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from slapo_zoo.errors import MeshError
+from slapo_zoo.pipeline import Pipeline, split_batch
+from slapo_zoo.placement import TensorSpec
+from slapo_zoo.schedule import Schedule
+from slapo_zoo.weights.keys import KeyMap
+from slapo_zoo.weights.ledger import Ledger
+
+
+@dataclass
+class Runtime:
+    """What a scheduled model remembers.
+
+    Args:
+        schedule: the program that made it.
+        specs: every tensor of the whole model, in the order of its state dict.
+        own_forward: of the model's own class.
+        pipeline: the stages, or None without.
+        keys: names that the family's files use.
+        ties: groups of parameters of this rank that stages share: (name, process group).
+        replicas: divided parameters that neighbouring tp ranks share: (name, process group).
+        owned: names that this stage counts in norms and saves.
+        micro_batches: default of `train_step`.
+        num_tokens: tokens of an input that is not text.
+        whole_batch: options whose loss is no mean over rows.
+        batch_statistics: whether micro-batches change the result.
+    """
+
+    schedule: Schedule
+    specs: list[TensorSpec]
+    own_forward: Callable[..., Any]
+    pipeline: Pipeline | None = None
+    keys: KeyMap = field(default_factory=KeyMap)
+    ledger: Ledger = field(default_factory=Ledger)
+    ties: list[tuple[str, Any]] = field(default_factory=list)
+    replicas: list[tuple[str, Any]] = field(default_factory=list)
+    owned: set[str] = field(default_factory=set)
+    micro_batches: int | None = None
+    num_tokens: int | None = None
+    whole_batch: tuple[str, ...] = ()
+    batch_statistics: bool = False
+
+
+def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
+    """Whether the tokens of a batch can be divided over tp, where the schedule asks for it.
+
+    Every stack (encoder, decoder) must divide; otherwise this forward runs without sequence
+    parallelism, with the same result.
+    """
+    runtime: Runtime = model._slapo
+    if not runtime.schedule.state.sequence_parallel:
+        return False
+    lengths = [runtime.num_tokens] if runtime.num_tokens else []
+    names = {
+        "input_ids": -1,
+        "inputs_embeds": -2,
+        "decoder_input_ids": -1,
+        "decoder_inputs_embeds": -2,
+    }
+    if model.config.is_encoder_decoder:
+        names["labels"] = -1
+    lengths += [batch[k].shape[axis] for k, axis in names.items() if batch.get(k) is not None]
+    divide = bool(lengths) and all(length % model.mesh.tp == 0 for length in lengths)
+    if not divide and model.training:
+        warnings.warn(
+            f"{lengths} tokens are not a multiple of tp={model.mesh.tp}: this step runs without "
+            "sequence parallelism; pad to a multiple (pad_to_multiple_of of the tokenizer)",
+            stacklevel=4,
+        )
+    return divide
+
+
+def takes_cache(runtime: Runtime) -> bool:
+    """Whether the model's own forward has a use_cache argument."""
+    return "use_cache" in inspect.signature(runtime.own_forward).parameters
+
+
+def count_rows(batch: Mapping[str, Any]) -> int:
+    """Rows of a batch, by its main input."""
+    tensors, _ = split_batch(batch)
+    for name in ("input_ids", "inputs_embeds", "pixel_values"):
+        if name in tensors:
+            return len(tensors[name])
+    return len(next(iter(tensors.values()))) if tensors else 0
+
+
+def refuse_divided(model: Any, options: Mapping[str, Any], **parts: int) -> None:
+    """MeshError for an option whose loss is no mean over rows where the batch is divided."""
+    divided = [f"{name}={count}" for name, count in parts.items() if count > 1]
+    for name in model._slapo.whole_batch if divided else ():
+        given = options.get(name)
+        if getattr(model.config, name, False) if given is None else given:
+            problem = f"its loss needs the whole batch in one piece, found {', '.join(divided)}"
+            raise MeshError(
+                "the model", f"{name}=True", problem, f"pass {name}=False, or use tp only"
+            )

@@ -1,0 +1,118 @@
+"""One rank fails in the middle of a step: all ranks stop with its error, and none hangs."""
+
+import gc
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch.distributed as dist
+
+from parity import batch_of, checkpoint
+from refusals import BERT, GPT2
+from slapo_zoo import (
+    AutoScheduledModel,
+    RankError,
+    SlapoError,
+)
+from slapo_zoo.launch import run_local
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory):
+    root = tmp_path_factory.mktemp("sources")
+    return {"gpt2": checkpoint(GPT2, root), "bert": checkpoint(BERT, root)}
+
+
+def fail_in_the_middle(folder, tp, pp, guilty, how):
+    """What this rank saw when rank `guilty` raised; then it leaves as the end of a process does."""
+    found = error_of_step(folder, tp, pp, guilty, how)
+    gc.collect()  # the graph of the failed step holds the process groups, and they their sockets
+    dist.destroy_process_group()
+    return found
+
+
+def error_of_step(folder, tp, pp, guilty, how):
+    model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp).train()
+    model.train_step(batch_of(GPT2))
+    if dist.get_rank() == guilty:
+        sabotage(model, how)
+    begin = time.monotonic()
+    try:
+        model.train_step(batch_of(GPT2), micro_batches=4)
+    except (SlapoError, ValueError, RuntimeError) as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return None
+
+
+def sabotage(model, how):
+    """The mlp of a block that this rank holds raises when it is called for the second time."""
+    blocks = [b for b in model.transformer.h if type(b).__name__ == "GPT2Block"]
+    calls = []
+
+    def hook(module, args, *rest):
+        calls.append(1)
+        if len(calls) == 2:
+            raise ValueError("the disk of this node is on fire")
+
+    if how == "forward":
+        blocks[-1].mlp.register_forward_pre_hook(hook)
+    else:
+        blocks[-1].mlp.register_full_backward_hook(hook)
+
+
+@pytest.mark.parametrize("how", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("tp", "pp", "guilty"), [(2, 1, 1), (1, 2, 0), (1, 2, 1), (2, 2, 1), (2, 2, 2)]
+)
+def test_all_ranks_stop_with_the_error_of_one(tp, pp, guilty, how, sources, ranks):
+    results = ranks.run(fail_in_the_middle, tp * pp, sources["gpt2"], tp, pp, guilty, how)
+    for rank, (kind, text, seconds) in enumerate(results):
+        assert seconds < 60
+        assert "the disk of this node is on fire" in text
+        if rank != guilty:
+            assert kind == "RankError"
+            assert text.startswith(f"rank {guilty}: train_step: ")
+
+
+def train_until_it_fails(folder):
+    model = AutoScheduledModel.from_pretrained(folder, tp=2).train()
+    if dist.get_rank() == 1:
+        sabotage(model, "backward")
+    for step in range(4):
+        model.train_step(batch_of(GPT2, step))
+
+
+def test_run_local_raises_the_error_of_one(sources):
+    begin = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1: .*: ValueError: the disk .* on fire") as caught:
+        run_local(train_until_it_fails, 2, (sources["gpt2"],), threads=1)
+    assert time.monotonic() - begin < 60
+    assert "sabotage" in caught.value.traceback_text or "hook" in caught.value.traceback_text
+
+
+SCRIPT = """
+import sys
+sys.path[:0] = sys.argv[2:]
+from test_failing_rank import train_until_it_fails
+train_until_it_fails(sys.argv[1])
+"""
+
+
+def test_torchrun_shows_the_error_of_one(sources, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=2", "--redirects=3", f"--log-dir={tmp_path / 'log'}", "train.py"]
+    command += [str(sources["gpt2"]), os.path.dirname(__file__)]
+    begin = time.monotonic()
+    result = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=120, check=False,
+        capture_output=True,
+    )  # fmt: skip
+    assert time.monotonic() - begin < 60
+    assert result.returncode != 0
+    errors = {p.parent.name: p.read_text() for p in (tmp_path / "log").glob("**/stderr.log")}
+    assert "ValueError: the disk of this node is on fire" in errors["1"]
+    if "RankError" in errors["0"]:  # or torchrun was faster in stopping it
+        assert "rank 1: train_step: " in errors["0"]
