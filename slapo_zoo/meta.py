@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -57,18 +56,3 @@ def analyze_tie_weights(
         at = (rest, stages[head]) if is_pipeline_partitioned and rest else (name, 0)
         groups.setdefault(id(parameter), set()).add(at)
     return {key: names for key, names in groups.items() if len(names) > 1}
-
-
-def is_module_list(module: Any, name: str = "", parent: Any = None) -> bool:
-    """Whether a module is a list of modules, also after tracing turned it into another class.
-
-    Args:
-        module: the module.
-        name: its name in the parent.
-        parent: kept for the original's signature.
-    """
-    if isinstance(module, nn.ModuleList):
-        return True
-    names = [child for child, _ in module.named_children()]
-    plain = not isinstance(module, nn.Sequential) and not list(module.parameters(recurse=False))
-    return bool(names) and plain and names == [str(i) for i in range(len(names))]

@@ -10,6 +10,7 @@ of Python: system calls and the like. Every survivor writes what it was told to
 import os
 import signal
 import sys
+import tempfile
 from datetime import timedelta
 from pathlib import Path
 
@@ -77,6 +78,15 @@ def run(folder, victim, where):
         os.waitpid(child, 0)
 
 
+def warm_up():
+    """What torch imports at its first use, it imports here, once, and not in every rank."""
+    specs, full = model(1)
+    with tempfile.TemporaryDirectory() as folder:
+        save.save_folder(folder, specs, full, Mesh())
+
+
 if __name__ == "__main__":
+    torch.set_num_threads(1)
+    warm_up()
     for i in range(1, len(sys.argv), 3):
         run(*sys.argv[i : i + 3])

@@ -63,16 +63,16 @@ def test_a_killed_rank(tmp_path):
 
 def test_killed_anywhere(tmp_path):
     """20 points of a save, on ranks drawn by a seed: the old checkpoint or the new one, whole."""
-    run_cases({tmp_path / "dry": (0, "0")})
-    calls = [int(Path(f"{tmp_path / 'dry'}-calls-{rank}").read_text()) for rank in range(4)]
+    run_cases({tmp_path / "dry" / "out": (0, "0")})
+    calls = [int((tmp_path / "dry" / f"out-calls-{rank}").read_text()) for rank in range(4)]
     draw = random.Random(SEED)
-    victims = [draw.randrange(4) for _ in range(POINTS)]
-    # the first rank does the most, and what it does last is the swap of the folders
+    victims = [draw.randrange(4) for _ in range(POINTS - 4)]
     points = [draw.randint(1, calls[rank]) for rank in victims]
-    points[-3:], victims[-3:] = [calls[0] - n for n in (1, 12, 40)], [0, 0, 0]
+    points += [calls[0] - n for n in (1, 3, 6, 12)]  # about the swap, which rank 0 does last
+    # a folder for each: a save looks at what lies beside its target, and that counts
     cases = {
-        tmp_path / str(i): (rank, str(point))
-        for i, (rank, point) in enumerate(zip(victims, points, strict=True))
+        tmp_path / str(i) / "out": (rank, str(point))
+        for i, (rank, point) in enumerate(zip([*victims, 0, 0, 0, 0], points, strict=True))
     }
     run_cases(cases)
     outcomes = {out: whole(out) for out in cases}
