@@ -119,7 +119,7 @@ def rehearse(
     inputs = {k: fake.from_tensor(v) if isinstance(v, Tensor) else v for k, v in batch.items()}
     rehearsal = Rehearsal(model, units)
     try:
-        with fake, rehearsal:
+        with fake, rehearsal, torch.enable_grad():  # the plan serves training too
             model(**inputs)
     finally:
         rehearsal.close()

@@ -89,9 +89,14 @@ class Mesh:
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
+        from slapo_zoo.compat import inherit_timeout
+
         if not dist.is_initialized():
             problem = f"tp*pp*dp = {self.world_size}, but there is no process group"
             raise MeshError("mesh", self, problem, "start the processes with torchrun")
         device = "cuda" if dist.get_backend() == "nccl" and torch.cuda.is_available() else "cpu"
         sizes = tuple(self.size(mesh_dim) for mesh_dim in MESH_DIMS)
-        return init_device_mesh(device, sizes, mesh_dim_names=MESH_DIMS)
+        device_mesh = init_device_mesh(device, sizes, mesh_dim_names=MESH_DIMS)
+        for mesh_dim in MESH_DIMS:
+            inherit_timeout(device_mesh.get_group(mesh_dim))
+        return device_mesh

@@ -2,11 +2,13 @@
 
 import itertools
 import pickle
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ranks import COLLECTIVE_TIMEOUT_S
 from slapo_zoo import Mesh, MeshError, SlapoError
 from slapo_zoo.mesh import MESH_DIMS
 
@@ -63,6 +65,19 @@ def test_groups_hold_the_peers(tp, pp, dp, ranks):
             peers = mesh.peers(mesh_dim)
             want = (sum(peers), peers) if len(peers) > 1 else None
             assert found[mesh_dim] == want
+
+
+def timeouts():
+    """Of each group of a mesh, beside that of the whole process group."""
+    mesh, cpu = Mesh(2, 2, 1, dist.get_rank()), torch.device("cpu")
+    groups = [dist.group.WORLD, mesh.group("tp"), mesh.group("pp")]
+    return [group._get_backend(cpu).options._timeout for group in groups]
+
+
+def test_groups_wait_no_longer_than_the_whole(ranks):
+    """torch would let them wait for 30 minutes."""
+    for world, tp, pp in ranks.run(timeouts, 4):
+        assert world == tp == pp == timedelta(seconds=COLLECTIVE_TIMEOUT_S)
 
 
 @pytest.mark.parametrize(

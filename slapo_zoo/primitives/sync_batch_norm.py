@@ -48,7 +48,7 @@ class SyncBatchNorm(Directive):
 def _train(module: Any, x: Tensor, group: Any) -> Tensor:
     running = (module.running_mean, module.running_var)
     if torch._C._current_graph_task_id() != -1:  # a recomputation, which runs inside a backward
-        running = (None, None)
+        running = tuple(None if old is None else old.clone() for old in running)
     elif module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
     weights = (module.weight, module.bias)
