@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from slapo_zoo.errors import SlapoError as SlapoError
     from slapo_zoo.errors import WeightsError as WeightsError
     from slapo_zoo.mesh import Mesh as Mesh
+    from slapo_zoo.resume import load_checkpoint as load_checkpoint
+    from slapo_zoo.resume import save_checkpoint as save_checkpoint
     from slapo_zoo.schedule import Schedule as Schedule
 
 __version__ = "0.1.0"
@@ -49,6 +51,8 @@ _HOME = {
     "init_target_engine": "dialects",
     "is_module_list": "graph.traced",
     "is_random_seed_set": "seeds",
+    "load_checkpoint": "resume",
+    "save_checkpoint": "resume",
     "set_random_seed": "seeds",
 }
 __all__ = sorted(_HOME)

@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from slapo_zoo import hf
-from slapo_zoo.compat import inherit_timeout
+from slapo_zoo.compat import new_group
 from slapo_zoo.distributed import rank_guard
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.locate import checkpoint_dtype, local_folder, make_mesh, pick_device, to_dtype
@@ -197,7 +196,7 @@ def _group_of_neighbours(mesh: Mesh, count: int) -> Any:
     mine = None
     for first in range(0, mesh.world_size, count):
         ranks = list(range(first, first + count))  # tp is the fastest mesh dim
-        group = inherit_timeout(dist.new_group(ranks))
+        group = new_group(ranks)
         mine = group if mesh.rank in ranks else mine
     return mine
 
@@ -210,7 +209,7 @@ def _group_of_stages(mesh: Mesh, stages: list[int]) -> Any:
     for dp in range(mesh.dp):
         for tp in range(mesh.tp):
             ranks = [mesh.at(pp=stage, dp=dp, tp=tp) for stage in stages]
-            group = inherit_timeout(dist.new_group(ranks))
+            group = new_group(ranks)
             mine = group if mesh.rank in ranks else mine
     return mine
 

@@ -10,6 +10,7 @@ from slapo_zoo.commands.demo import demo
 from slapo_zoo.commands.families import list_families
 from slapo_zoo.commands.plan import plan
 from slapo_zoo.commands.reshard import reshard
+from slapo_zoo.commands.show import show
 from slapo_zoo.commands.train import train
 from slapo_zoo.commands.version import show_version
 from slapo_zoo.report import readable_errors
@@ -17,6 +18,7 @@ from slapo_zoo.report import readable_errors
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command("list")(list_families)
 app.command("plan")(plan)
+app.command("show")(show)
 app.command("reshard")(reshard)
 app.command("train")(train)
 app.command("demo")(demo)

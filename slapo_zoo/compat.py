@@ -1,5 +1,6 @@
 """Names that moved between the torch releases we support (2.10 to 2.13), or that are not public."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,15 +13,13 @@ reduce_scatter_single: Any = (
 )
 
 
-def inherit_timeout(group: Any) -> Any:
-    """Give a group the timeout of the whole process group: it has torch's default of 30 minutes.
+def new_group(ranks: Sequence[int]) -> Any:
+    """A group that waits as long as the whole one; torch's default is 30 minutes.
 
-    A rank that hangs would stop its peers only then.
+    A collective call of all ranks. A rank that hangs or dies would stop its peers only then.
     """
-    from torch.distributed.distributed_c10d import _set_pg_timeout
-
-    world: Any = dist.group.WORLD
     kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    if group is not None and group is not dist.GroupMember.NON_GROUP_MEMBER:
-        _set_pg_timeout(world._get_backend(torch.device(kind)).options._timeout, group)
-    return group
+    world: Any = dist.group.WORLD
+    if len(ranks) == dist.get_world_size():
+        return world
+    return dist.new_group(ranks, timeout=world._get_backend(torch.device(kind)).options._timeout)

@@ -55,7 +55,8 @@ class State:
         """Put `new` wherever `old` is, in all modules tied to it; returns the names."""
         names = self.owners.pop(id(old))
         notes = {key: value for key, value in old.__dict__.items() if key[0] != "_"}  # annotate()
-        new.__dict__.update({**notes, **new.__dict__})
+        for key in notes.keys() - new.__dict__.keys():
+            setattr(new, key, notes[key])
         for name in names:
             path, _, leaf = name.rpartition(".")
             self.modules[path]._parameters[leaf] = new

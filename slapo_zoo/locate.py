@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slapo_zoo import hf
 from slapo_zoo.distributed import init_distributed, is_distributed_launch
 from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.mesh import Mesh
@@ -71,3 +72,32 @@ def pick_device(device: str | torch.device | None) -> torch.device:
     return (
         torch.empty(0, device="cuda").device if torch.cuda.is_available() else torch.device("cpu")
     )
+
+
+def config_of(name: str) -> tuple[Any, str | None]:
+    """The config of a family, a folder or a model of the Hub, and the head to take if none is named.
+
+    A bare family has the defaults of its config, and the head that most people mean.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForPreTraining
+
+    hf.register_models()
+    if name in CONFIG_MAPPING and not Path(name).exists():
+        config = CONFIG_MAPPING[name]()
+        mapping: Any = AutoModelForPreTraining._model_mapping
+        has_head = type(config) in mapping
+        return config, "AutoModelForPreTraining" if has_head else _last_head(config)
+    try:
+        return AutoConfig.from_pretrained(name), None
+    except (OSError, ValueError) as error:
+        problem = str(error).strip().splitlines()[0]
+        hint = "pass a family (slapo-zoo list), a folder or a model id"
+        raise SlapoError("config", repr(name), problem, hint) from None
+
+
+def _last_head(config: Any) -> str | None:
+    """Without a head for pretraining (ViT, Wide ResNet): the classifier, if there is one."""
+    from transformers import AutoModelForImageClassification
+
+    mapping: Any = AutoModelForImageClassification._model_mapping
+    return "AutoModelForImageClassification" if type(config) in mapping else None

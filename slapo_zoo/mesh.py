@@ -1,6 +1,6 @@
 """The device mesh: dims tp (fastest), dp, pp; any rank can be inspected without a process group."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -80,23 +80,23 @@ class Mesh:
             return None
         if self.rehearsal:
             return ShapeOnlyGroup(self.size(mesh_dim), self.coord(mesh_dim))
-        return self._device_mesh.get_group(mesh_dim)
+        return self._groups[mesh_dim]
 
     @cached_property
-    def _device_mesh(self):
+    def _groups(self) -> "dict[str, ProcessGroup]":
         """Created on first use by all ranks together (a collective call)."""
-        import torch
         import torch.distributed as dist
-        from torch.distributed.device_mesh import init_device_mesh
 
-        from slapo_zoo.compat import inherit_timeout
+        from slapo_zoo.compat import new_group
 
         if not dist.is_initialized():
             problem = f"tp*pp*dp = {self.world_size}, but there is no process group"
             raise MeshError("mesh", self, problem, "start the processes with torchrun")
-        device = "cuda" if dist.get_backend() == "nccl" and torch.cuda.is_available() else "cpu"
-        sizes = tuple(self.size(mesh_dim) for mesh_dim in MESH_DIMS)
-        device_mesh = init_device_mesh(device, sizes, mesh_dim_names=MESH_DIMS)
+        mine = {}
         for mesh_dim in MESH_DIMS:
-            inherit_timeout(device_mesh.get_group(mesh_dim))
-        return device_mesh
+            others = {tuple(replace(self, rank=r).peers(mesh_dim)) for r in range(self.world_size)}
+            for ranks in sorted(others) if self.size(mesh_dim) > 1 else ():
+                group = new_group(ranks)
+                if self.rank in ranks:
+                    mine[mesh_dim] = group
+        return mine

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +23,8 @@ def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> It
         with torch.device("meta"):
             yield
         return
-    register = nn.Module.register_parameter
+    module_class: Any = nn.Module
+    register = module_class.register_parameter
 
     def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
@@ -30,11 +32,11 @@ def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> It
             meta = nn.Parameter(param.detach().to("meta"), param.requires_grad)
             module._parameters[name] = meta
 
-    nn.Module.register_parameter = on_meta  # restored below, whatever happens
+    module_class.register_parameter = on_meta  # restored below, whatever happens
     try:
         yield
     finally:
-        nn.Module.register_parameter = register
+        module_class.register_parameter = register
 
 
 def analyze_tie_weights(

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from slapo_zoo import hf
-from slapo_zoo.outline import Outline
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.mesh import Mesh
+from slapo_zoo.outline import Outline
 from slapo_zoo.placement import Placement, Run, TensorSpec
 from slapo_zoo.stages import stages_of
 from slapo_zoo.weights.folder import open_checkpoint

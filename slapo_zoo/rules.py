@@ -82,6 +82,16 @@ def kv_groups(attribute: str, kv_heads: str) -> Rule:
     return (ShardAttribute(attribute, keep=_dim(kv_heads)),)
 
 
+def row_inside(axis: int = 1) -> Rule:
+    """As `row`, where each rank goes on with its own channels: the gradient is summed too."""
+    return (Shard("weight", axis, uneven=True), Sync("fwd_post", "all_reduce_twice"))
+
+
+def bare(*param_names: str) -> Rule:
+    """Parameters that a module holds itself, one row per channel: divided along axis 0."""
+    return tuple(Shard(name, 0, uneven=True) for name in param_names)
+
+
 def experts(*param_names: str) -> Rule:
     """Each rank holds some experts, on axis 0 of their parameters; the router is whole."""
     return (*(Shard(name, 0, uneven=True) for name in param_names), ExpertParallel())

@@ -27,4 +27,5 @@ def require_indices(inside: Tensor, what: str, size: int) -> None:
         size: of the whole axis.
     """
     hint = "do the tokenizer and the model have the same vocabulary?"
-    torch._assert_async(inside.all(), f"{what}: found one beyond 0..{size - 1}\n  hint: {hint}")
+    problem = f"{what}: found one beyond 0..{size - 1}\n  hint: {hint}"
+    torch._assert_async(inside.all(), problem)  # pyright: ignore[reportPrivateImportUsage]

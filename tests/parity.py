@@ -87,7 +87,20 @@ TINY = {
     "llama": LLAMA,
     "mistral": {**LLAMA, "sliding_window": 5},
     "mixtral": {**LLAMA, "num_local_experts": 5, "intermediate_size": 28},  # with tp=4: 2, 1, 1, 1
+    "gpt_neox": {
+        "hidden_size": 40, "num_attention_heads": 5, "num_hidden_layers": 3, "vocab_size": 99,
+        "intermediate_size": 70, "max_position_embeddings": 20, "bos_token_id": 1,
+        "eos_token_id": 2, "pad_token_id": 0, "rotary_pct": 0.5,
+    },
+    "mamba": {
+        "hidden_size": 31, "num_hidden_layers": 3, "vocab_size": 99, "state_size": 4, "expand": 2,
+        "time_step_rank": 3, "residual_in_fp32": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    },
     "qwen3": LLAMA,
+    "wideresnet": {
+        "depths": (1, 2, 1), "stem_channels": 8, "width_per_group": 96, "num_labels": 3,
+        "small_images": True,
+    },
     "vit": {
         "hidden_size": 30, "num_attention_heads": 5, "num_hidden_layers": 3, "intermediate_size": 70,
         "image_size": 12, "patch_size": 4,

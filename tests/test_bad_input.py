@@ -215,7 +215,7 @@ def test_a_full_disk_keeps_the_old_folder(sources, tmp_path, ranks):
 
 def test_arguments_of_save_that_we_do_not_have(sources, tmp_path):
     model = AutoScheduledModel.from_pretrained(sources["gpt2"])
-    with pytest.raises(SlapoError, match="push_to_hub") as caught:
-        model.save_pretrained(tmp_path / "out", push_to_hub=True)
+    with pytest.raises(SlapoError, match="variant") as caught:
+        model.save_pretrained(tmp_path / "out", variant="fp16")
     assert caught.value.hint
     assert not (tmp_path / "out").exists()

@@ -4,9 +4,9 @@ from functools import cache
 
 import pytest
 import torch
-from parity import LAYOUTS, Case, batch_of, checkpoint, tiny_config
 from safetensors.torch import load_file, save_file
 
+from parity import LAYOUTS, Case, batch_of, checkpoint, tiny_config
 from slapo_zoo import AutoScheduledModel
 from slapo_zoo.errors import MeshError, SlapoError
 
@@ -97,7 +97,7 @@ def test_auxiliary_loss(folder, ranks):
 
 def test_auxiliary_loss_needs_the_whole_batch(folder):
     model = load(folder, **AUX).train()
-    with pytest.raises(MeshError, match="output_router_logits=True.*micro_batches=2"):
+    with pytest.raises(MeshError, match=r"output_router_logits=True.*micro_batches=2"):
         model.train_step(batch_of(CASE), micro_batches=2)
     model.train_step({**batch_of(CASE), "output_router_logits": False}, micro_batches=2)
 
@@ -122,8 +122,8 @@ def test_experts_that_nobody_chose(folder, ranks):
 
 
 def test_more_ranks_than_experts(folder):
-    from slapo_zoo.outline import Outline
     from slapo_zoo.mesh import Mesh
+    from slapo_zoo.outline import Outline
 
     config = tiny_config(CASE)[0]
     config.num_local_experts = 3

@@ -4,17 +4,13 @@ from functools import cache
 
 import pytest
 import torch
-from parity import EPS, LAYOUTS, LEARNING_RATE, ROWS, STEPS, Result, assert_close, compare
 from safetensors.torch import load_file
 
+from parity import EPS, LAYOUTS, LEARNING_RATE, ROWS, STEPS, TINY, Result, assert_close, compare
 from slapo_zoo import AutoScheduledModel
 from slapo_zoo.errors import MeshError, ScheduleError
 from slapo_zoo.models.wideresnet import SIZES, WideResNetConfig, WideResNetForImageClassification
 
-TINY = {
-    "depths": (1, 2, 1), "stem_channels": 8, "width_per_group": 96, "num_labels": 3,
-    "small_images": True,
-}  # fmt: skip
 GRID = [layout for layout in LAYOUTS if not layout.endswith("-sp")]
 
 
@@ -22,7 +18,7 @@ GRID = [layout for layout in LAYOUTS if not layout.endswith("-sp")]
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wideresnet")
     torch.manual_seed(0)
-    model = WideResNetForImageClassification(WideResNetConfig(**TINY))
+    model = WideResNetForImageClassification(WideResNetConfig(**TINY["wideresnet"]))
     with torch.no_grad():
         for p in [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]:
             p.add_(torch.rand_like(p) * 0.05)  # no norm is 1 and 0
@@ -99,9 +95,8 @@ def scheduled(folder, layout, micro_batches=1, checkpoint_ratio=0.0):
 def check(folder, ranks, layout, micro_batches=1, checkpoint_ratio=0.0):
     truth = plain(folder, torch.float64, False, micro_batches)
     plains = [plain(folder, torch.float32, last, micro_batches) for last in (True, False)]
-    results = ranks.run(
-        scheduled, layout[0] * layout[1] * layout[2], folder, layout, micro_batches, checkpoint_ratio
-    )
+    world = layout[0] * layout[1] * layout[2]
+    results = ranks.run(scheduled, world, folder, layout, micro_batches, checkpoint_ratio)
     found, counted = results[0]
     assert counted == {STEPS * micro_batches}
     compare(found, plains, truth)

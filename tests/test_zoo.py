@@ -4,6 +4,8 @@ The LM head of each family runs on every layout; the other heads run on tp=2 x p
 """
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from parity import LAYOUTS, Case, checkpoint, compare, references, scheduled
 
@@ -18,6 +20,8 @@ LM = [
     Case("MistralForCausalLM", ("tokens",)),
     Case("Qwen3ForCausalLM", ("tokens",), (("tie_word_embeddings", True),)),
     Case("MixtralForCausalLM", ("tokens",)),
+    Case("GPTNeoXForCausalLM", ("tokens",)),
+    Case("MambaForCausalLM", ("tokens",)),
     Case("ViTForImageClassification", ("class",), THREE),
 ]
 HEADS = [
@@ -49,6 +53,11 @@ HEADS = [
     Case("MixtralForSequenceClassification", ("class",), THREE),
     Case("MixtralForTokenClassification", ("tags",), THREE),
     Case("MixtralForQuestionAnswering", ("span",)),
+    Case("GPTNeoXForCausalLM", ("tokens",), (("use_parallel_residual", False), ("attention_bias", False))),
+    Case("GPTNeoXForSequenceClassification", ("class",), THREE),
+    Case("GPTNeoXForTokenClassification", ("tags",), THREE),
+    Case("GPTNeoXForQuestionAnswering", ("span",)),
+    Case("MambaForCausalLM", ("tokens",), (("use_bias", True), ("tie_word_embeddings", False))),
     Case("Qwen3ForSequenceClassification", ("class",), THREE),
     Case("Qwen3ForTokenClassification", ("tags",), THREE),
     Case("Qwen3ForQuestionAnswering", ("span",)),
@@ -69,3 +78,20 @@ def test_equals_plain_transformers(case, layout, root, ranks):
     results = ranks.run(scheduled, sizes[0] * sizes[1] * sizes[2], case, folder, sizes)
     compare(results[0][0], plains, truth)
     assert all(result.losses == pytest.approx(truth.losses, rel=1e-4) for result, _ in results)
+
+
+def save(case, folder, sizes, out):
+    from slapo_zoo import AutoScheduledModel
+
+    tp, pp, dp = sizes
+    model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, dp=dp, auto_class=case.cls)
+    model.save_pretrained(out)
+
+
+@pytest.mark.parametrize("case", LM, ids=lambda case: case.cls)
+def test_saved_as_plain_transformers_saves(case, root, ranks, tmp_path):
+    folder = checkpoint(case, root)
+    ranks.run(save, 4, case, folder, (2, 2, 1), tmp_path / "out")
+    want, found = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
+    assert found.keys() == want.keys()
+    assert all(torch.equal(found[key], want[key]) for key in want)

@@ -45,19 +45,19 @@ def row(model: str, layout: str, found: list[dict[str, Any]], most: float) -> di
     """One line of the table: the worst rank in every figure."""
     read = max(r["read"] / r["shard"] for r in found)
     limits = [(r["growth"], most * r["shard"] + 64 * MIB) for r in found]
+    growth, limit = max(limits, key=lambda pair: pair[0] / pair[1])
     line: dict[str, Any] = {
         "model": model, "layout": layout,
         "shard MiB": round(max(r["shard"] for r in found) / MIB),
         "read/shard": round(read, 4),
-        "peak anonymous MiB": round(max(r["growth"] for r in found) / MIB),
-        "limit MiB": round(min(limit for _, limit in limits) / MIB),
+        "peak anonymous MiB": round(growth / MIB), "limit MiB": round(limit / MIB),
         "files": max(r["files"] for r in found),
         "wall s": max(r["wall"] for r in found), "of it fill": max(r["fill"] for r in found),
         "readinto s": max(r["floor"] for r in found),
         "CPU s": max(r["cpu"] for r in found), "readinto CPU s": max(r["floor_cpu"] for r in found),
     }  # fmt: skip
     line["beyond"] = ["read/shard"] if read > MOST_READ else []
-    line["beyond"] += ["peak anonymous MiB"] if any(x > limit for x, limit in limits) else []
+    line["beyond"] += ["peak anonymous MiB"] if growth > limit else []
     return line
 
 

@@ -5,9 +5,11 @@ the same bytes with fsync. Times are the best of REPEATS, since other work only 
 """
 
 import functools
+import importlib.util
 import os
 import resource
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -180,6 +182,8 @@ def plan_rows(folder: Path) -> list[dict[str, Any]]:
 
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
     """Load, save and plan."""
+    if importlib.util.find_spec("accelerate") is None:
+        sys.exit('transformers divides models only beside accelerate: pip install -e ".[bench]"')
     config = checkpoints.llama_1b(quick)
     largest = max(_bytes(spec) for spec in checkpoints.specs_of(config))
     rows = []

@@ -1,11 +1,21 @@
 """`slapo-zoo list`: the families of the zoo."""
 
+import json
+from typing import Annotated
+
 import typer
 
 
-def list_families() -> None:
-    """Print the families that have a table, by the `model_type` of their config."""
-    from slapo_zoo.zoo import families
+def list_families(
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Print the families that have a table, and what each table offers."""
+    from slapo_zoo.features import features
 
-    for name in families():
-        typer.echo(name)
+    found = features()
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    width = max(map(len, found))
+    for name, has in found.items():
+        typer.echo(f"{name:<{width}}  {' '.join(feature for feature, yes in has.items() if yes)}")

@@ -8,14 +8,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForImageClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers import initialization as init
 from transformers.modeling_outputs import (
     BaseModelOutputWithPoolingAndNoAttention,
     ImageClassifierOutputWithNoAttention,
 )
 from transformers.utils.generic import can_return_tuple
+
+__all__ = [
+    "WideResNetConfig",
+    "WideResNetForImageClassification",
+    "WideResNetModel",
+    "WideResNetPreTrainedModel",
+]
 
 EXPANSION = 4  # channels of a block's output, in planes
 # name -> (blocks of the four stages, width_per_group); the paper's model is the deep one.
@@ -111,9 +123,8 @@ class WideResNetPreTrainedModel(PreTrainedModel):
 
     config_class = WideResNetConfig
     main_input_name = "pixel_values"
-    input_modalities = ("image",)
+    input_modalities = "image"
     supports_gradient_checkpointing = False
-    _no_split_modules = ["WideResNetBottleneck"]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -171,7 +182,7 @@ class WideResNetForImageClassification(WideResNetModel):
 
     def __init__(self, config: WideResNetConfig):
         super().__init__(config)
-        self.fc = nn.Linear(self.num_features, config.num_labels)
+        self.fc = nn.Linear(self.num_features, config.num_labels or 0)
         self.post_init()
 
     @can_return_tuple

@@ -21,3 +21,4 @@ from slapo_zoo.primitives.sync import Sync as Sync
 from slapo_zoo.primitives.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from slapo_zoo.primitives.trace import Trace as Trace
 from slapo_zoo.primitives.trace_until import TraceUntil as TraceUntil
+from slapo_zoo.primitives.unfused import Unfused as Unfused

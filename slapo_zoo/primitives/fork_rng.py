@@ -48,11 +48,11 @@ class ForkRng(Directive):
             return  # a row for all dropouts leaves one that was named before as it is
         applied.add(self.name)
         module: Any = site.module
-        if isinstance(module, nn.Dropout):
+        if isinstance(site.module, nn.Dropout):
             run = None
             if self.axis:
                 (run,) = Placement(0).runs(self.size, site.mesh.tp, site.mesh.coord("tp"))
-            module.forward = _dropout(site, module, self, run)
+            module.forward = _dropout(site, site.module, self, run)
         else:
             module.forward = self._forked(site, module.forward)
 

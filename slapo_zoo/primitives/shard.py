@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +26,20 @@ class ShardRule:
     divided: Callable[[Site, str, "Shard", list[Run]], None] | None = None
 
 
+def _divide_depthwise(site: Site, param_name: str, directive: "Shard", runs: list[Run]) -> None:
+    """A convolution of each channel by itself has as many groups and inputs as outputs."""
+    module: Any = site.module
+    if directive.axis == 0 and param_name == "weight" and module.groups == module.in_channels:
+        module.groups = module.in_channels = module.out_channels
+
+
 SHARD_RULES: dict[str, ShardRule] = {
     "Linear": ShardRule({"weight": {0: "out_features", 1: "in_features"}}),
     "Conv1D": ShardRule({"weight": {0: "nx", 1: "nf"}}),
     "LayerNorm": ShardRule({"weight": {0: "normalized_shape"}}),
     "Conv2d": ShardRule({"weight": {0: "out_channels", 1: "in_channels"}}),
     "BatchNorm2d": ShardRule({"weight": {0: "num_features"}}),
+    "Conv1d": ShardRule({"weight": {0: "out_channels", 1: "in_channels"}}, _divide_depthwise),
 }
 
 

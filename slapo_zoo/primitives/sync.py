@@ -1,6 +1,5 @@
 """sync: one collective at the boundary of a module."""
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +41,13 @@ def _all_reduce(x: Tensor, sync: "Sync", site: Site) -> Tensor:
         return collectives.reduce_scatter(x, axis, group)
     reduce = collectives.reduce_backward if sync.mode == "bwd_post" else collectives.reduce_forward
     return reduce(x, group)
+
+
+@sync_op("all_reduce_twice", "fwd_post")
+def _all_reduce_twice(x: Tensor, sync: "Sync", site: Site) -> Tensor:
+    """The sum of y over ranks, which each rank uses for a part of what follows: dy is summed too."""
+    group = site.mesh.group(sync.mesh_dim)
+    return collectives.reduce_backward(collectives.reduce_forward(x, group), group)
 
 
 @sync_op("divide_tokens", "fwd_pre", "fwd_post")
@@ -189,16 +195,20 @@ class Sync(Directive):
         )
 
     def _once_per_input(self, site: Site, run: Callable[[Tensor], Tensor]) -> Callable:
-        """The op, or its result for the same x in a sibling; weak, so that no activation is kept."""
-        key = (site.path.rpartition(".")[0], self.mode, self.sync_op_or_fn)
-        results = site.state.shared.setdefault(key, WeakIdKeyDictionary())
+        """The op, or its result for the same x in a sibling; forgotten when the parent is done."""
+        parent = site.path.rpartition(".")[0]
+        key = (parent, self.mode, self.sync_op_or_fn)
+        if key not in site.state.shared:
+            results = site.state.shared[key] = WeakIdKeyDictionary()
+            site.state.modules[parent].register_forward_hook(
+                lambda *_: results.clear(), always_call=True
+            )
+        results = site.state.shared[key]
 
         def enter(x: Tensor) -> Tensor:
-            found = results.get(x)
-            y = found() if found is not None else None
+            y = results.get(x)
             if y is None or y.requires_grad != x.requires_grad:
-                y = run(x)
-                results[x] = weakref.ref(y)
+                y = results[x] = run(x)
             return y
 
         return enter

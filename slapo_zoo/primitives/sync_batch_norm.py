@@ -46,20 +46,21 @@ class SyncBatchNorm(Directive):
 
 
 def _train(module: Any, x: Tensor, group: Any) -> Tensor:
-    running = (module.running_mean, module.running_var)
+    old_mean, old_var = module.running_mean, module.running_var
     if torch._C._current_graph_task_id() != -1:  # a recomputation, which runs inside a backward
-        running = tuple(None if old is None else old.clone() for old in running)
+        old_mean, old_var = (None if b is None else b.clone() for b in (old_mean, old_var))
     elif module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
-    weights = (module.weight, module.bias)
     if group is None:
-        return nn.functional.batch_norm(x, *running, *weights, True, module.momentum, module.eps)
+        return nn.functional.batch_norm(
+            x, old_mean, old_var, module.weight, module.bias, True, module.momentum, module.eps
+        )
     mean, var, count = _statistics(x, group)
-    unbiased = var * (count / (count - 1).clamp(min=1))
-    for old, new in zip(running, (mean, unbiased), strict=True):
-        if old is not None:
-            old.lerp_(new.to(old.dtype), module.momentum)
-    return _Normalise.apply(x, *weights, mean, var, count, module.eps, group)
+    if old_mean is not None and old_var is not None:
+        unbiased = var * (count / (count - 1).clamp(min=1))
+        old_mean.lerp_(mean.to(old_mean.dtype), module.momentum)
+        old_var.lerp_(unbiased.to(old_var.dtype), module.momentum)
+    return _Normalise.apply(x, module.weight, module.bias, mean, var, count, module.eps, group)
 
 
 @torch.no_grad()

@@ -46,7 +46,9 @@ class SafetensorsFile:
             return torch.empty(shape, dtype=dtype)
         begin = start - start % mmap.ALLOCATIONGRANULARITY
         fileno = self._file.fileno()
-        if (size := os.fstat(fileno).st_size) < stop:  # a page beyond the end would kill the process
+        if (
+            size := os.fstat(fileno).st_size
+        ) < stop:  # a page beyond the end would kill the process
             problem = f"found {size} bytes, expected {stop}: it was cut after it had been opened"
             hint = "does another process write it? fetch the file again"
             raise WeightsError(str(self.path), f"tensor {name!r}", problem, hint)

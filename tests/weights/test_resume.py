@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import GPT2LMHeadModel
+from safetensors.torch import load_file
+from transformers import GPT2LMHeadModel, MixtralConfig
 
 from parity import EPS, FLOOR, LEARNING_RATE, Case, batch_of, checkpoint, own_error
 from slapo_zoo import AutoScheduledModel
@@ -282,3 +283,45 @@ def test_a_broken_state(source, tmp_path, case):
     (tmp_path / "out" / "training_state.json").write_text(BROKEN[case][0])
     with pytest.raises(WeightsError, match=BROKEN[case][1]):
         load_checkpoint(model, tmp_path / "out")
+
+
+def mixtral(tp, pp):
+    """A tiny Mixtral, whose files hold each expert by itself, trained for a step."""
+    config = MixtralConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=50, num_local_experts=4, max_position_embeddings=16,
+    )  # fmt: skip
+    model = AutoScheduledModel.from_config(config, tp=tp, pp=pp, auto_class="MixtralForCausalLM")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ids = torch.arange(24).view(2, 12)
+    model.train().train_step({"input_ids": ids, "labels": ids})
+    optimizer.step()
+    return model, optimizer
+
+
+def save_experts(out, tp, pp):
+    model, optimizer = mixtral(tp, pp)
+    save_checkpoint(model, out, optimizer)
+    return model.consolidated_state_dict()
+
+
+def load_experts(out, again, tp, pp):
+    model, optimizer = mixtral(tp, pp)
+    optimizer.state.clear()
+    load_checkpoint(model, out, optimizer)
+    save_checkpoint(model, again, optimizer)
+    return model.consolidated_state_dict()
+
+
+def test_experts_that_files_hold_one_by_one(ranks, tmp_path):
+    saved = ranks.run(save_experts, 2, tmp_path / "a", 2, 1)[0]
+    found = ranks.run(load_experts, 2, tmp_path / "a", tmp_path / "b", 1, 2)[0]
+    assert saved.keys() == found.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
+    for stem in ("model", "optimizer"):
+        one, other = (load_file(tmp_path / x / f"{stem}.safetensors") for x in "ab")
+        assert one.keys() == other.keys()
+        assert all(torch.equal(other[key], tensor) for key, tensor in one.items())
+    assert "model.layers.0.block_sparse_moe.experts.3.w2.weight" in load_file(
+        tmp_path / "a" / "model.safetensors"
+    )
