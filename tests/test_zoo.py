@@ -77,7 +77,8 @@ def test_equals_plain_transformers(case, layout, root, ranks):
     sizes = LAYOUTS[layout]
     results = ranks.run(scheduled, sizes[0] * sizes[1] * sizes[2], case, folder, sizes)
     compare(results[0][0], plains, truth)
-    assert all(result.losses == pytest.approx(truth.losses, rel=1e-4) for result, _ in results)
+    first = results[0][0]  # compared with the truth above; every rank has the same
+    assert all(result.losses == pytest.approx(first.losses, rel=1e-6) for result, _ in results)
 
 
 def save(case, folder, sizes, out):
