@@ -196,6 +196,10 @@ def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
     Each stack of blocks divides its tokens at its first block and joins them after its last. What
     every rank holds whole inside gets a part of its gradient from each rank.
     """
+    if not any(isinstance(d, Sync) and d.sequence_axis is not None for _, r in rows for d in r):
+        problem = "its table has no row that divides tokens"
+        hint = "leave sequence_parallel out: the model has no axis of tokens"
+        raise ArchitectureError("zoo", f"sequence_parallel of {table.model_type}", problem, hint)
     prefix, found = base_prefix(sch.model), []
     patterns = [prefix + pattern for pattern in table.blocks]
     keep = [prefix + pattern for pattern in table.all_tokens]

@@ -7,9 +7,10 @@ import torch
 from safetensors.torch import load_file
 
 from parity import EPS, LAYOUTS, LEARNING_RATE, ROWS, STEPS, TINY, Result, assert_close, compare
-from slapo_zoo import AutoScheduledModel
-from slapo_zoo.errors import MeshError, ScheduleError
+from slapo_zoo import AutoScheduledModel, Mesh, Schedule, hf
+from slapo_zoo.errors import ArchitectureError, MeshError, ScheduleError
 from slapo_zoo.models.wideresnet import SIZES, WideResNetConfig, WideResNetForImageClassification
+from slapo_zoo.zoo import apply_table, table_for
 
 GRID = [layout for layout in LAYOUTS if not layout.endswith("-sp")]
 
@@ -224,3 +225,11 @@ def test_learns_handwritten_digits(ranks):
     assert sum(losses[-5:]) / 5 < 0.7
     assert right > 0.85
     assert all(accuracy == right for _, accuracy in others)
+
+
+def test_sequence_parallelism_is_refused():
+    """Images have no axis of tokens to divide."""
+    config = WideResNetConfig(**TINY["wideresnet"])
+    model = hf.build_on_meta(WideResNetForImageClassification, config, torch.float32)
+    with pytest.raises(ArchitectureError, match="no row that divides tokens"):
+        apply_table(Schedule(model, Mesh(tp=2)), table_for("wideresnet"), sequence_parallel=True)
