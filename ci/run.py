@@ -166,19 +166,29 @@ def bench(python: str, rest: list[str]) -> int:
     return call(python, "ci/bench.py", *rest)
 
 
+def export_kernels(python: str, rest: list[str]) -> int:
+    """The kernels in the layout of the HuggingFace `kernels` package; a folder may follow."""
+    return call(python, "ci/export_kernels.py", *rest)
+
+
 def gpu(python: str, rest: list[str]) -> int:
     """The tests that need a CUDA device; arguments go to pytest."""
     return call(python, "-m", "pytest", "-m", "gpu and not soak", *rest)
 
 
 def grid(python: str, rest: list[str]) -> int:
-    """The wide grids, minutes long; arguments go to pytest."""
-    return call(python, "-m", "pytest", "-m", "slow and not gpu and not soak", *rest)
+    """The whole zoo grid and the other slow tests, minutes long; arguments go to pytest."""
+    return call(python, "-m", "pytest", "-m", "(slow or grid) and not gpu and not soak", *rest)
 
 
 def soak(python: str, rest: list[str]) -> int:
     """The tests that look for leaks and hangs; arguments go to pytest."""
     return call(python, "-m", "pytest", "-m", "soak", *rest)
+
+
+def cards(python: str, rest: list[str]) -> int:
+    """Write the cards of hub_cards/ anew, one per family."""
+    return call(python, "-m", "slapo_zoo.cards.collection", *rest)
 
 
 def everything(python: str, rest: list[str]) -> int:
@@ -192,9 +202,11 @@ COMMANDS = {
     "lint": lint,
     "types": types,
     "bench": bench,
+    "export-kernels": export_kernels,
     "gpu": gpu,
     "grid": grid,
     "soak": soak,
+    "cards": cards,
     "all": everything,
 }
 

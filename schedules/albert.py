@@ -4,7 +4,7 @@ D hidden, E embedding, F ffn, V vocabulary, P positions; n is the size of mesh d
 """
 
 from slapo_zoo.rules import attention, column, enter, enter_once, row, vocab, vocab_head, whole
-from slapo_zoo.zoo import Table, register
+from slapo_zoo.table import Table, register
 
 LAYER = "encoder.albert_layer_groups.*.albert_layers.*"
 
@@ -14,7 +14,7 @@ ALBERT = register(
         source="transformers 5.23.0, models/albert/modeling_albert.py",
         dims={
             "num_heads": "num_attention_heads",
-            "head_dim": lambda config: config.hidden_size // config.num_attention_heads,
+            "head_dim": "hidden_size // num_attention_heads",
         },
         body=(
             # module                                 rule                       per rank

@@ -4,7 +4,7 @@ D hidden, F ffn, V vocabulary, P positions; heads are divided whole and may be u
 """
 
 from slapo_zoo.rules import attention, column, enter, enter_once, row, vocab, vocab_head, whole
-from slapo_zoo.zoo import Table, register
+from slapo_zoo.table import Table, register
 
 BERT = register(
     Table(
@@ -12,7 +12,7 @@ BERT = register(
         source="transformers 5.23.0, models/bert/modeling_bert.py",
         dims={
             "num_heads": "num_attention_heads",
-            "head_dim": lambda config: config.hidden_size // config.num_attention_heads,
+            "head_dim": "hidden_size // num_attention_heads",
         },
         body=(
             # module                                         rule                 per rank

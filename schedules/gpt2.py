@@ -3,8 +3,9 @@
 D hidden, F ffn, V vocabulary, P positions; heads are divided whole and may be uneven.
 """
 
+from slapo_zoo.knobs import tunable
 from slapo_zoo.rules import attention, column, enter, enter_once, row, vocab, vocab_head, whole
-from slapo_zoo.zoo import Table, register
+from slapo_zoo.table import Table, register
 
 GPT2 = register(
     Table(
@@ -12,7 +13,7 @@ GPT2 = register(
         source="transformers 5.23.0, models/gpt2/modeling_gpt2.py",
         dims={
             "num_heads": "n_head",
-            "head_dim": lambda config: config.n_embd // config.n_head,
+            "head_dim": "n_embd // n_head",
             "hidden": "n_embd",
         },
         body=(
@@ -41,5 +42,6 @@ GPT2 = register(
             ("lm_head",            vocab_head),                                            # [ceil(V/n), D], tied to wte
         ),
         blocks=("h.*",),
+        tunable=tunable(attention=("sdpa", "eager", "flash", "xformers")),
     )
 )

@@ -3,8 +3,9 @@
 D hidden, F ffn, V vocabulary, P positions; n is the size of mesh dim tp.
 """
 
+from slapo_zoo.knobs import tunable
 from slapo_zoo.rules import column, dropout_on, enter, row, sizes, vocab, vocab_head, whole
-from slapo_zoo.zoo import Table, register
+from slapo_zoo.table import Table, register
 
 ATTENTION = "h.*.attn.attention"
 
@@ -14,7 +15,7 @@ GPT_NEO = register(
         source="transformers 5.23.0, models/gpt_neo/modeling_gpt_neo.py",
         dims={
             "num_heads": "num_heads",
-            "head_dim": lambda config: config.hidden_size // config.num_heads,
+            "head_dim": "hidden_size // num_heads",
         },
         body=(
             # module                     rule                           per rank
@@ -38,6 +39,7 @@ GPT_NEO = register(
             ("lm_head",                  vocab_head),                 # [ceil(V/n), D], tied to wte
         ),
         blocks=("h.*",),
+        tunable=tunable(attention=("eager",)),
         seam=False,
     )
 )

@@ -4,7 +4,7 @@ D hidden, F ffn, V vocabulary. q, k and v of one head lie side by side, so a hea
 """
 
 from slapo_zoo.rules import attention, column, enter, row, vocab, vocab_head, whole
-from slapo_zoo.zoo import Table, register
+from slapo_zoo.table import Table, register
 
 GPT_NEOX = register(
     Table(
@@ -12,8 +12,8 @@ GPT_NEOX = register(
         source="transformers 5.23.0, models/gpt_neox/modeling_gpt_neox.py",
         dims={
             "num_heads": "num_attention_heads",
-            "head_dim": lambda config: config.hidden_size // config.num_attention_heads,
-            "qkv_dim": lambda config: 3 * config.hidden_size // config.num_attention_heads,
+            "head_dim": "hidden_size // num_attention_heads",
+            "qkv_dim": "3 * hidden_size // num_attention_heads",
         },
         body=(
             # module                                rule                       per rank

@@ -5,7 +5,7 @@ KV head; with more ranks than KV heads, neighbours hold the same one.
 """
 
 from slapo_zoo.rules import attention, column, enter, kv_groups, row, vocab, vocab_head, whole
-from slapo_zoo.zoo import Table, register
+from slapo_zoo.table import Table, register
 
 LLAMA = register(
     Table(
@@ -14,7 +14,7 @@ LLAMA = register(
         dims={
             "num_heads": "num_attention_heads",
             "kv_heads": "num_key_value_heads",
-            "per_kv": lambda config: config.num_attention_heads // config.num_key_value_heads,
+            "per_kv": "num_attention_heads // num_key_value_heads",
             "head_dim": lambda config: getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         },
         body=(

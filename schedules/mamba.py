@@ -4,9 +4,10 @@ D hidden, I = expand * D channels, R time step rank, N states, K kernel, V vocab
 Only x_proj looks at all channels: its sum over ranks is used by each rank's channels, so dy is summed too.
 """
 
+from slapo_zoo.knobs import tunable
 from slapo_zoo.primitives import Unfused
 from slapo_zoo.rules import bare, column, enter, row, row_inside, vocab, vocab_head, whole
-from slapo_zoo.zoo import Table, register
+from slapo_zoo.table import Table, register
 
 MAMBA = register(
     Table(
@@ -31,6 +32,7 @@ MAMBA = register(
             ("lm_head",                vocab_head),                                 # [ceil(V/n), D], tied to embeddings
         ),
         blocks=("layers.*",),
+        tunable=tunable(attention=()),
         seam=False,
     )
 )

@@ -1,43 +1,7 @@
-"""Mistral: Llama's blocks; its sliding window lies in the mask. Weights are [out, in]; n is the size of mesh dim tp.
+"""Mistral: Llama's blocks; its sliding window lies in the mask, which every rank has whole."""
 
-D hidden, Q = heads * head_dim, K = kv_heads * head_dim, F ffn, V vocabulary. Query heads stay with their
-KV head; with more ranks than KV heads, neighbours hold the same one.
-"""
-
-from slapo_zoo.rules import attention, column, enter, kv_groups, row, vocab, vocab_head, whole
-from slapo_zoo.zoo import Table, register
+from slapo_zoo.table import extend, register
 
 MISTRAL = register(
-    Table(
-        model_type="mistral",
-        source="transformers 5.23.0, models/mistral/modeling_mistral.py",
-        dims={
-            "num_heads": "num_attention_heads",
-            "kv_heads": "num_key_value_heads",
-            "per_kv": lambda config: config.num_attention_heads // config.num_key_value_heads,
-            "head_dim": lambda config: getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        },
-        body=(
-            # module                                rule                                        per rank
-            ("embed_tokens",                        vocab),                                   # [ceil(V/n), D], y summed over tp
-            ("layers.*.input_layernorm",            whole),                                   # [D]
-            ("layers.*.self_attn",                  enter),                                   # dx summed over tp
-            ("layers.*.self_attn",                  attention("num_heads", together="per_kv")),
-            ("layers.*.self_attn",                  kv_groups("num_key_value_groups", "kv_heads")),
-            ("layers.*.self_attn.q_proj",           column(0, "head_dim", together="per_kv")),  # [Q/n, D]
-            ("layers.*.self_attn.k_proj",           column(0, "head_dim", kv=True)),          # [K/n, D], at least one head
-            ("layers.*.self_attn.v_proj",           column(0, "head_dim", kv=True)),          # [K/n, D], at least one head
-            ("layers.*.self_attn.o_proj",           row(1, "head_dim", together="per_kv")),   # [D, Q/n], y summed over tp
-            ("layers.*.post_attention_layernorm",   whole),                                   # [D]
-            ("layers.*.mlp",                        enter),                                   # dx summed over tp
-            ("layers.*.mlp.gate_proj",              column(0)),                               # [F/n, D]
-            ("layers.*.mlp.up_proj",                column(0)),                               # [F/n, D]
-            ("layers.*.mlp.down_proj",              row(1)),                                  # [D, F/n], y summed over tp
-            ("norm",                                whole),                                   # [D]
-        ),
-        heads=(
-            ("lm_head",                             vocab_head),                              # [ceil(V/n), D], may be tied
-        ),
-        blocks=("layers.*",),
-    )
+    extend("llama", model_type="mistral", source="transformers 5.23.0, models/mistral/modeling_mistral.py")
 )

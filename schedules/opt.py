@@ -4,7 +4,7 @@ D hidden, W word embedding, F ffn, V vocabulary, P positions; n is the size of m
 """
 
 from slapo_zoo.rules import attention, column, dropout_tokens, enter, enter_flat, row, vocab, vocab_head, whole
-from slapo_zoo.zoo import Table, register
+from slapo_zoo.table import Table, register
 
 OPT = register(
     Table(
@@ -12,7 +12,7 @@ OPT = register(
         source="transformers 5.23.0, models/opt/modeling_opt.py",
         dims={
             "num_heads": "num_attention_heads",
-            "head_dim": lambda config: config.hidden_size // config.num_attention_heads,
+            "head_dim": "hidden_size // num_attention_heads",
         },
         body=(
             # module                                  rule                       per rank

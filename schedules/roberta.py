@@ -1,52 +1,21 @@
 """RoBERTa: BERT's blocks under another name, and a head of its own.
 
-D hidden, F ffn, V vocabulary, P positions; n is the size of mesh dim tp.
+D hidden, V vocabulary; n is the size of mesh dim tp. Positions count from padding_idx + 1.
 """
 
-from slapo_zoo.rules import attention, column, enter, enter_once, row, vocab, vocab_head, whole
-from slapo_zoo.zoo import Table, register
+from slapo_zoo.rules import vocab_head, whole
+from slapo_zoo.table import extend, register
 
 ROBERTA = register(
-    Table(
+    extend(
+        "bert",
         model_type="roberta",
         source="transformers 5.23.0, models/roberta/modeling_roberta.py",
-        dims={
-            "num_heads": "num_attention_heads",
-            "head_dim": lambda config: config.hidden_size // config.num_attention_heads,
-        },
-        body=(
-            # module                                         rule                       per rank
-            ("embeddings.word_embeddings",                   vocab),                  # [ceil(V/n), D], y summed over tp
-            ("embeddings.position_embeddings",               whole),                  # [P, D]
-            ("embeddings.token_type_embeddings",             whole),                  # [1, D]
-            ("embeddings.LayerNorm",                         whole),                  # [D]
-            ("encoder.layer.*.attention.self",               enter),                  # dx summed over tp
-            ("encoder.layer.*.attention.self",               attention("num_heads", ("num_attention_heads", ""), ("all_head_size", "head_dim"))),
-            ("encoder.layer.*.attention.self.query",         column(0, "head_dim")),  # [D/n, D]
-            ("encoder.layer.*.attention.self.key",           column(0, "head_dim")),  # [D/n, D]
-            ("encoder.layer.*.attention.self.value",         column(0, "head_dim")),  # [D/n, D]
-            ("encoder.layer.*.attention.output.dense",       row(1, "head_dim")),     # [D, D/n], y summed over tp
-            ("encoder.layer.*.attention.output.LayerNorm",   whole),                  # [D]
-            ("encoder.layer.*.crossattention.self",          enter),                  # dx summed over tp
-            ("encoder.layer.*.crossattention.self",          attention("num_heads", ("num_attention_heads", ""), ("all_head_size", "head_dim"))),
-            ("encoder.layer.*.crossattention.self.key",      enter_once),             # d(encoder states) summed over tp
-            ("encoder.layer.*.crossattention.self.value",    enter_once),
-            ("encoder.layer.*.crossattention.self.query",    column(0, "head_dim")),  # [D/n, D]
-            ("encoder.layer.*.crossattention.self.key",      column(0, "head_dim")),  # [D/n, D]
-            ("encoder.layer.*.crossattention.self.value",    column(0, "head_dim")),  # [D/n, D]
-            ("encoder.layer.*.crossattention.output.dense",  row(1, "head_dim")),     # [D, D/n], y summed over tp
-            ("encoder.layer.*.crossattention.output.LayerNorm", whole),               # [D]
-            ("encoder.layer.*.intermediate",                 enter),                  # dx summed over tp
-            ("encoder.layer.*.intermediate.dense",           column(0)),              # [F/n, D]
-            ("encoder.layer.*.output.dense",                 row(1)),                 # [D, F/n], y summed over tp
-            ("encoder.layer.*.output.LayerNorm",             whole),                  # [D]
-            ("pooler.dense",                                 whole),                  # [D, D]
-        ),
         heads=(
-            ("lm_head.dense",                                whole),                  # [D, D]
-            ("lm_head.layer_norm",                           whole),                  # [D]
-            ("lm_head.decoder",                              vocab_head),             # [ceil(V/n), D], tied to word_embeddings
+            # module               rule           per rank
+            ("lm_head.dense",      whole),      # [D, D]
+            ("lm_head.layer_norm", whole),      # [D]
+            ("lm_head.decoder",    vocab_head), # [ceil(V/n), D], tied to word_embeddings
         ),
-        blocks=("encoder.layer.*",),
     )
 )

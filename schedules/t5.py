@@ -3,9 +3,10 @@
 D hidden, I = heads * d_kv, F ffn, V vocabulary, R relative buckets; n is the size of mesh dim tp.
 """
 
+from slapo_zoo.knobs import tunable
 from slapo_zoo.primitives import Shard
 from slapo_zoo.rules import attention, column, dropout_on, enter, enter_once, row, vocab, vocab_head, whole
-from slapo_zoo.zoo import Table, register
+from slapo_zoo.table import Table, register
 
 HEADS = attention("num_heads", ("n_heads", ""), ("inner_dim", "head_dim"))
 
@@ -41,5 +42,6 @@ T5 = register(
             ("lm_head",                       vocab_head),                # [ceil(V/n), D], tied to shared or not
         ),
         blocks=("**encoder.block.*", "**decoder.block.*"),
+        tunable=tunable(attention=("sdpa", "eager", "flex", "xformers")),
     )
 )

@@ -4,7 +4,7 @@ D hidden, F ffn, C channels, P patch size, N patches.
 """
 
 from slapo_zoo.rules import attention, column, enter, row, whole
-from slapo_zoo.zoo import Table, register
+from slapo_zoo.table import Table, register
 
 VIT = register(
     Table(
@@ -12,7 +12,7 @@ VIT = register(
         source="transformers 5.23.0, models/vit/modeling_vit.py",
         dims={
             "num_heads": "num_attention_heads",
-            "head_dim": lambda config: config.hidden_size // config.num_attention_heads,
+            "head_dim": "hidden_size // num_attention_heads",
         },
         body=(
             # module                        rule                       per rank

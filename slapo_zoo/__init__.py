@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slapo_zoo.auto import AutoScheduledModel as AutoScheduledModel
+    from slapo_zoo.emulation import emulate as emulate
     from slapo_zoo.errors import ArchitectureError as ArchitectureError
+    from slapo_zoo.errors import CardError as CardError
     from slapo_zoo.errors import MeshError as MeshError
     from slapo_zoo.errors import RankError as RankError
     from slapo_zoo.errors import ScheduleError as ScheduleError
     from slapo_zoo.errors import SlapoError as SlapoError
     from slapo_zoo.errors import WeightsError as WeightsError
     from slapo_zoo.mesh import Mesh as Mesh
+    from slapo_zoo.resume import async_save_checkpoint as async_save_checkpoint
     from slapo_zoo.resume import load_checkpoint as load_checkpoint
     from slapo_zoo.resume import save_checkpoint as save_checkpoint
     from slapo_zoo.schedule import Schedule as Schedule
+    from slapo_zoo.verify.context import Verify as Verify
 
 __version__ = "0.1.0"
 
@@ -36,6 +40,8 @@ _HOME = {
     "build": "create",
     "consolidate_model": "create",
     "create_schedule": "create",
+    "CardError": "errors",
+    "emulate": "emulation",
     "get_cuda_rng_tracker": "seeds",
     "get_dialect_cls": "dialects",
     "get_logger": "seeds",
@@ -51,9 +57,13 @@ _HOME = {
     "init_target_engine": "dialects",
     "is_module_list": "graph.traced",
     "is_random_seed_set": "seeds",
+    "async_save_checkpoint": "resume",
+    "Verify": "verify.context",
     "load_checkpoint": "resume",
     "save_checkpoint": "resume",
     "set_random_seed": "seeds",
+    "shard_rule": "primitives.shard",
+    "sync_op": "primitives.sync",
 }
 __all__ = sorted(_HOME)
 

@@ -6,22 +6,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slapo_zoo.attention_backends import BACKENDS, find_backend, implementation
+from slapo_zoo.errors import SlapoError
 from slapo_zoo.rng import RandomStream, dropout
 
-NAME = "slapo_zoo"  # as config._attn_implementation
 ATTRIBUTE = "core_attn"
 
 
 def register_attention() -> None:
-    """Make NAME known to `transformers`, for attention *and* for masks.
+    """Make our seam known to `transformers`, for attention *and* for masks, once per back end.
 
     Without the second registration the mask is silently None and padding is ignored.
     """
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    for name, backend in BACKENDS.items():
+        AttentionInterface.register(implementation(name), _attention)
+        masks: Any = AttentionMaskInterface()
+        AttentionMaskInterface.register(implementation(name), masks[backend.mask])
 
 
 def _attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any):
@@ -33,9 +36,7 @@ def _attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **
 
 def sdpa(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any):
     """The sdpa function of `transformers`; q [B, H, S, d] --> [B, S, H, d]."""
-    from transformers import AttentionInterface
-
-    return AttentionInterface()["sdpa"](attention, q, k, v, mask, **kwargs)
+    return BACKENDS["sdpa"].run(attention, q, k, v, mask, **kwargs)
 
 
 class CoreAttention(nn.Module):
@@ -45,11 +46,15 @@ class CoreAttention(nn.Module):
         stream: the random stream of the model.
         site: path of this module.
         heads: global indices of the query heads that this rank holds.
+        backend: of `attention_backends`, where nothing is dropped.
     """
 
-    def __init__(self, stream: RandomStream, site: str, heads: Sequence[int]):
+    def __init__(
+        self, stream: RandomStream, site: str, heads: Sequence[int], backend: str = "sdpa"
+    ):
         super().__init__()
         self.stream, self.site, self.heads = stream, site, heads
+        self.name, self.backend = backend, find_backend(backend)
 
     def forward(
         self,
@@ -64,20 +69,26 @@ class CoreAttention(nn.Module):
     ) -> tuple[Tensor, Any]:
         """Shapes: q [B, H, S, d], k and v [B, K, T, d], mask broadcasts to [B, 1, S, T]."""
         if not (self.training and dropout):
-            return sdpa(attention, q, k, v, mask, dropout=0.0, scaling=scaling, **kwargs)
+            run = self.backend.run
+            return run(attention, q, k, v, mask, dropout=0.0, scaling=scaling, **kwargs)
+        if not self.backend.drops:
+            problem = f"it would draw masks of its own for dropout={dropout}"
+            hint = "set the config's attention dropout to 0, or use sdpa or eager"
+            raise SlapoError(self.site, f"attention={self.name!r}", problem, hint)
         scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
         causal = kwargs.get("is_causal")
         causal = getattr(attention, "is_causal", True) if causal is None else causal
-        bias = kwargs.get("position_bias")
-        return self._dropped(q, k, v, mask, bias, dropout, scaling, causal), None
+        bias, cap = kwargs.get("position_bias"), kwargs.get("softcap")
+        return self._dropped(q, k, v, mask, bias, dropout, scaling, causal, cap), None
 
-    def _dropped(self, q, k, v, mask, bias, p, scaling, causal) -> Tensor:
+    def _dropped(self, q, k, v, mask, bias, p, scaling, causal, cap) -> Tensor:
         """The explicit form: torch's fused attention offers no way to choose the dropout mask."""
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
         scores = q @ k.transpose(-1, -2) * scaling
         scores = scores if bias is None else scores + bias
+        scores = scores if cap is None else (scores / cap).tanh() * cap
         if mask is None and causal and q.shape[-2] > 1:
             mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
         if mask is not None:

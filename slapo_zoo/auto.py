@@ -1,24 +1,38 @@
 """AutoScheduledModel: from a HuggingFace checkpoint or config to a model that trains on a mesh."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from slapo_zoo import hf
+from slapo_zoo.attention_backends import require_backend
+from slapo_zoo.cards.use import is_card, steps_for
 from slapo_zoo.compat import new_group
+from slapo_zoo.derive import is_auto, require_table
 from slapo_zoo.distributed import rank_guard
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.locate import checkpoint_dtype, local_folder, make_mesh, pick_device, to_dtype
+from slapo_zoo.knobs import check_knobs
+from slapo_zoo.locate import (
+    changed_config,
+    checkpoint_dtype,
+    local_folder,
+    make_mesh,
+    pick_device,
+    to_dtype,
+)
 from slapo_zoo.mesh import Mesh
+from slapo_zoo.orders import StageMap
 from slapo_zoo.outline import Outline
 from slapo_zoo.pipeline import Pipeline
+from slapo_zoo.probe import probe
 from slapo_zoo.scheduled import Runtime, scheduled_class
 from slapo_zoo.stages import keep_stages
+from slapo_zoo.table import families
 from slapo_zoo.weights.fill import fill_from_config, fill_from_folder
 from slapo_zoo.weights.folder import open_checkpoint
 from slapo_zoo.weights.load import LoadOptions, parse_size
-from slapo_zoo.zoo import table_for
 
 
 class AutoScheduledModel:
@@ -44,11 +58,16 @@ class AutoScheduledModel:
         device: str | torch.device | None = None,
         micro_batches: int | None = None,
         checkpoint_ratio: float = 0.0,
+        checkpoint_policy: str = "",
+        attention: str | None = None,
         seed: int | None = None,
         revision: str | None = None,
         allow_pickle: bool = False,
         max_load_memory: int | str | None = None,
         check_finite: bool = False,
+        trust_remote_code: bool = False,
+        verify: str = "quick",
+        map_weights: bool = True,
         **config_changes: Any,
     ) -> Any:
         """A model whose every rank has read only its own bytes of the checkpoint.
@@ -59,41 +78,66 @@ class AutoScheduledModel:
             pp: ranks that divide the layers into stages.
             dp: ranks that divide the batch; None takes all that are left.
             sequence_parallel: tp ranks divide the tokens too, where a layer is not divided.
-            schedule: "zoo", a Schedule or its steps to replay, or a function of the schedule.
+            schedule: "zoo"; a card: a folder or "org/name@<sha>" of the Hub; a Schedule or its steps
+                to replay; a function of the schedule; or "auto": "zoo", or for a family without a
+                table one derived from the plan of `transformers`, used only after a tiny model on
+                this mesh equals the plain one.
             pipeline_order: 1f1b, gpipe, interleaved_1f1b, looped_bfs, interleaved_zero_bubble,
-                zbv or dualpipev.
+                zbv or dualpipev; or a .csv file with an order of your own (see csv_order.py).
             stages_per_rank: of an interleaved order, from 2.
             auto_class: which head; None takes the checkpoint's own class.
             dtype: of the parameters; "auto" takes the checkpoint's.
             device: None takes this rank's GPU, or the CPU.
             micro_batches: default of `train_step`.
             checkpoint_ratio: share of the blocks whose activations are recomputed.
+            checkpoint_policy: what those blocks keep: "" nothing, "save_matmuls" the results of
+                matrix products.
+            attention: back end: sdpa (default), eager, flash (the package flash-attn), flex or
+                xformers; one that the family or the device cannot have is refused.
             seed: of dropout and of weights that the checkpoint lacks.
             revision: branch, tag or commit of the Hub.
             allow_pickle: read `.bin` files; they are pickles, refused otherwise.
             max_load_memory: most memory that this rank's weights may take, "8GB" or bytes: refused
                 before anything is allocated.
             check_finite: warn about tensors that hold NaN or infinity.
-            config_changes: fields of the config to change, e.g. `num_labels=3`.
-        """
-        from transformers import AutoConfig
+            trust_remote_code: run the `schedule.py` of a card that is pinned to a sha.
+            verify: "quick" refuses a card whose schedule is wrong on a small model of the family;
+                "off" trusts it.
+            map_weights: on the CPU, leave in the mapped files what lies there in one piece until
+                `train()` copies it; False reads all of it now. The files must stay as they are
+                meanwhile; replacing them by a rename, as every save of ours does, is no change.
+            config_changes: fields of the config to change, e.g. `num_labels=3`; no other names.
 
+        Raises:
+            SlapoError: a knob of the wrong type, or an unknown one: the nearest names are told.
+        """
+        given = locals()
         mesh = make_mesh(tp, pp, dp)
         with rank_guard("from_pretrained"):
-            options = LoadOptions(parse_size(max_load_memory, "max_load_memory"), check_finite)
+            check_knobs("from_pretrained", given)
+            most = parse_size(max_load_memory, "max_load_memory")
+            options = LoadOptions(most, check_finite, map_weights)
             folder = local_folder(str(name_or_path), revision, allow_pickle)
             hf.register_models()
-            config = AutoConfig.from_pretrained(folder, **config_changes)
-            table_for(config.model_type)
+            config = changed_config(folder, config_changes)
+            require_table(config, schedule)
+            if is_auto(schedule) and config.model_type not in families():
+                _verify_derived(config, auto_class, mesh, given)
+            schedule = _steps(
+                schedule, config, auto_class, mesh, pipeline_order, stages_per_rank,
+                trust_remote_code, verify,
+            )  # fmt: skip
             with open_checkpoint(folder, allow_pickle) as checkpoint:
                 found = checkpoint_dtype(config, checkpoint) if dtype == "auto" else dtype
                 build = _Build(
                     config, auto_class, mesh, to_dtype(found), seed, checkpoint_ratio,
                     sequence_parallel, pipeline_order, stages_per_rank, schedule,
+                    checkpoint_policy, attention,
                 )  # fmt: skip
                 place = pick_device(device)
+                build.require_attention(attention, place)
                 ledger = fill_from_folder(
-                    build.model, build.skeleton, build.state, build.specs, checkpoint, mesh, place,
+                    build.model, lambda: build.skeleton, build.state, build.specs, checkpoint, mesh, place,
                     build.units, build.seed, build.keys, options,
                 )  # fmt: skip
             return build.finish(ledger, micro_batches, folder)
@@ -114,22 +158,67 @@ class AutoScheduledModel:
         device: str | torch.device | None = None,
         micro_batches: int | None = None,
         checkpoint_ratio: float = 0.0,
+        checkpoint_policy: str = "",
+        attention: str | None = None,
         seed: int | None = None,
+        trust_remote_code: bool = False,
+        verify: str = "quick",
     ) -> Any:
         """A model with new weights, the same for every (tp, pp, dp); arguments as above."""
+        given = locals()
         mesh = make_mesh(tp, pp, dp)
         with rank_guard("from_config"):
-            table_for(config.model_type)
+            check_knobs("from_config", given)
+            require_table(config, schedule)
+            if is_auto(schedule) and config.model_type not in families():
+                _verify_derived(config, auto_class, mesh, given)
+            schedule = _steps(
+                schedule, config, auto_class, mesh, pipeline_order, stages_per_rank,
+                trust_remote_code, verify,
+            )  # fmt: skip
             dtype = torch.float32 if dtype == "auto" else to_dtype(dtype)
             build = _Build(
                 config, auto_class, mesh, dtype, seed, checkpoint_ratio, sequence_parallel,
-                pipeline_order, stages_per_rank, schedule,
+                pipeline_order, stages_per_rank, schedule, checkpoint_policy, attention,
             )  # fmt: skip
+            place = pick_device(device)
+            build.require_attention(attention, place)
             ledger = fill_from_config(
-                build.model, build.skeleton, build.state, build.specs, mesh, pick_device(device),
+                build.model, lambda: build.skeleton, build.state, build.specs, mesh, place,
                 build.units, build.seed,
             )  # fmt: skip
             return build.finish(ledger, micro_batches, None)
+
+
+def _steps(
+    schedule: Any, config: Any, auto_class: Any, mesh: Mesh, pipeline_order: str,
+    stages_per_rank: int | None, trusted: bool, verify: str,
+) -> Any:  # fmt: skip
+    """The steps of a schedule card for this model and mesh; any other schedule as it is."""
+    if not is_card(schedule):
+        return schedule
+    cls = hf.resolve_class(config, auto_class)
+    stages = StageMap.make(pipeline_order, mesh.pp, stages_per_rank).num_stages
+    knobs = {"pipeline_order": pipeline_order, "stages_per_rank": stages_per_rank}
+    return steps_for(str(schedule), config, cls, mesh, stages, trusted, verify, **knobs)
+
+
+def _verify_derived(config: Any, auto_class: Any, mesh: Mesh, given: Mapping[str, Any]) -> None:
+    """Try a derived table on a tiny model of the family, on this mesh."""
+    options = [given[name] for name in ("sequence_parallel", "pipeline_order", "stages_per_rank")]
+    places = StageMap.make(options[1], mesh.pp, options[2])
+
+    def build(small: Any) -> Any:
+        made = _Build(
+            small, auto_class, mesh, torch.float64, 0, 0.0, *options, "auto", "", given["attention"]
+        )
+        place = pick_device(given["device"])
+        ledger = fill_from_config(
+            made.model, lambda: made.skeleton, made.state, made.specs, mesh, place, made.units, 0
+        )
+        return made.finish(ledger, None, None)
+
+    probe(build, config, places.num_stages, mesh)
 
 
 class _Build(Outline):
@@ -143,6 +232,12 @@ class _Build(Outline):
             cursor = keep_stages(self.model, self.stages, mine)
             self.pipeline = Pipeline(self.schedule, self.cls, self.units, cursor, self.places)
 
+    def require_attention(self, name: str | None, device: torch.device) -> None:
+        """Refuse a back end that the family or the device cannot have."""
+        if name is not None:
+            found = self.table.tunable.get("attention", ())
+            require_backend(name, self.cls, found, device, next(self.model.parameters()).dtype)
+
     def finish(self, ledger: Any, micro_batches: int | None, folder: Path | None) -> Any:
         """Make the class of the model a scheduled one."""
         model = self.model
@@ -151,6 +246,7 @@ class _Build(Outline):
             pipeline=self.pipeline, keys=self.keys, ledger=ledger,
             whole_batch=self.table.whole_batch, batch_statistics=self.table.batch_statistics,
             num_tokens=self._num_tokens(), micro_batches=micro_batches,
+            source=folder,
         )  # fmt: skip
         runtime.ties, runtime.owned = self._ties()
         runtime.replicas = self._replicas()
@@ -215,12 +311,8 @@ def _group_of_stages(mesh: Mesh, stages: list[int]) -> Any:
 
 
 def _take_generation_config(model: Any, folder: Path | None) -> None:
-    """generation_config.json of the checkpoint; under pp there is no cache to keep yet."""
+    """generation_config.json of the checkpoint."""
     from transformers import GenerationConfig
 
-    if not model.can_generate():
-        return
-    if folder is not None and (folder / "generation_config.json").exists():
+    if model.can_generate() and folder is not None and (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    if model.mesh.pp > 1:
-        model.generation_config.use_cache = False

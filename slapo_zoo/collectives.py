@@ -15,6 +15,7 @@ from slapo_zoo.mesh import ShapeOnlyGroup
 
 Group = dist.ProcessGroup | Any | None
 CHANNELS_LAST = torch.channels_last
+OBSERVERS: list[Any] = []  # of `verify`: called with (kind, whole tensor, group) before each one
 
 
 def group_size(group: Group) -> int:
@@ -31,9 +32,18 @@ def group_rank(group: Group) -> int:
     return dist.get_rank(group)
 
 
+def _rehearsed(group: Group, kind: str, whole: Tensor) -> bool:
+    """Whether nothing is to be sent; then the collective is noted."""
+    if isinstance(group, ShapeOnlyGroup) and group.note is not None:
+        group.note(kind, whole.nbytes)
+    for observer in OBSERVERS if not isinstance(group, ShapeOnlyGroup) else ():
+        observer(kind, whole, group)
+    return isinstance(group, ShapeOnlyGroup)
+
+
 def all_reduce_(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """Reduce x over the group in place; nothing to do for None or in a rehearsal."""
-    if group is not None and not isinstance(group, ShapeOnlyGroup):
+    if group is not None and not _rehearsed(group, "all_reduce", x):
         dist.all_reduce(x, op=op, group=group)
     return x
 
@@ -42,7 +52,7 @@ def gather_along(x: Tensor, axis: int, group: Group) -> Tensor:
     """x [.., s, ..] on each rank --> [.., n * s, ..] on all; no gradient."""
     flat = x.movedim(axis, 0).contiguous()
     out = flat.new_empty((group_size(group) * flat.shape[0], *flat.shape[1:]))
-    if not isinstance(group, ShapeOnlyGroup):
+    if not _rehearsed(group, "all_gather", out):
         all_gather_single(out, flat, group=group)
     return _in_format_of(x, out.movedim(0, axis))
 
@@ -51,7 +61,7 @@ def reduce_scatter_along(x: Tensor, axis: int, group: Group) -> Tensor:
     """x [.., n * s, ..] on each rank --> its own slice [.., s, ..] of the sum; no gradient."""
     flat = x.movedim(axis, 0).contiguous()
     out = flat.new_empty((flat.shape[0] // group_size(group), *flat.shape[1:]))
-    if not isinstance(group, ShapeOnlyGroup):
+    if not _rehearsed(group, "reduce_scatter", flat):
         reduce_scatter_single(out, flat, group=group)
     return _in_format_of(x, out.movedim(0, axis))
 
@@ -60,6 +70,16 @@ def slice_along(x: Tensor, axis: int, group: Group) -> Tensor:
     """x [.., n * s, ..] the same on all --> this rank's slice [.., s, ..]."""
     size = x.shape[axis] // group_size(group)
     return x.narrow(axis, group_rank(group) * size, size).contiguous()
+
+
+def exchange_along(x: Tensor, split_axis: int, join_axis: int, group: Group) -> Tensor:
+    """x [.., n * s, .., t, ..] on each rank --> [.., s, .., n * t, ..]: an all-to-all; no gradient."""
+    n = group_size(group)
+    parts = torch.stack(x.chunk(n, split_axis))
+    out = torch.empty_like(parts)
+    if not _rehearsed(group, "all_to_all", parts):
+        dist.all_to_all_single(out, parts, group=group)
+    return torch.cat(list(out), join_axis)
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
@@ -137,6 +157,18 @@ class _Scatter(torch.autograd.Function):
         return gather_along(grad, ctx.axis, ctx.group), None, None
 
 
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, split_axis, join_axis, group):
+        ctx.axes, ctx.group = (split_axis, join_axis), group
+        return exchange_along(x, split_axis, join_axis, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        split_axis, join_axis = ctx.axes
+        return exchange_along(grad, join_axis, split_axis, ctx.group), None, None, None
+
+
 def reduce_forward(x: Tensor, group: Group) -> Tensor:
     """Megatron's g: y = sum over ranks of x;  dx = dy."""
     return x if group is None else _ReduceForward.apply(x, group)
@@ -160,3 +192,8 @@ def reduce_scatter(x: Tensor, axis: int, group: Group) -> Tensor:
 def scatter(x: Tensor, axis: int, group: Group) -> Tensor:
     """Keep this rank's slice of x, which is the same on all ranks; dx is the all-gather of dy."""
     return x if group is None else _Scatter.apply(x, axis, group)
+
+
+def all_to_all(x: Tensor, split_axis: int, join_axis: int, group: Group) -> Tensor:
+    """Divide along one axis what was divided along another; dx is the all-to-all back."""
+    return x if group is None else _Exchange.apply(x, split_axis, join_axis, group)

@@ -1,6 +1,9 @@
 """Names that moved between the torch releases we support (2.10 to 2.13), or that are not public."""
 
-from collections.abc import Sequence
+import inspect
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +14,10 @@ all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_ga
 reduce_scatter_single: Any = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
+
+# 2.13 renames the argument of DistributedDataParallel that sends buffers before each forward.
+_DDP = inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters
+DDP_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP else "broadcast_buffers"
 
 
 def new_group(ranks: Sequence[int]) -> Any:
@@ -23,3 +30,50 @@ def new_group(ranks: Sequence[int]) -> Any:
     if len(ranks) == dist.get_world_size():
         return world
     return dist.new_group(ranks, timeout=world._get_backend(torch.device(kind)).options._timeout)
+
+
+class _WorldPerThread:
+    """Stands for `distributed_c10d._world`: every thread sees process groups of its own."""
+
+    NAMES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
+
+    def __init__(self) -> None:
+        self.__dict__["local"] = threading.local()
+
+    def _state(self) -> dict[str, Any]:
+        if not hasattr(self.local, "state"):
+            self.local.state = {name: {} for name in self.NAMES}
+            self.local.state |= {"default_pg": None, "group_count": 0}
+            self.local.state |= {"pg_coalesce_state": {}, "comms": []}
+        return self.local.state
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._state()[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._state()[name] = value
+
+    @property
+    def pg_config_info(self) -> list[dict[str, Any]]:
+        """For torch's own error reports."""
+        return []
+
+
+@contextmanager
+def process_groups_per_thread() -> Iterator[None]:
+    """Within, every thread that calls `init_process_group` is a rank of its own."""
+    from torch.distributed import distributed_c10d
+
+    isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # pyright: ignore[reportAttributeAccessIssue]
+
+    before = distributed_c10d._world
+    distributed_c10d._world = _WorldPerThread()  # pyright: ignore[reportAttributeAccessIssue]
+    isolate(True)
+    try:
+        yield
+    finally:
+        isolate(False)
+        distributed_c10d._world = before

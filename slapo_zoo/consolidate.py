@@ -15,16 +15,13 @@ def local_tensors(
     model: Any, specs: Sequence[TensorSpec], mesh: Mesh, grads: bool
 ) -> dict[str, Tensor]:
     """This rank's tensors (or gradients) of the specs that its stage owns, by name."""
-    found = dict(model.named_parameters(remove_duplicate=False))
-    found |= dict(model.named_buffers(remove_duplicate=False)) if not grads else {}
+    found = model._slapo.data_parallel.tensors(model, grads)
+    found = {name.replace(".base_layer.", "."): t for name, t in found.items()}  # beside adapters
     local = {}
     for spec in specs:
         if spec.stage != mesh.coord("pp") or spec.name not in found:
             continue
-        tensor = found[spec.name]
-        if grads:
-            tensor = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-        local[spec.name] = tensor.detach()
+        local[spec.name] = found[spec.name].detach()
     return local
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from slapo_zoo.dialects import init_target_engine
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.mesh import Mesh
-from slapo_zoo.rng import mix
+from slapo_zoo.rng import drawn_from, mix
 from slapo_zoo.schedule import Schedule
 from slapo_zoo.tensors import local_part
 
@@ -127,8 +127,7 @@ def _materialize(sch: Schedule, path: str, module: Any, names: list[str], init: 
         module._parameters[name] = nn.Parameter(full, meta.requires_grad)
     if not names:
         return
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(mix(sch.state.random.seed, crc32(path.encode())))
+    with drawn_from(mix(sch.state.random.seed, crc32(path.encode()))), torch.no_grad():
         _call_init(sch, path, module, init)
     for name in names:
         if module._parameters[name].isnan().any():

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from slapo_zoo.errors import ScheduleError
 from slapo_zoo.mesh import Mesh
 from slapo_zoo.placement import Placement
 from slapo_zoo.rng import RandomStream
+from slapo_zoo.traffic import Traffic
 
 
 @dataclass
@@ -35,9 +37,11 @@ class State:
     checkpointed: list[str] = field(default_factory=list)
     applied: dict[str, set[str]] = field(default_factory=dict)
     shared: dict[Any, Any] = field(default_factory=dict)
+    overlap: dict[str, bool] = field(default_factory=dict)  # path of a sync --> as told
     sequence_gradients: set[str] = field(default_factory=set)
     sequence_parallel: bool = False  # some directive divides tokens
     tokens_divided: bool = False  # they are divided in the current forward
+    traffic: Traffic | None = None  # of a rehearsal that counts
 
     def __post_init__(self):
         self.index()
@@ -82,6 +86,13 @@ class Site:
         """The mesh of the schedule."""
         return self.state.mesh
 
+    def group(self, directive: Any) -> Any:
+        """The process group of a directive's mesh dim; None when its size is 1."""
+        group, traffic = self.mesh.group(directive.mesh_dim), self.state.traffic
+        if traffic is None:
+            return group
+        return traffic.listen(group, directive.mesh_dim, self.path, directive)
+
     def name(self, tensor_name: str) -> str:
         """Full name of a parameter or buffer of this module."""
         return join(self.path, tensor_name)
@@ -105,11 +116,30 @@ class Directive:
 
     name: ClassVar[str]
 
+    @classmethod
+    def of(cls, *args: Any, **kwargs: Any) -> "Directive":
+        """The directive of a call `sch[path].<name>(*args, **kwargs)`."""
+        return cls(*args, **kwargs)
+
+    @classmethod
+    def called(cls, path: str, args: tuple, kwargs: dict[str, Any]) -> "Directive":
+        """The directive of such a call at a path; ScheduleError for arguments it does not take."""
+        try:
+            return cls.of(*args, **kwargs)
+        except TypeError as error:
+            problem = str(error).replace(f"{cls.__name__}.__init__()", f"{cls.name}()")
+            hint = f"{cls.name}{signature(cls)}".removesuffix(" -> None")
+            raise ScheduleError(path or "(the model)", cls.name, problem, hint) from None
+
     def check(self, site: Site) -> None:
         """Raise ScheduleError when the directive cannot be applied at `site`."""
 
     def apply(self, site: Site) -> None:
         """Change the module at `site`."""
+        raise NotImplementedError
+
+    def undo(self, site: Site) -> None:
+        """Take back what `apply` did; only where nothing of the model was changed or dropped."""
         raise NotImplementedError
 
     def local(self) -> str:

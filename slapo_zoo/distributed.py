@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from slapo_zoo.errors import MeshError, RankError, SlapoError
+from slapo_zoo.weights import background
 
 ERROR_WAIT_S = 5.0  # how long a rank that lost its peers waits for one of them to say why
 LINGER_S = 2.0  # how long a failed rank 0 that holds the store itself stays, so that others read it
@@ -90,6 +91,7 @@ def shutdown_distributed(failed: bool = False) -> None:
     if not dist.is_initialized():
         return
     if not (failed or _State.failed):
+        background.join()  # a save under way still talks over it
         with suppress(RuntimeError):  # a peer that is gone is no reason to fail now
             dist.barrier()
     dist.destroy_process_group()

@@ -37,6 +37,14 @@ class WeightsError(SlapoError, ValueError):
     """A checkpoint cannot be read, written, or does not belong to the model."""
 
 
+class CardError(SlapoError, ValueError):
+    """A schedule card is malformed, tampered with, or does not fit the model or the mesh."""
+
+
+class StageError(SlapoError, RuntimeError):
+    """Code of the model failed in one stage of a pipeline."""
+
+
 class RankError(SlapoError, RuntimeError):
     """Another rank failed; this rank stops with that rank's error.
 

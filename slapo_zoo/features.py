@@ -5,7 +5,7 @@ from typing import Any
 
 from slapo_zoo.directive import Directive
 from slapo_zoo.primitives import CoreAttentionSeam, ExpertParallel, Shard, Sync, SyncBatchNorm
-from slapo_zoo.zoo import Table, families, table_for
+from slapo_zoo.table import Table, families, table_for
 
 
 def _directives(table: Table) -> Iterator[Directive]:

@@ -5,15 +5,18 @@ embedding, a norm, a head) is recorded: what it returned, and the outputs of whi
 arguments were computed from. From this follows what crosses a pipeline cut.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
+
+from slapo_zoo.errors import ScheduleError
 
 
 class Value(NamedTuple):
@@ -106,8 +109,9 @@ class Rehearsal(TorchDispatchMode):
 
 
 def rehearse(
-    model: nn.Module, units: Sequence[str], fake: Any, batch: Mapping[str, Any]
-) -> list[Call]:
+    model: nn.Module, units: Sequence[str], fake: Any, batch: Mapping[str, Any],
+    finish: Callable[[Any], None] | None = None,
+) -> list[Call]:  # fmt: skip
     """The calls of units in one forward of a fake model, in order.
 
     Args:
@@ -115,12 +119,19 @@ def rehearse(
         units: paths that count.
         fake: the FakeTensorMode.
         batch: real tensors of the sizes to rehearse.
+        finish: called with the output of the model, still on fake tensors.
     """
     inputs = {k: fake.from_tensor(v) if isinstance(v, Tensor) else v for k, v in batch.items()}
     rehearsal = Rehearsal(model, units)
     try:
         with fake, rehearsal, torch.enable_grad():  # the plan serves training too
-            model(**inputs)
+            output = model(**inputs)
+            if finish is not None:
+                finish(output)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        problem = f"the forward of {type(model).__name__} depends on data ({error})"
+        hint = "use pp=1: what crosses a cut is found from shapes alone"
+        raise ScheduleError("pipeline", "rehearsal", problem, hint) from None
     finally:
         rehearsal.close()
     return rehearsal.calls

@@ -9,22 +9,29 @@ from torch import Tensor, nn
 
 from slapo_zoo.directive import State
 from slapo_zoo.mesh import Mesh
+from slapo_zoo.tensors import held_here, is_divided
 
 BUCKET_BYTES = 32 << 20  # large enough to amortise a collective, small beside a model
 
 
 @contextmanager
 def only_new(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Hide gradients of earlier steps while the new ones are made and reduced, then add them."""
+    """Hide gradients of earlier steps while the new ones are made and reduced, then add them.
+
+    After a failure the gradients are those of before: half a step is of no use.
+    """
     earlier = [p.grad for p in parameters]
     for p in parameters:
         p.grad = None
     try:
         yield
-    finally:
+    except BaseException:
         for p, grad in zip(parameters, earlier, strict=True):
-            if grad is not None:
-                p.grad = grad if p.grad is None else p.grad + grad
+            p.grad = grad
+        raise
+    for p, grad in zip(parameters, earlier, strict=True):
+        if grad is not None:
+            p.grad = grad if p.grad is None else p.grad + grad
 
 
 def all_reduce_gradients(
@@ -33,17 +40,18 @@ def all_reduce_gradients(
     """Sum `.grad` over a group, in a few large collectives; a missing gradient counts as 0."""
     if group is None:
         return
-    for bucket in _buckets(list(parameters)):
+    for bucket in buckets(list(parameters)):
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        here = [held_here(grad) for grad in grads]
+        flat = torch.cat([grad.reshape(-1) for grad in here])
         dist.all_reduce(flat, group=group)
-        for p, grad, part in zip(
-            bucket, grads, flat.split([g.numel() for g in grads]), strict=True
-        ):
-            p.grad = grad.copy_(part.view_as(grad))
+        parts = flat.split([grad.numel() for grad in here])
+        for p, grad, mine, part in zip(bucket, grads, here, parts, strict=True):
+            mine.copy_(part.view_as(mine))
+            p.grad = grad
 
 
-def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Runs of parameters of one dtype, each of about BUCKET_BYTES."""
     bucket, size = [], 0
     for p in parameters:
@@ -68,19 +76,23 @@ def global_norm(
         owned: names that this stage counts (a tied parameter counts on one stage).
     """
     divided, whole, device = [], [], torch.device("cpu")
+    any_divided_over_dp = False
     for name, p in named:
-        device = p.device
+        device, any_divided_over_dp = p.device, any_divided_over_dp or is_divided(p)
         if p.grad is None or name not in owned:
             continue
         placed = state.placed.get(name)
         if placed is None:
-            whole.append(p.grad)
+            whole.append(held_here(p.grad))
             continue
         replicas = placed.placement.replicas(
             placed.shape[placed.placement.axis], mesh.tp, mesh.coord("tp")
         )
-        divided.append(p.grad if replicas == 1 else p.grad / replicas**0.5)
+        grad = held_here(p.grad)
+        divided.append(grad if replicas == 1 else grad / replicas**0.5)
     squares = torch.stack([_square(divided, device), _square(whole, device)])
+    if any_divided_over_dp:
+        dist.all_reduce(squares, group=mesh.group("dp"))
     if mesh.tp > 1:
         local = squares[:1].clone()
         dist.all_reduce(local, group=mesh.group("tp"))
@@ -89,6 +101,17 @@ def global_norm(
     if mesh.pp > 1:
         dist.all_reduce(total, group=mesh.group("pp"))
     return total.sqrt()
+
+
+def scale(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+    """Scale all gradients so that a global norm of `norm` becomes at most `max_norm`."""
+    if not any(is_divided(p) for p in parameters):
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils does it
+    for p in parameters:
+        if p.grad is not None:
+            held_here(p.grad).mul_(factor.to(p.grad.device))
 
 
 def _square(grads: list[Tensor], device: torch.device) -> Tensor:

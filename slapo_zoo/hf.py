@@ -1,8 +1,10 @@
 """Everything we take from `transformers` beyond its documented front door, in one place."""
 
+import copy
 import importlib
 import pkgutil
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 
 from slapo_zoo import attention
+from slapo_zoo.attention_backends import NAME
 from slapo_zoo.errors import ArchitectureError
 
 
@@ -54,15 +57,19 @@ def resolve_class(config: Any, auto_class: Any = None) -> type:
     return auto_class
 
 
+_BUILDING = threading.RLock()  # torch's default dtype and what transformers patches are global
+
+
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Modules built within have floating parameters of `dtype`."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    """Modules built within have floating parameters of `dtype`; one thread at a time."""
+    with _BUILDING:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
 
 
 def build_on_meta(cls: Any, config: Any, dtype: torch.dtype, own_attention: bool = True) -> Any:
@@ -70,7 +77,7 @@ def build_on_meta(cls: Any, config: Any, dtype: torch.dtype, own_attention: bool
 
     Args:
         cls: of `transformers`.
-        config: its config; `_attn_implementation` is set to our seam.
+        config: its config; `_attn_implementation` is set to our seam, and `dtype`.
         dtype: of the floating parameters.
         own_attention: False keeps the attention implementation that the config asks for.
     """
@@ -78,11 +85,18 @@ def build_on_meta(cls: Any, config: Any, dtype: torch.dtype, own_attention: bool
 
     attention.register_attention()
     if own_attention:
-        config._attn_implementation = attention.NAME
+        config._attn_implementation = NAME
+    config.dtype = dtype  # a head that builds its base model by an Auto class asks the config
     with torch.device("meta"), default_dtype(dtype), no_init_weights():
         model = cls(config)
     model.tie_weights()
     return model.train(False)
+
+
+def count_parameters(config: Any, auto_class: Any) -> int:
+    """Of the whole model; nothing is allocated."""
+    model = build_on_meta(resolve_class(config, auto_class), copy.deepcopy(config), torch.float32, False)  # fmt: skip
+    return sum(p.numel() for p in model.parameters())
 
 
 def build_fake(cls: Any, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -90,7 +104,10 @@ def build_fake(cls: Any, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers.initialization import no_init_weights
 
-    mode = FakeTensorMode()
+    mode, config = FakeTensorMode(), copy.deepcopy(config)
+    if str(config._attn_implementation).startswith(NAME):
+        config._attn_implementation = NAME  # masks of other back ends look at data
+    config.dtype = dtype
     with mode, default_dtype(dtype), no_init_weights():
         model = cls(config)
         model.tie_weights()

@@ -1,12 +1,23 @@
-"""Kernel registry: what `replace(name)` may put into a module."""
+"""Kernel registry: what `replace(name)` may put into a module, and which path runs on a device."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MethodType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from slapo_zoo.errors import ScheduleError
+
+NAMESPACE = "slapo_zoo"  # of the operators, in torch.ops
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton runs on the CPU, slowly
+MEASURED = Path(__file__).parent / "hub_cards" / "bench"
+UNMEASURED = "unmeasured"
 
 
 @dataclass(frozen=True)
@@ -17,28 +28,170 @@ class Kernel:
         name: as in `replace(name)`.
         install: puts it into the module of a site; adds no key to the state dict.
         refuses: why it cannot serve a module, or the empty string.
+        serves: class names of modules, and the forward that each gets.
+        entry: the public function.
+        reference: the slow truth, in plain torch operations.
+        inputs: test shape --> keyword arguments of both.
+        shapes: that it is tested on.
+        paths: what runs on a type of device where nothing else was measured to be faster.
     """
 
     name: str
     install: Callable[..., None]
     refuses: Callable[[nn.Module], str]
+    serves: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    entry: Callable[..., Any] | None = None
+    reference: Callable[..., Any] | None = None
+    inputs: Callable[..., dict[str, Any]] | None = None
+    shapes: Sequence[tuple[int, ...]] = ()
+    paths: Mapping[str, str] = field(default_factory=dict)
+
+    def runs(self, device: str) -> tuple[str, str]:
+        """The path on a device ("cpu", or the name of a GPU), and why."""
+        if device == "cpu":
+            return self.paths.get("cpu", "torch"), "the best of what runs on a CPU"
+        table = dispatch_table(device)
+        if not any(key.startswith(f"{self.name}:") for key in table):
+            return "torch", f"{UNMEASURED} on {device}"
+        return "triton", "where it was measured not to be slower"
 
 
 KERNELS: dict[str, Kernel] = {}
 
 
 def register_kernel(
-    name: str, refuses: Callable[[nn.Module], str] = lambda module: ""
+    name: str, refuses: Callable[[nn.Module], str] = lambda module: "", **more: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated `install(site, **options)` under `name`."""
+    """Register the decorated `install(site, **options)` under `name`; `more` are fields of Kernel."""
 
     def register(install: Callable[..., Any]) -> Callable[..., Any]:
         if name in KERNELS:
             raise ScheduleError("kernel", name, "the name is already registered", "choose another")
-        KERNELS[name] = Kernel(name, install, refuses)
+        KERNELS[name] = Kernel(name, install, refuses, **more)
         return install
 
     return register
+
+
+def kernel(
+    name: str,
+    reference: Callable[..., Any],
+    inputs: Callable[..., dict[str, Any]],
+    shapes: Sequence[tuple[int, ...]],
+    serves: Mapping[str, Callable[..., Any]] | None = None,
+    cannot: Callable[[Any], str] = lambda module: "",
+    cpu: str = "torch",
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function as the fast path of `reference`.
+
+    Args:
+        name: as in `replace(name)`.
+        reference: the definition.
+        inputs: test shape --> keyword arguments of both.
+        shapes: that it is tested on.
+        serves: class names, without importing the classes, and the forward that each gets.
+        cannot: why a module of such a class cannot be served, or the empty string.
+        cpu: what the entry runs on a CPU, in a word or two.
+    """
+    forwards = dict(serves or {})
+
+    def refuses(module: nn.Module) -> str:
+        if _forward_for(module, forwards) is None:
+            kinds = ", ".join(sorted(forwards)) or "a function only"
+            return f"found {type(module).__name__}, {name} serves {kinds}"
+        return cannot(module)
+
+    def install(site: Any, **options: Any) -> None:
+        forward: Any = _forward_for(site.module, forwards)
+        site.module.forward = MethodType(forward, site.module)
+
+    def register(entry: Callable[..., Any]) -> Callable[..., Any]:
+        register_kernel(
+            name, refuses, serves=forwards, entry=entry, reference=reference, inputs=inputs,
+            shapes=tuple(shapes), paths={"cpu": cpu, "cuda": "triton"},
+        )(install)  # fmt: skip
+        return entry
+
+    return register
+
+
+def _forward_for(module: nn.Module, forwards: Mapping[str, Any]) -> Callable[..., Any] | None:
+    found = (forwards[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in forwards)
+    return next(found, None)
+
+
+def operator(
+    name: str,
+    fake: Callable[..., Any],
+    setup: Callable[..., Any] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> Callable[[Callable[..., Any]], Any]:
+    """The decorated function becomes torch.ops.slapo_zoo.<name>, which compilers see as one node.
+
+    Args:
+        name: of the operator.
+        fake: shapes and dtypes of its outputs.
+        setup: (ctx, inputs, output), what the backward needs.
+        backward: (ctx, *grads) --> gradients of the inputs; without it there are none.
+    """
+
+    def register(function: Callable[..., Any]) -> Any:
+        op = torch.library.custom_op(f"{NAMESPACE}::{name}", function, mutates_args=())
+        op.register_fake(fake)
+        if backward is not None:
+            op.register_autograd(backward, setup_context=setup)
+        return op
+
+    return register
+
+
+_forced: list[str] = []
+_tables: dict[str, dict[str, str]] = {}
+
+
+@contextmanager
+def force(path: str) -> Iterator[None]:
+    """Within it, "triton" or "torch" runs on GPUs whatever was measured (tests, benchmarks)."""
+    _forced.append(path)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+def runs_triton(name: str, x: Tensor) -> bool:
+    """Whether the Triton path of a kernel runs for x: where it was measured not to be slower."""
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return False
+    if INTERPRETED or not x.is_cuda:
+        return INTERPRETED
+    if _forced:
+        return _forced[-1] == "triton"
+    return dispatch_table(torch.cuda.get_device_name(x.device)).get(bucket(name, x)) == "triton"
+
+
+def in_triton(x: Tensor) -> bool:
+    """Whether an operator's body, once it was called, uses Triton for x."""
+    return x.is_cuda or (INTERPRETED and x.dtype != torch.float64)
+
+
+def bucket(name: str, x: Tensor) -> str:
+    """The key of the dispatch table: kernel, dtype and the last axis, up to a power of two."""
+    return f"{name}:{str(x.dtype)[6:]}:{1 << (int(x.shape[-1]) - 1).bit_length()}"
+
+
+def dispatch_table(device: str) -> dict[str, str]:
+    """What was measured on a device: bucket --> "triton" or "torch"; empty if nothing was."""
+    if device not in _tables:
+        file = MEASURED / f"{slug(device)}.json"
+        found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        _tables[device] = found.get("dispatch", {})
+    return _tables[device]
+
+
+def slug(device: str) -> str:
+    """The name of a device as a file name: "NVIDIA H200" --> nvidia-h200."""
+    return "-".join("".join(c if c.isalnum() else " " for c in device.lower()).split())
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from slapo_zoo import hf
 from slapo_zoo.distributed import init_distributed, is_distributed_launch
 from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.knobs import INSTEAD, KNOBS, unknown_knob
 from slapo_zoo.mesh import Mesh
 from slapo_zoo.weights.folder import CheckpointFolder
 
@@ -72,6 +73,27 @@ def pick_device(device: str | torch.device | None) -> torch.device:
     return (
         torch.empty(0, device="cuda").device if torch.cuda.is_available() else torch.device("cpu")
     )
+
+
+def changed_config(folder: Path, changes: dict[str, Any]) -> Any:
+    """The config of a checkpoint with some fields changed.
+
+    Legal names are the fields of the config. What plain `transformers` takes beside them has an
+    argument of its own here, or would be ignored: an error says which.
+
+    Raises:
+        SlapoError: a name that is no field.
+    """
+    from transformers import AutoConfig
+
+    if instead := [name for name in changes if name in INSTEAD]:
+        raise unknown_knob("from_pretrained", instead[0], ())
+    config: Any
+    config, unused = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **changes)
+    if unused:
+        known = [*KNOBS, *config.to_dict()]
+        raise unknown_knob("from_pretrained", next(iter(unused)), known)
+    return config
 
 
 def config_of(name: str) -> tuple[Any, str | None]:

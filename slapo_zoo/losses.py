@@ -8,8 +8,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from slapo_zoo.errors import MeshError
+
 # In the order in which the heads of `transformers` compute their terms.
-LABELS = ("mc_labels", "labels", "next_sentence_label", "start_positions", "end_positions")
+LABELS = (
+    "mc_labels", "labels", "next_sentence_label", "sentence_order_label", "start_positions",
+    "end_positions", "bool_masked_pos",
+)  # fmt: skip
 SHIFTED = ("LMHeadModel", "ForCausalLM", "DoubleHeadsModel")  # endings of class names
 MEANS = (
     functional.cross_entropy,
@@ -57,11 +62,21 @@ class GlobalMeans(TorchFunctionMode):
 
     def __init__(self, counts: Sequence[float]):
         super().__init__()
-        self.counts = iter(counts)
+        self.counts, self.found = iter(counts), 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in MEANS or kwargs.get("reduction", "mean") != "mean":
             return func(*args, **kwargs)
         total = func(*args, **{**kwargs, "reduction": "sum"})
+        self.found += 1
         return total / next(self.counts, torch.nan)
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        """A forward that ended without one of these means would sum losses of parts unscaled."""
+        super().__exit__(exc_type, exc_val, exc_tb)
+        if exc_type is None and not self.found:
+            names = ", ".join(function.__name__ for function in MEANS)
+            problem = f"its loss is no mean over targets that can be divided ({names})"
+            hint = "pass micro_batches=1 and use dp=1: tp (and pp) divide no loss"
+            raise MeshError("train_step", "the model's head", problem, hint)

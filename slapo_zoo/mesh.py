@@ -1,22 +1,30 @@
 """The device mesh: dims tp (fastest), dp, pp; any rank can be inspected without a process group."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slapo_zoo.errors import MeshError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed import ProcessGroup
 
 MESH_DIMS = ("pp", "dp", "tp")  # slowest to fastest: tp peers are neighbours, as in Megatron-LM
 
 
 class ShapeOnlyGroup(NamedTuple):
-    """Stands for a process group in a rehearsal: collectives only change shapes."""
+    """Stands for a process group in a rehearsal: collectives only change shapes.
+
+    Args:
+        size: of the group.
+        rank: ours in it.
+        note: called with kind and bytes of each collective (slapo_zoo.traffic).
+    """
 
     size: int
     rank: int
+    note: "Callable[[str, int], None] | None" = None
 
 
 @dataclass(frozen=True)
@@ -80,10 +88,11 @@ class Mesh:
             return None
         if self.rehearsal:
             return ShapeOnlyGroup(self.size(mesh_dim), self.coord(mesh_dim))
-        return self._groups[mesh_dim]
+        if "_groups" not in self.__dict__:  # cached_property locks, and ranks may be threads
+            self.__dict__["_groups"] = self._make_groups()
+        return self.__dict__["_groups"][mesh_dim]
 
-    @cached_property
-    def _groups(self) -> "dict[str, ProcessGroup]":
+    def _make_groups(self) -> "dict[str, ProcessGroup]":
         """Created on first use by all ranks together (a collective call)."""
         import torch.distributed as dist
 

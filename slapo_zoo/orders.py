@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+from slapo_zoo.csv_order import CsvOrder, read_order
 from slapo_zoo.errors import MeshError
+from slapo_zoo.timeline import BACKWARD, FORWARD, Action
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ ORDERS = {
 def find_order(name: str) -> Order:
     """The order of a name; MeshError lists those there are."""
     if name not in ORDERS:
-        hint = f"choose one of {', '.join(ORDERS)}"
+        hint = f"choose one of {', '.join(ORDERS)}, or name a .csv file"
         raise MeshError("pipeline", f"pipeline_order={name!r}", "no such order", hint)
     return ORDERS[name]
 
@@ -55,15 +58,19 @@ class StageMap:
         order: tells the shape.
         pp: number of ranks.
         per_rank: stages of each rank.
+        custom: an order from a file.
     """
 
     order: Order
     pp: int
     per_rank: int
+    custom: CsvOrder | None = None
 
     @staticmethod
     def make(name: str, pp: int, stages_per_rank: int | None) -> "StageMap":
-        """Check the numbers against the order."""
+        """Check the numbers against the order: a name, or the path of a CSV file."""
+        if str(name).endswith(".csv"):
+            return StageMap._from_file(str(name), pp, stages_per_rank)
         order = find_order(name)
         if pp == 1:
             return StageMap(order, 1, 1)
@@ -74,6 +81,17 @@ class StageMap:
             raise MeshError("pipeline", "stages_per_rank", problem, hint)
         return StageMap(order, pp, per_rank)
 
+    @staticmethod
+    def _from_file(path: str, pp: int, stages_per_rank: int | None) -> "StageMap":
+        custom = read_order(path, pp)
+        if pp == 1:
+            return StageMap(Order(path, "its file"), 1, 1)
+        order = Order(path, "its file", len(custom.rank_of_stage) // pp)
+        if stages_per_rank not in (None, order.stages_per_rank):
+            problem = f"found {stages_per_rank}, the file has {order.stages_per_rank}"
+            raise MeshError("pipeline", "stages_per_rank", problem, "leave it out")
+        return StageMap(order, pp, order.stages_per_rank, custom)
+
     @property
     def num_stages(self) -> int:
         """Stages of the whole model."""
@@ -81,6 +99,8 @@ class StageMap:
 
     def rank_of(self, stage: int) -> int:
         """The pp coordinate that holds a stage."""
+        if self.custom is not None:
+            return self.custom.rank_of_stage[stage]
         lap, place = divmod(stage, self.pp)
         return self.pp - 1 - place if self.order.v_shape and lap % 2 else place
 
@@ -90,6 +110,12 @@ class StageMap:
 
     def check_micro_batches(self, count: int) -> None:
         """MeshError when the order cannot run with `count` micro-batches."""
+        if self.custom is not None and count != self.custom.micro_batches:
+            problem = (
+                f"found {count}, the order in {self.order.name} is for {self.custom.micro_batches}"
+            )
+            hint = f"pass micro_batches={self.custom.micro_batches}"
+            raise MeshError("pipeline", "micro_batches", problem, hint)
         need = self.num_stages if self.order.fewest == "stages" else 1
         if self.order.name == "1F1B":
             return  # with fewer, GPipe does the same
@@ -103,16 +129,93 @@ class StageMap:
             )
             raise MeshError("pipeline", "micro_batches", problem, "pass such a number")
 
+    def admits(self, count: int) -> bool:
+        """Whether the order can run with `count` micro-batches."""
+        try:
+            self.check_micro_batches(count)
+        except MeshError:
+            return False
+        return True
+
     def runtime(self, stages: Sequence[Any], micro_batches: int, **options: Any) -> Any:
         """The schedule object of torch.distributed.pipelining for this rank's stages."""
         from torch.distributed.pipelining.schedules import get_schedule_class
 
+        if self.custom is not None:
+            return csv_runtime(self.custom, stages, micro_batches, **options)
         name = self.order.name
         if name == "1F1B" and micro_batches < self.num_stages:
             name = "GPipe"  # 1F1B wants a micro-batch in flight per stage; with fewer both are one
         cls: Any = get_schedule_class(name)
         given = stages[0] if self.per_rank == 1 else list(stages)
         return cls(given, micro_batches, **options)
+
+    def actions(self, micro_batches: int) -> list[list[Action]]:
+        """What each rank does, in order; nothing is run."""
+        self.check_micro_batches(micro_batches)
+        if self.custom is not None:
+            return [list(actions) for actions in self.custom.actions]
+        if self.order.name in ("1F1B", "GPipe"):
+            deep = self.order.name == "GPipe" or micro_batches < self.pp
+            return [
+                _one_stage(rank, micro_batches if deep else self.pp - rank, micro_batches)
+                for rank in range(self.pp)
+            ]
+        return torch_actions(self, micro_batches)
+
+
+def _one_stage(stage: int, ahead: int, micro_batches: int) -> list[Action]:
+    """So many forwards ahead, then a backward and a forward in turn, then the other backwards."""
+    found = [Action(stage, FORWARD, i) for i in range(ahead)]
+    for i in range(micro_batches):
+        found.append(Action(stage, BACKWARD, i))
+        if ahead + i < micro_batches:
+            found.append(Action(stage, FORWARD, ahead + i))
+    return found
+
+
+def torch_actions(places: StageMap, micro_batches: int) -> list[list[Action]]:
+    """The order that a class of torch.distributed.pipelining computes; semi-private there.
+
+    It is asked with stand-ins for stages; two actions that overlap are taken one after the other, as
+    its runtime performs them.
+    """
+    from torch.distributed.pipelining.schedules import get_schedule_class
+    from torch.nn import Module
+
+    known = {"num_stages": places.num_stages, "group_size": places.pp, "group_rank": 0}
+    stages = [
+        SimpleNamespace(**known, stage_index=index, is_last=False, submod=Module())
+        for index in places.stages_of(0)
+    ]
+    cls: Any = get_schedule_class(places.order.name)
+    order = cls(stages, micro_batches).pipeline_order
+    return [
+        [
+            Action(part.stage_index, part.computation_type.value, part.microbatch_index)
+            for action in order[rank]
+            if action is not None
+            for part in (action.sub_actions or (action,))
+        ]
+        for rank in range(places.pp)
+    ]
+
+
+def csv_runtime(custom: CsvOrder, stages: Sequence[Any], micro_batches: int, **options: Any) -> Any:
+    """The schedule object of torch.distributed.pipelining for an order of one's own.
+
+    `_Action.from_str` and `_PipelineScheduleRuntime` are what its `_load_csv` uses; only this
+    function names them.
+    """
+    from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+
+    runtime = _PipelineScheduleRuntime(list(stages), micro_batches, **options)
+    cells = {
+        rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(custom.cells)
+    }
+    runtime.pipeline_order = cells
+    runtime._prepare_schedule_with_comms(cells)
+    return runtime
 
 
 def balanced_cuts(costs: Sequence[float], may_cut: Sequence[int], num_stages: int) -> list[int]:

@@ -1,11 +1,14 @@
 """A model on meta, scheduled for one rank of a mesh: which tensors there are, and where."""
 
 import copy
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from slapo_zoo import hf
+from slapo_zoo.derive import find_table
 from slapo_zoo.directive import State
 from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.mesh import Mesh
@@ -13,8 +16,9 @@ from slapo_zoo.orders import StageMap
 from slapo_zoo.placement import TensorSpec
 from slapo_zoo.schedule import Schedule
 from slapo_zoo.stages import assign_stages, leaf_units, stages_of
+from slapo_zoo.table import base_prefix
 from slapo_zoo.weights.keys import KeyMap
-from slapo_zoo.zoo import apply_table, base_prefix, block_paths, table_for
+from slapo_zoo.zoo import apply_table, block_paths
 
 
 class Outline:
@@ -30,35 +34,52 @@ class Outline:
         sequence_parallel: tp ranks divide the tokens too.
         pipeline_order: how the stages interleave micro-batches.
         stages_per_rank: for interleaved orders.
-        schedule: "zoo", a Schedule or its steps to replay, or a function of the schedule.
+        schedule: "zoo", "auto", a Schedule or its steps to replay, or a function of the schedule.
+        checkpoint_policy: what a recomputed block keeps.
+        attention: the attention back end; None takes the family's own.
     """
 
     def __init__(
         self, config: Any, auto_class: Any, mesh: Mesh, dtype: torch.dtype, seed: int | None = None,
         checkpoint_ratio: float = 0.0, sequence_parallel: bool = False,
         pipeline_order: str = "1f1b", stages_per_rank: int | None = None, schedule: Any = "zoo",
+        checkpoint_policy: str = "", attention: str | None = None,
     ):  # fmt: skip
         self.mesh, self.seed = mesh, 0 if seed is None else seed
+        self._config, self._dtype = config, dtype
         config = copy.deepcopy(config)
         self.cls: Any = hf.resolve_class(config, auto_class)
-        self.table = table_for(config.model_type)
+        self.table = find_table(config, lambda: hf.build_on_meta(self.cls, config, dtype), schedule)
         self.keys = KeyMap(self.table.renames, self.table.pieces)
-        self.skeleton = hf.build_on_meta(self.cls, config, dtype, self.table.seam)
         self.model = hf.build_on_meta(self.cls, config, dtype, self.table.seam)
+        whole = {name: _spec(name, tensor) for name, tensor in self.model.state_dict().items()}
         self.schedule = Schedule(self.model, mesh, self.seed)
         self.state: State = self.schedule.state
         self.places = StageMap.make(pipeline_order, mesh.pp, stages_per_rank)
-        if schedule == "zoo":
+        if isinstance(schedule, str) and schedule in ("zoo", "auto"):
             stages = self.places.num_stages
-            apply_table(self.schedule, self.table, checkpoint_ratio, sequence_parallel, stages)
+            apply_table(
+                self.schedule, self.table, checkpoint_ratio, sequence_parallel, stages,
+                checkpoint_policy, attention,
+            )  # fmt: skip
         else:
+            _refuse_knobs(checkpoint_ratio=checkpoint_ratio, sequence_parallel=sequence_parallel,
+                          checkpoint_policy=checkpoint_policy, attention=attention)  # fmt: skip
             self._apply(schedule)
         late = [base_prefix(self.model) + path for path in self.table.after_blocks]
-        self.units = leaf_units(self.model, block_paths(self.schedule, self.table), late)
-        self.stages = assign_stages(self.units, self.state.cuts)
+        blocks = block_paths(self.schedule, self.table)
+        self.units = leaf_units(self.model, blocks, late)
+        repeated = blocks if self.table.calls else ()  # also with one cut, after the first call
+        self.stages = assign_stages(self.units, self.state.cuts, repeated)
         self.holders = {unit: self._ranks(stages) for unit, stages in self.stages.items()}
-        self.specs = tensor_specs(self.skeleton, self.state, self.holders)
+        self.specs = tensor_specs(self.model, whole, self.state, self.holders)
         self.tied_ranks = _tied_ranks(self.state, self.holders)
+
+    @cached_property
+    def skeleton(self) -> Any:
+        """The same model unscheduled and whole, on meta; few need it, and building it takes time."""
+        config = copy.deepcopy(self._config)
+        return hf.build_on_meta(self.cls, config, self._dtype, self.table.seam)
 
     def _apply(self, schedule: Any) -> None:
         """A program of the user's own in place of the table."""
@@ -68,7 +89,7 @@ class Outline:
             schedule(self.schedule)
         else:
             problem = f"found {schedule!r}"
-            hint = 'pass "zoo", a Schedule, its steps, or a function of the schedule'
+            hint = 'pass "zoo", "auto", a Schedule, its steps, or a function of the schedule'
             raise SlapoError("from_pretrained", "schedule", problem, hint)
         found, wanted = len(self.state.cuts) + 1, self.places.num_stages
         if found != wanted:
@@ -79,6 +100,15 @@ class Outline:
     def _ranks(self, stages: tuple[int, ...]) -> tuple[int, ...]:
         """The pp coordinates that hold stages, without repetition, first stage first."""
         return tuple(dict.fromkeys(self.places.rank_of(stage) for stage in stages))
+
+
+def _refuse_knobs(**knobs: Any) -> None:
+    """Knobs shape the zoo's schedule; beside a program of the user's own they would do nothing."""
+    for name, value in knobs.items():
+        if value:
+            problem = "the schedule that you pass says this itself"
+            hint = f'leave {name}= out and put it into the program, or use schedule="zoo"'
+            raise SlapoError("from_pretrained", f"{name}={value!r}", problem, hint)
 
 
 def _tied_ranks(
@@ -94,17 +124,26 @@ def _tied_ranks(
 
 
 def tensor_specs(
-    skeleton: Any, state: State, stages: dict[str, tuple[int, ...]]
+    model: Any, whole: dict[str, TensorSpec], state: State, stages: dict[str, tuple[int, ...]]
 ) -> list[TensorSpec]:
-    """Every tensor that the model's checkpoint holds, in the order of its state dict."""
-    tied = hf.tied_names(skeleton)
+    """Every tensor that the model's checkpoint holds, in the order of its state dict.
+
+    Args:
+        model: which names it ties.
+        whole: every tensor before the schedule.
+        state: of the schedule.
+        stages: unit --> the pp coordinates that hold it.
+    """
+    tied = hf.tied_names(model)
     specs = []
-    for name, tensor in skeleton.state_dict().items():
+    for name, spec in whole.items():
         if name in tied:
             continue
         placed = state.placed.get(name)
-        dtype = str(tensor.dtype).removeprefix("torch.")
         placement = placed.placement if placed else None
-        stage = stages_of(name, stages)[0]
-        specs.append(TensorSpec(name, tuple(tensor.shape), dtype, placement, stage))
+        specs.append(replace(spec, placement=placement, stage=stages_of(name, stages)[0]))
     return specs
+
+
+def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))

@@ -1,6 +1,7 @@
 """The pipeline runtime: one step, or one forward, over the stages of a mesh."""
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,12 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo_zoo import hf
-from slapo_zoo.errors import SlapoError
+from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.flow import rehearse
 from slapo_zoo.mesh import Mesh
 from slapo_zoo.orders import StageMap
 from slapo_zoo.schedule import Schedule
 from slapo_zoo.stages import Cursor, StageDone, StagePlan
+from slapo_zoo.timeline import Span
 
 ROWS = "_global_rows"  # global batch rows of a micro-batch, cut beside its tensors
 NOT_REHEARSED = ("cut_pipeline_stage", "checkpoint", "fork_rng")  # they change no shape
@@ -36,8 +38,11 @@ class Pipeline:
         self.schedule, self.cls, self.units, self.cursor = schedule, cls, units, cursor
         self.places = places
         self.mine = places.stages_of(schedule.mesh.coord("pp"))
+        _check_same_order(schedule.mesh, places)
         self._plans: dict[Any, dict[int, StagePlan]] = {}
         self._fake: Any = None
+        self.spans: list[Span] | None = None
+        self.clock: Callable[[], float] = time.monotonic  # one that processes share
 
     def plans(self, batch: Mapping[str, Any]) -> dict[int, StagePlan]:
         """What each of our stages does for batches of these shapes; rehearsed once per shape."""
@@ -51,15 +56,30 @@ class Pipeline:
         return self._plans[key]
 
     def _rehearsal(self) -> tuple[Any, Any]:
-        """The whole scheduled model made of fake tensors; its weights take no memory."""
         if self._fake is None:
-            model, mesh = self.schedule.model, self.schedule.mesh
-            mode, fake = hf.build_fake(self.cls, model.config, next(model.parameters()).dtype)
-            rehearsing = Mesh(mesh.tp, mesh.pp, mesh.dp, mesh.rank, rehearsal=True)
-            steps = [s for s in self.schedule.history if s[1].name not in NOT_REHEARSED]
-            with mode:
-                self._fake = mode, Schedule(fake, rehearsing).replay(steps)
+            self._fake = fake_schedule(self.schedule, self.cls)
         return self._fake
+
+
+def fake_schedule(schedule: Schedule, cls: Any) -> tuple[Any, Schedule]:
+    """The whole scheduled model made of fake tensors, and their mode; its weights take no memory."""
+    model, mesh = schedule.model, schedule.mesh
+    mode, fake = hf.build_fake(cls, model.config, next(model.parameters()).dtype)
+    rehearsing = Mesh(mesh.tp, mesh.pp, mesh.dp, mesh.rank, rehearsal=True)
+    steps = [step for step in schedule.history if step[1].name not in NOT_REHEARSED]
+    with mode:
+        return mode, Schedule(fake, rehearsing).replay(steps)
+
+
+def _check_same_order(mesh: Mesh, places: StageMap) -> None:
+    """Ranks that read different files would wait for each other."""
+    if places.custom is None:
+        return
+    digests: list[Any] = [None] * mesh.pp
+    dist.all_gather_object(digests, places.custom.digest, group=mesh.group("pp"))
+    if len(set(digests)) > 1:
+        problem = f"the ranks of a pipeline read different files: {[d[:8] for d in digests]}"
+        raise MeshError("pipeline", f"pipeline_order={places.order.name!r}", problem, "copy one")
 
 
 def _signature(value: Any) -> Any:
@@ -113,6 +133,8 @@ def pipeline_step(
     Returns:
         the sum of the micro-batch losses on the rank of the last stage, 0 elsewhere.
     """
+    from slapo_zoo.stage_object import quiet_schedules
+
     pipeline.places.check_micro_batches(micro_batches)
     first = {k: v.tensor_split(micro_batches)[0] for k, v in tensors.items() if k != ROWS}
     plans = pipeline.plans({**first, **others})
@@ -120,10 +142,13 @@ def pipeline_step(
     stages = [_stage(pipeline, plan, run, others, device) for plan in plans.values()]
     schedule = pipeline.places.runtime(stages, micro_batches, loss_fn=_sum, scale_grads=False)
     if pipeline.places.num_stages - 1 not in plans:
-        schedule.step(**tensors)
+        with quiet_schedules():
+            schedule.step(**tensors)
         return torch.zeros((), device=device)
     losses: list[Tensor] = []
-    schedule.step(target=torch.zeros(micro_batches, device=device), losses=losses, **tensors)
+    target = torch.zeros(micro_batches, device=device)
+    with quiet_schedules():
+        schedule.step(target=target, losses=losses, **tensors)
     return torch.stack(losses).sum().detach()
 
 
@@ -131,16 +156,29 @@ def _stage(
     pipeline: Pipeline, plan: StagePlan, run: Callable, others: dict, device: torch.device
 ) -> Any:
     """One stage object of torch.distributed.pipelining, its shapes given."""
-    from torch.distributed.pipelining import PipelineStage
+    from slapo_zoo.stage_object import Stage
 
     places, index = pipeline.places, plan.stage
     scalar = torch.empty(1, device="meta", requires_grad=True)
-    return PipelineStage(
+    once = recomputed_units(plan.units, pipeline.schedule.state.checkpointed)
+    return Stage(
         StageModule(pipeline, plan, run, others), index, places.num_stages, device,
         input_args=_examples(plan, index),
         output_args=_examples(plan, index + 1) if index + 1 < places.num_stages else (scalar,),
-        group=pipeline.schedule.mesh.group("pp"),
+        group=pipeline.schedule.mesh.group("pp"), units=plan.extent, spans=pipeline.spans, clock=pipeline.clock,
+        dw_builder=(lambda: lambda: None) if once else None,
     )  # fmt: skip
+
+
+def recomputed_units(units: Sequence[str], checkpointed: Sequence[str]) -> set[str]:
+    """The units of which some or all activations are recomputed.
+
+    A stage that has one runs its backward in one part. In two parts each would recompute, and the one
+    of the weights once per group of them.
+    """
+    paths = [f"{path}." for path in checkpointed]
+    return {unit for unit in units
+            if any(path.startswith(f"{unit}.") or f"{unit}.".startswith(path) for path in paths)}  # fmt: skip
 
 
 def _examples(plan: StagePlan, stage: int) -> tuple[Tensor, ...]:
@@ -170,6 +208,12 @@ def pipeline_forward(pipeline: Pipeline, run: Callable[..., Any], batch: Mapping
             if output is None and places.rank_of(stage + 1) != mesh.coord("pp"):
                 for tensor in sent:
                     dist.send(tensor, mesh.at(pp=places.rank_of(stage + 1)), mesh.group("pp"))
+    return share_output(pipeline, output, device)
+
+
+def share_output(pipeline: Pipeline, output: Any, device: torch.device) -> Any:
+    """The output of the last stage, on every rank of the pipeline."""
+    mesh, places = pipeline.schedule.mesh, pipeline.places
     source = mesh.at(pp=places.rank_of(places.num_stages - 1))
     return broadcast_output(output, source, mesh.group("pp"), device)
 

@@ -94,11 +94,11 @@ def plan_weights(
     config = AutoConfig.from_pretrained(name_or_path, revision=revision)
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     outline = Outline(config, auto_class, Mesh(tp, pp, dp), dtype)
-    skeleton, key_of = outline.skeleton, {outline.keys.to_model(key): key for key in sources}
+    model, key_of = outline.model, {outline.keys.to_model(key): key for key in sources}
     specs = {spec.name: spec for spec in outline.keys.read_specs(outline.specs, key_of)}
     names = match_names(
-        specs, key_of, skeleton.base_model_prefix, hf.ignored_keys(skeleton),
-        hf.tied_names(skeleton),
+        specs, key_of, model.base_model_prefix, hf.ignored_keys(model),
+        hf.tied_names(model),
     )  # fmt: skip
     found = {name: sources[key_of[key]] for name, key in names.source.items()}
     _check_shapes(str(name_or_path), specs, found)

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from slapo_zoo import consolidate
+from slapo_zoo.data_parallel import Whole
 from slapo_zoo.distributed import rank_guard
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.mesh import Mesh
-from slapo_zoo.scheduled import write_configs
+from slapo_zoo.scheduled import configs_of
+from slapo_zoo.weights import background
 from slapo_zoo.weights import optimizer as optimizers
 from slapo_zoo.weights.encode import decode, encode
 from slapo_zoo.weights.fill import canonical_names
@@ -75,25 +77,77 @@ def save_checkpoint(
         max_shard_size: largest file, "5GB" or bytes.
     """
     mine = {"step": step, "data_position": data_position, "extra": extra}
-    save = _Save(model, optimizer, scheduler, mine)
     with rank_guard(SAVE):
-        save.merge(together(model.mesh, SAVE, save.describe))
-        save.write(folder, max_shard_size)
+        _prepared(model, folder, optimizer, scheduler, mine).write(max_shard_size)
+
+
+def async_save_checkpoint(
+    model: Any,
+    folder: str | os.PathLike[str],
+    optimizer: Any = None,
+    scheduler: Any = None,
+    step: int = 0,
+    data_position: Any = None,
+    extra: Any = None,
+    max_shard_size: int | str = "5GB",
+) -> background.Saving:
+    """As `save_checkpoint`, but training goes on while a thread writes what was there at the call.
+
+    Until it is written, each rank holds a copy of its tensors in host memory. The next save or
+    load waits for it, and so does the end of the process group. The folder must be on a file
+    system that all ranks share, and appears by one rename as always.
+
+    Returns:
+        a Future, as of `torch.distributed.checkpoint.async_save`: `result()` waits, and raises
+        what went wrong on any rank; an error that is not asked for is raised by the next save.
+    """
+    mine = {"step": step, "data_position": data_position, "extra": extra}
+    with rank_guard(SAVE):
+        save = _prepared(model, folder, optimizer, scheduler, mine)
+        together(model.mesh, SAVE, save.copy)
+        return background.start(lambda: save.write(max_shard_size))
+
+
+def _prepared(
+    model: Any, folder: Any, optimizer: Any, scheduler: Any, mine: dict[str, Any]
+) -> "_Save":
+    """All that a save will write is known, and the same on every rank."""
+    _refuse_adapters(model, SAVE)
+    background.join()
+    save = _Save(model, folder, optimizer, scheduler, mine)
+    save.merge(together(model.mesh, SAVE, save.describe))
+    return save
+
+
+def _refuse_adapters(model: Any, step: str) -> None:
+    if model._slapo.adapters:
+        hint = "save the adapter by model.save_adapter, the optimizer by torch.save"
+        raise WeightsError(step, "model", "a model with adapters is not saved whole", hint)
 
 
 class _Save:
     """The steps of one save on one rank."""
 
-    def __init__(self, model: Any, optimizer: Any, scheduler: Any, mine: dict[str, Any]):
-        self.model, self.optimizer, self.scheduler, self.mine = model, optimizer, scheduler, mine
+    def __init__(
+        self, model: Any, folder: Any, optimizer: Any, scheduler: Any, mine: dict[str, Any]
+    ):  # fmt: skip
+        self.folder = folder
+        self.model, self.scheduler, self.mine = model, scheduler, mine
+        self.whole = model._slapo.data_parallel.whole(model, optimizer)
+        self.optimizer = self.whole.optimizer
+        self.write_configs = configs_of(model, folder)
         self.tensors: dict[str, Tensor] = {}
         self.state: dict[str, Any] = {}
 
     def describe(self) -> tuple[str, Any, dict[str, str]]:
         """What the other ranks need to know: our optimizer, and where our generators stand."""
-        mesh, record = self.model.mesh, None
+        mesh, record, keys = self.model.mesh, None, self.model._slapo.keys
+        specs = self.model._slapo.specs
+        local = consolidate.local_tensors(self.model, specs, mesh, grads=False)
         if self.optimizer is not None:
-            record, self.tensors = optimizers.collect(self.optimizer, _names(self.model))
+            names = _names(self.model, self.whole)
+            record, self.tensors = optimizers.collect(self.optimizer, names)
+        self.tensors |= keys.to_files(local, specs, mesh)
         stream = self.model.schedule.state.random
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
         self.state = {
@@ -118,21 +172,23 @@ class _Save:
         self.state["optimizer"] = optimizers.merge(records) if records else None
         self.state["torch_random"] = pack_states([states for _, _, states in found])
 
-    def write(self, folder: str | os.PathLike[str], max_shard_size: int | str) -> None:
+    def copy(self) -> None:
+        """What training changes from here on is not what is written."""
+        self.tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.tensors.items()}
+
+    def write(self, max_shard_size: int | str) -> None:
         """Write model, optimizer and state as one folder."""
         runtime, mesh, record = self.model._slapo, self.model.mesh, self.state["optimizer"]
         specs, keys, beside = runtime.specs, runtime.keys, []
         if record is not None:
             beside = optimizers.optimizer_specs(record, keys.renamed(specs))
-        local = consolidate.local_tensors(self.model, specs, mesh, grads=False)
         save_folder(
-            folder, keys.file_specs(specs), {**keys.to_files(local, specs, mesh), **self.tensors},
-            mesh, write_extras=self._write_extras, max_shard_size=max_shard_size,
+            self.folder, keys.file_specs(specs), self.tensors, mesh, write_extras=self._write_extras, max_shard_size=max_shard_size,
             beside={"optimizer": beside} if beside else None,
         )  # fmt: skip
 
     def _write_extras(self, folder: Path) -> None:
-        write_configs(self.model, folder)
+        self.write_configs(folder)
         write_state(folder, self.state)
 
 
@@ -150,6 +206,8 @@ def load_checkpoint(
         optimizer: of the saved class and groups, over this rank's parameters.
         scheduler: of the saved class.
     """
+    _refuse_adapters(model, LOAD)
+    background.join()
     load = _Load(model, Path(folder), optimizer, scheduler)
     with rank_guard(LOAD):
         together(model.mesh, LOAD, load.prepare)
@@ -162,8 +220,9 @@ class _Load:
     """The steps of one load on one rank; only the last one changes anything."""
 
     def __init__(self, model: Any, path: Path, optimizer: Any, scheduler: Any):
-        self.model, self.path = model, path
-        self.optimizer, self.scheduler = optimizer, scheduler
+        self.model, self.path, self.scheduler = model, path, scheduler
+        self.whole = model._slapo.data_parallel.whole(model, optimizer)
+        self.optimizer = self.whole.optimizer
         self.state: dict[str, Any] = {}
         self.restored: optimizers.Restored | None = None
 
@@ -180,7 +239,7 @@ class _Load:
             return
         runtime = self.model._slapo
         specs = {spec.name: spec for spec in runtime.keys.renamed(runtime.specs)}
-        record, names = self.state["optimizer"], _names(self.model)
+        record, names = self.state["optimizer"], _names(self.model, self.whole)
         self.restored = optimizers.Restored(self.optimizer, record, names, specs)
         if targets := self.restored.targets:
             with open_checkpoint(self.path, stem="optimizer") as checkpoint:
@@ -189,11 +248,12 @@ class _Load:
     def finish(self) -> None:
         """Read the weights in place, then set all the rest."""
         model, state = self.model, self.state
-        targets, source = _weights(model)
+        targets, source = _weights(model, self.whole)
         with open_checkpoint(self.path) as checkpoint:
             load_tensors(targets, checkpoint, source, model.mesh)
         if self.restored is not None:
             self.restored.apply()
+        self.whole.put_back()
         if self.scheduler is not None:
             self.scheduler.load_state_dict(decode(state["scheduler"]))
         stream = model.schedule.state.random
@@ -203,10 +263,10 @@ class _Load:
         )  # fmt: skip
 
 
-def _weights(model: Any) -> tuple[dict[str, Target], dict[str, str]]:
+def _weights(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, str]]:
     """All parameters and persistent buffers of this rank, and the key of each."""
     runtime = model._slapo
-    tensors, names = _held(model)
+    tensors, names = _held(model, whole)
     views = runtime.keys.split(
         {names[name]: tensor.detach() for name, tensor in tensors.items()},
         runtime.specs,
@@ -221,18 +281,18 @@ def _weights(model: Any) -> tuple[dict[str, Target], dict[str, str]]:
     return targets, {name: runtime.keys.to_file(name) for name in targets}
 
 
-def _held(model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _held(model: Any, whole: Whole) -> tuple[dict[str, Tensor], dict[str, str]]:
     """This rank's parameters and saved buffers, and the name of each in the whole model."""
     runtime = model._slapo
     saved = {spec.name for spec in runtime.specs}
-    tensors: dict[str, Tensor] = dict(model.named_parameters())
-    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    parameters = {name for name, _ in model.named_parameters()}
+    tensors = {n: t for n, t in whole.tensors.items() if n in saved or n in parameters}
     return tensors, canonical_names(tensors, runtime.schedule.state, runtime.specs)
 
 
-def _names(model: Any) -> dict[int, str]:
+def _names(model: Any, whole: Whole) -> dict[int, str]:
     """id of a parameter --> its name beside the model: the optimizer's tensors are in one piece."""
-    tensors, names = _held(model)
+    tensors, names = _held(model, whole)
     return {id(tensor): model._slapo.keys.to_file(names[n]) for n, tensor in tensors.items()}
 
 

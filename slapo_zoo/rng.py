@@ -5,6 +5,7 @@ draw just its own part of the mask that one device would have drawn, for every t
 number of micro-batches, and a recomputation draws it again.
 """
 
+import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -112,15 +113,20 @@ class RandomStream:
         return keep
 
 
-def hashed_cells(x: Tensor, p: float, seeds: list[int]) -> Tensor:
+def hashed_cells(x: Tensor, p: float, seeds: Sequence[int] | Tensor) -> Tensor:
     """A counter-based mask in tensor operations, for devices where seeding per cell is slow."""
-    key = torch.tensor(seeds, dtype=torch.int64, device=x.device)
-    bits = torch.arange(x.numel() // max(len(seeds), 1), dtype=torch.int64, device=x.device)
-    bits = bits[None] * 0x2545F4914F6CDD1D + key[:, None]  # int64 wraps around, as intended
+    key = torch.as_tensor(seeds, dtype=torch.int64, device=x.device)
+    counter = torch.arange(x.numel() // max(len(key), 1), dtype=torch.int64, device=x.device)
+    return is_kept(counter[None], key[:, None], p).to(x.dtype).view(x.shape)
+
+
+def is_kept(counter: Tensor, key: Tensor, p: float) -> Tensor:
+    """Whether dropout keeps element `counter` of the cell with seed `key`; the two broadcast."""
+    bits = counter * 0x2545F4914F6CDD1D + key  # int64 wraps around, as intended
     for multiplier in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
         bits = (bits ^ ((bits >> 31) & 0x1FFFFFFFF)) * multiplier
     bits = (bits >> 40) & 0xFFFFFF
-    return (bits >= int(p * 0x1000000)).to(x.dtype).view(x.shape)
+    return bits >= int(p * 0x1000000)
 
 
 def dropout(
@@ -128,3 +134,17 @@ def dropout(
 ) -> Tensor:
     """x --> x * mask / (1 - p), the mask drawn from the cells of `site`."""
     return x * stream.keep_mask(x, p, site, heads) if p > 0.0 else x
+
+
+_DRAWING = threading.RLock()
+
+
+@contextmanager
+def drawn_from(seed: int) -> Iterator[None]:
+    """Torch's own generator starts from `seed` within, and is as before afterwards.
+
+    One thread at a time: ranks may be threads of one process, and the generator is global.
+    """
+    with _DRAWING, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield

@@ -4,8 +4,10 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from slapo_zoo.data_parallel import DataParallel
 from slapo_zoo.errors import MeshError
 from slapo_zoo.pipeline import Pipeline, split_batch
 from slapo_zoo.placement import TensorSpec
@@ -24,13 +26,18 @@ class Runtime:
         own_forward: of the model's own class.
         pipeline: the stages, or None without.
         keys: names that the family's files use.
+        adapters: the matrices of each adapter, by its name, that this stage holds.
+        peft_config: what peft keeps at a model.
         ties: groups of parameters of this rank that stages share: (name, process group).
         replicas: divided parameters that neighbouring tp ranks share: (name, process group).
         owned: names that this stage counts in norms and saves.
+        source: the folder that was loaded.
         micro_batches: default of `train_step`.
         num_tokens: tokens of an input that is not text.
         whole_batch: options whose loss is no mean over rows.
         batch_statistics: whether micro-batches change the result.
+        data_parallel: how it runs and sums over dp; an engine puts its own here.
+        within_engine: a call of the model comes from the engine around it.
     """
 
     schedule: Schedule
@@ -39,13 +46,18 @@ class Runtime:
     pipeline: Pipeline | None = None
     keys: KeyMap = field(default_factory=KeyMap)
     ledger: Ledger = field(default_factory=Ledger)
+    adapters: dict[str, list[TensorSpec]] = field(default_factory=dict)
+    peft_config: Any = None
     ties: list[tuple[str, Any]] = field(default_factory=list)
     replicas: list[tuple[str, Any]] = field(default_factory=list)
     owned: set[str] = field(default_factory=set)
+    source: Path | None = None
     micro_batches: int | None = None
     num_tokens: int | None = None
     whole_batch: tuple[str, ...] = ()
     batch_statistics: bool = False
+    data_parallel: DataParallel = field(default_factory=DataParallel)
+    within_engine: bool = False
 
 
 def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
@@ -66,7 +78,9 @@ def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
     }
     if model.config.is_encoder_decoder:
         names["labels"] = -1
-    lengths += [batch[k].shape[axis] for k, axis in names.items() if batch.get(k) is not None]
+    given = {name: batch.get(name) for name in names}
+    given = {name: x for name, x in given.items() if x is not None and x.ndim > 1}  # not a class
+    lengths += [x.shape[names[name]] for name, x in given.items()]
     divide = bool(lengths) and all(length % model.mesh.tp == 0 for length in lengths)
     if not divide and model.training:
         warnings.warn(

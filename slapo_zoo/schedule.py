@@ -4,18 +4,21 @@ import dataclasses
 import difflib
 import inspect
 import json
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.fx import GraphModule
 
-import slapo_zoo.primitives  # noqa: F401 - registers every primitive
-from slapo_zoo.directive import PRIMITIVES, Directive, Site, State, join
+import slapo_zoo.primitives as ps  # registers every primitive
+from slapo_zoo.directive import PRIMITIVES, Directive, Site, State, join, subtree
 from slapo_zoo.errors import ScheduleError
+from slapo_zoo.explain import Explanation, explain
+from slapo_zoo.graph.examples import tiny_batch
 from slapo_zoo.graph.find import find
+from slapo_zoo.graph.pattern import name_matches
 from slapo_zoo.graph.traced import check_reachable
-from slapo_zoo.mesh import Mesh
+from slapo_zoo.mesh import MESH_DIMS, Mesh
 from slapo_zoo.paths import nearest, select
 from slapo_zoo.rng import RandomStream
 
@@ -23,7 +26,41 @@ FORMAT = "slapo-zoo-schedule/1"
 Step = tuple[str, Directive]
 
 
-class Selection:
+if TYPE_CHECKING:
+    from typing import Generic, ParamSpec
+
+    P = ParamSpec("P")
+
+    class _Method(Generic[P]):
+        """What an editor and a type checker see of a primitive: its arguments."""
+
+        def __init__(self, directive: Callable[P, Directive]): ...
+
+        def __get__(self, at: Any, owner: Any = None) -> Callable[P, "Selection"]: ...
+
+    class _Methods:  # a primitive that is missing here works too, untyped
+        annotate = _Method(ps.Annotate)
+        checkpoint = _Method(ps.Checkpoint)
+        cut_pipeline_stage = _Method(ps.CutPipelineStage)
+        decompose = _Method(ps.Decompose)
+        fork_rng = _Method(ps.ForkRng)
+        fuse = _Method(ps.Fuse)
+        hook = _Method(ps.Hook)
+        overlap = _Method(ps.Overlap)
+        pipeline_split = _Method(ps.PipelineSplit)
+        replace = _Method(ps.Replace)
+        replace_all: Callable[..., "Selection"]  # takes options of the factory
+        shard = _Method(ps.Shard)
+        shard_attribute = _Method(ps.ShardAttribute)
+        sum_gradient = _Method(ps.SumGradient)
+        sync = _Method(ps.Sync)
+        trace = _Method(ps.Trace)
+        trace_until = _Method(ps.TraceUntil)
+else:
+    _Methods = object
+
+
+class Selection(_Methods):
     """`sch[pattern]`: the modules that a directive will land on, and a view of the tree there."""
 
     def __init__(self, schedule: "Schedule", pattern: str):
@@ -63,23 +100,35 @@ class Selection:
             raise AttributeError(f"no primitive {name!r}; registered: {sorted(PRIMITIVES)}")
 
         def use(*args: Any, **kwargs: Any) -> "Selection":
-            self.schedule.do(self.path, PRIMITIVES[name](*args, **kwargs))
+            self.schedule.do(self.path, PRIMITIVES[name].called(self.path, args, kwargs))
             return self
 
         use.__name__, use.__doc__ = name, PRIMITIVES[name].__doc__
         use.__signature__ = inspect.signature(PRIMITIVES[name])  # pyright: ignore[reportFunctionMemberAccess]
         return use
 
-    def find(self, what: Any) -> Any:
+    def find(self, what: Any, func_pattern: Any = None) -> Any:
         """Look in the graphs of the matching modules: see `slapo_zoo.graph.find.find`.
 
         A module without a graph is traced first: the history shows `trace()`, errors are raised.
+
+        Args:
+            what: a regex for module names, a predicate on a node, a pattern function or a Pattern.
+            func_pattern: look for this only in the modules below whose name matches the regex.
         """
-        found = [self.schedule._find(path, what) for path in self.paths or [self.path]]
+        paths = self.paths or [self.path]
+        if func_pattern is not None:
+            paths = [p for p in self._below(paths) if name_matches(what, p)] or [str(what)]
+            what = func_pattern
+        found = [self.schedule._find(path, what) for path in paths]
         first, *rest = found
         for more in rest:
             first.extend(more)
         return first
+
+    def _below(self, paths: list[str]) -> list[str]:
+        everything = list(self.schedule.state.modules)
+        return [p for path in paths for p in subtree(path, everything) if p != path]
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *PRIMITIVES]
@@ -98,6 +147,7 @@ class Schedule(Selection):
         super().__init__(self, "")
         self.state = State(model, mesh or Mesh(), RandomStream(seed))
         self.history: list[Step] = []
+        self.landed: list[tuple[str, ...]] = []  # the modules that each step was applied to
 
     @property
     def model(self) -> nn.Module:
@@ -137,6 +187,7 @@ class Schedule(Selection):
         for site in sites:
             directive.apply(site)
         self.history.append((pattern, directive))
+        self.landed.append(tuple(site.path for site in sites))
         return self
 
     def _find(self, path: str, what: Any) -> Any:
@@ -160,6 +211,46 @@ class Schedule(Selection):
                 raise ScheduleError(pattern, directive, f"cannot be written: {reason}", hint)
         steps = [[pattern, type(d).name, d.arguments()] for pattern, d in self.history]
         return json.dumps({"format": FORMAT, "steps": steps}, indent=1)
+
+    def explain(self, batch: Mapping[str, Any] | None = None) -> Explanation:
+        """Per module: what was done, by which directive, and the collectives of a training step.
+
+        One step is rehearsed on tensors without data: nothing is computed, sent or changed, and no
+        process group is needed. `print` it, or read `.transfers` and `.totals()`.
+
+        Args:
+            batch: keyword arguments of the model's forward; only their shapes matter. None takes a
+                tiny batch for a model of `transformers`.
+
+        Raises:
+            ScheduleError: this rank holds some pipeline stages only; or no batch for a model that
+                is not of `transformers`.
+        """
+        alone = all(self.mesh.size(mesh_dim) == 1 for mesh_dim in MESH_DIMS)
+        example = batch or ({} if alone else tiny_batch(self.model))
+        landed = [(paths, d) for paths, (_, d) in zip(self.landed, self.history, strict=True)]
+        return explain(self.state, landed, example)
+
+    def undo(self) -> "Schedule":
+        """Take back the last directive, where its primitive can (a pipeline cut).
+
+        Most directives change the model in place and drop what was there: half of a divided weight
+        is gone, a replaced module too. They are not undone but left out of a new schedule.
+
+        Raises:
+            ScheduleError: nothing to undo, or it cannot be: the hint says what to do instead.
+        """
+        if not self.history:
+            raise ScheduleError("schedule", "undo", "its history is empty", "nothing is to be done")
+        pattern, directive = self.history[-1]
+        if type(directive).undo is Directive.undo:
+            hint = "start from a fresh model: Schedule(model, mesh).replay(sch.history[:-1])"
+            raise ScheduleError(pattern, directive, "it changed the model in place", hint)
+        for path in self.landed[-1]:
+            directive.undo(Site(path, self.state.modules[path], self.state))
+        self.history.pop()
+        self.landed.pop()
+        return self
 
     def diff(self, other: "Schedule") -> str:
         """Lines of the program that differ from another's, as a unified diff."""

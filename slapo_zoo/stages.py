@@ -58,8 +58,16 @@ def leaf_units(model: nn.Module, blocks: Sequence[str], late: Sequence[str] = ()
     return [*rest[:end], *moved, *rest[end:]]
 
 
-def assign_stages(units: Sequence[str], cuts: Sequence[Cut]) -> dict[str, tuple[int, ...]]:
-    """Unit --> the stages that hold it: one, or several for a shared block that is cut."""
+def assign_stages(
+    units: Sequence[str], cuts: Sequence[Cut], repeated: Sequence[str] = ()
+) -> dict[str, tuple[int, ...]]:
+    """Unit --> the stages that hold it: one, or several for a shared block that is cut.
+
+    Args:
+        units: in the order they run.
+        cuts: after which of them a stage ends.
+        repeated: units that run more than once in a forward.
+    """
     for unit, _ in cuts:
         if unit not in units:
             problem = "it lies inside a block, or contains blocks"
@@ -67,7 +75,7 @@ def assign_stages(units: Sequence[str], cuts: Sequence[Cut]) -> dict[str, tuple[
     stages, stage = {}, 0
     for unit in units:
         ends = [call for name, call in cuts if name == unit]
-        shared = len(ends) > 1 or any(ends)
+        shared = unit in repeated or len(ends) > 1 or any(ends)
         stages[unit] = tuple(range(stage, stage + len(ends) + 1)) if shared else (stage,)
         stage += len(ends)
     return stages
@@ -119,6 +127,18 @@ class StagePlan:
         return self.calls[value.call].leaves[value.leaf]
 
     @property
+    def units(self) -> list[str]:
+        """The units that this stage calls, in order."""
+        both = zip(self.calls, self.stage_of_call, strict=True)
+        return list(dict.fromkeys(call.unit for call, at in both if at == self.stage))
+
+    @property
+    def extent(self) -> str:
+        """Its first and last unit."""
+        first, last = self.units[0], self.units[-1]
+        return first if first == last else f"{first} .. {last}"
+
+    @property
     def last_call(self) -> int:
         """Index of the last call that this stage makes."""
         return max(i for i, at in enumerate(self.stage_of_call) if at == self.stage)
@@ -143,10 +163,13 @@ class Cursor:
         self.plan, self.values = None, {}
 
     def outgoing(self) -> tuple[Tensor, ...]:
-        """What the next stage needs."""
+        """What the next stage needs, as tensors of their own.
+
+        A backward in two parts detaches them in place, which a view refuses.
+        """
         assert self.plan is not None  # noqa: S101 - called within begin and end
-        crossing = self.plan.crossing(self.plan.stage + 1)
-        return tuple(self.values[value].contiguous() for value in crossing)
+        crossing = (self.values[v].contiguous() for v in self.plan.crossing(self.plan.stage + 1))
+        return tuple(x.clone() if x._is_view() else x for x in crossing)
 
     def stand_in(self, unit: str, held: bool) -> Any:
         """The output of a call that another stage makes, or None when this one makes it."""

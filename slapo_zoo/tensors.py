@@ -18,6 +18,21 @@ def local_part(tensor: Tensor, placement: Placement, n: int, r: int) -> Tensor:
     return torch.cat(parts, axis) if len(parts) > 1 else parts[0].clone()
 
 
+def is_divided(tensor: Tensor) -> bool:
+    """Whether an engine divides a tensor over dp (FSDP2's parameters are DTensors)."""
+    return hasattr(tensor, "full_tensor")
+
+
+def held_here(tensor: Tensor) -> Tensor:
+    """The elements that this rank holds, in the tensor's own memory."""
+    return tensor.to_local() if is_divided(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def whole_over_dp(tensor: Tensor) -> Tensor:
+    """All elements; a collective call over dp where an engine divides the tensor."""
+    return tensor.full_tensor() if is_divided(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def require_indices(inside: Tensor, what: str, size: int) -> None:
     """Raise unless all are True, as torch does for a whole tensor; on a GPU without a wait.
 

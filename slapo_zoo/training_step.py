@@ -1,6 +1,7 @@
 """One training step on any mesh: micro-batches, the pipeline, and the sums of gradients."""
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -8,15 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo_zoo import gradients
+from slapo_zoo.data_parallel import DataParallel
 from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.input_guard import check_batch
 from slapo_zoo.losses import LABELS, GlobalMeans, count_targets
 from slapo_zoo.mesh import Mesh
-from slapo_zoo.pipeline import ROWS, Pipeline, pipeline_step, split_batch
+from slapo_zoo.pipeline import ROWS, Pipeline, share_output, split_batch
 from slapo_zoo.runtime import Runtime, count_rows, refuse_divided, takes_cache, tokens_divide
+from slapo_zoo.vocab_logits import VocabLogits
 
 
-def train_step(model: Any, batch: Mapping[str, Any], micro_batches: int | None) -> Tensor:
+def train_step(
+    model: Any, batch: Mapping[str, Any], micro_batches: int | None, return_logits: bool = False,
+    targets: Sequence[float] | None = None,
+) -> Any:  # fmt: skip
     """Forward and backward of one batch: see `Scheduled.train_step`."""
     runtime: Runtime = model._slapo
     mesh, stream = model.mesh, runtime.schedule.state.random
@@ -27,44 +33,92 @@ def train_step(model: Any, batch: Mapping[str, Any], micro_batches: int | None) 
     if not rows:
         problem = f"found no tensor with rows among {list(batch)}"
         raise SlapoError("train_step", "batch", problem, "pass input_ids and labels")
-    count = runtime.micro_batches if micro_batches is None else micro_batches
+    count = _micro_batches(runtime, mesh, rows, micro_batches)
+    refuse_divided(model, others, micro_batches=count, pp=mesh.pp, dp=mesh.dp)
+    name = model.unscheduled_class.__name__
+    counts = count_targets(name, tensors) if targets is None else targets
+    totals = _over_dp(mesh, [*counts, float(rows)])
+    is_part = count * mesh.dp > 1 or targets is not None
+    runtime.schedule.state.tokens_divided = tokens_divide(model, {**tensors, **others})
+    first = _first_row(mesh, rows)
+    step, kept = stream.step + 1, LogitsKept() if return_logits else None
+    check_batch(mesh, tensors, step, model.input_check_interval)
+    tensors[ROWS] = torch.arange(first, first + rows, device=next(iter(tensors.values())).device)
+
+    def run(part: Mapping[str, Any], part_rows: Tensor) -> Tensor:
+        """The loss of one micro-batch, its means taken over the whole batch."""
+        place = stream.at(step, int(part_rows[0]), len(part_rows))
+        with place, GlobalMeans(totals[:-1]) if is_part else nullcontext():
+            output = runtime.data_parallel.run(model, dict(part))
+        if kept is not None:
+            kept.add(int(part_rows[0]), output)
+        return _loss(output)
+
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    with runtime.data_parallel.new_gradients(parameters):
+        if runtime.pipeline is not None:
+            loss = _pipelined(runtime, run, tensors, others, count)
+        else:
+            loss = _accumulate(runtime.data_parallel, run, tensors, others, count)
+        _reduce(model, runtime, parameters)
+    loss = _share(loss, mesh)
+    stream.step = step  # a step that failed has drawn nothing
+    return loss if kept is None else kept.output(loss, runtime.pipeline)
+
+
+class LogitsKept:
+    """The logits of all micro-batches, on the rank of the last stage.
+
+    rewrite:  logits of micro-batch 0, 1, ...  -->  logits of the batch, on every pp and tp rank
+    """
+
+    def __init__(self) -> None:
+        self.cls: Any = None
+        self.parts: dict[int, dict[str, Tensor]] = {}
+
+    def add(self, first_row: int, output: Any) -> None:
+        """Keep what a head returned for the rows from `first_row`."""
+        self.cls = type(output)
+        found = {k: v for k, v in output.items() if k.endswith("logits") and v is not None}
+        whole = {k: v.gathered() if isinstance(v, VocabLogits) else v for k, v in found.items()}
+        self.parts[first_row] = {k: v.detach() for k, v in whole.items()}
+
+    def output(self, loss: Tensor, pipeline: Pipeline | None) -> Any:
+        """The model's own output object with the loss and the logits of all rows."""
+        parts = [self.parts[row] for row in sorted(self.parts)]
+        names = parts[0] if parts else ()
+        whole = {name: torch.cat([part[name] for part in parts]) for name in names}
+        here = self.cls(loss=loss, **whole) if self.cls else None
+        return here if pipeline is None else share_output(pipeline, here, loss.device)
+
+
+def _micro_batches(runtime: Runtime, mesh: Mesh, rows: int, asked: int | None) -> int:
+    """How many equal parts the rows are divided into: asked for, or the default."""
+    count = runtime.micro_batches if asked is None else asked
     if count is None and runtime.batch_statistics and mesh.pp > 1:
-        problem = f"BatchNorm takes its statistics per micro-batch, and pp={mesh.pp} wants several"
-        hint = "pass micro_batches=1 for those of the whole batch, or the number you want"
-        raise MeshError("train_step", "micro_batches", problem, hint)
-    count = _default_micro_batches(rows, mesh) if count is None else count
+        warnings.warn(
+            "BatchNorm takes its statistics per micro-batch: one is used, as in one process, and the "
+            f"{mesh.pp} stages take turns; pass micro_batches= to let them overlap",
+            stacklevel=4,
+        )
+        count = 1
+    count = _default_micro_batches(rows, runtime.pipeline) if count is None else count
     legal = [i for i in range(1, rows + 1) if rows % i == 0]
     if count not in legal:
         problem = f"{rows} rows cannot be divided into {count} equal micro-batches"
         raise MeshError("train_step", "micro_batches", problem, f"legal numbers: {legal}")
-    refuse_divided(model, others, micro_batches=count, pp=mesh.pp, dp=mesh.dp)
-    totals = _over_dp(mesh, [*count_targets(type(model).__name__, tensors), float(rows)])
-    runtime.schedule.state.tokens_divided = tokens_divide(model, {**tensors, **others})
-    first = _first_row(mesh, rows)
-    tensors[ROWS] = torch.arange(first, first + rows, device=next(iter(tensors.values())).device)
-    stream.step += 1
-
-    def run(part: Mapping[str, Any], part_rows: Tensor) -> Tensor:
-        """The loss of one micro-batch, its means taken over the whole batch."""
-        place = stream.at(stream.step, int(part_rows[0]), len(part_rows))
-        with place, GlobalMeans(totals[:-1]) if count * mesh.dp > 1 else nullcontext():
-            return _loss(runtime.own_forward(model, **part))
-
-    parameters = list(model.parameters())
-    with gradients.only_new(parameters):
-        if runtime.pipeline is not None:
-            loss = _pipelined(runtime.pipeline, run, tensors, others, count)
-        else:
-            loss = _accumulate(run, tensors, others, count)
-        _reduce(model, runtime, parameters)
-    return _share(loss, mesh)
+    return count
 
 
-def _default_micro_batches(rows: int, mesh: Mesh) -> int:
-    """One without a pipeline; else the first divisor of the rows that keeps all stages busy."""
-    if mesh.pp == 1:
+def _default_micro_batches(rows: int, pipeline: Pipeline | None) -> int:
+    """One without a pipeline; else the first number that keeps all stages busy in its order."""
+    if pipeline is None:
         return 1
-    return next((i for i in range(2 * mesh.pp, rows + 1) if rows % i == 0), rows)
+    places = pipeline.places
+    if places.custom is not None:
+        return places.custom.micro_batches
+    legal = [i for i in range(1, rows + 1) if rows % i == 0 and places.admits(i)]
+    return next((i for i in legal if i >= 2 * places.pp), legal[-1] if legal else rows)
 
 
 def _over_dp(mesh: Mesh, counts: list[float]) -> list[float]:
@@ -84,19 +138,10 @@ def _first_row(mesh: Mesh, rows: int) -> int:
     return int(sum(each[: mesh.coord("dp")]))
 
 
-def _pipelined(
-    pipeline: Pipeline, run: Callable, tensors: dict, others: dict, count: int
-) -> Tensor:
-    """The step of the stages; what a stage raises comes as it was, not as torch wraps it."""
+def _pipelined(runtime: Runtime, run: Callable, tensors: dict, others: dict, count: int) -> Tensor:
     if not any(name in tensors for name in LABELS):
         raise _no_loss(f"found no labels among {[name for name in tensors if name != ROWS]}")
-    try:
-        return pipeline_step(pipeline, run, tensors, others, count)
-    except RuntimeError as error:
-        cause = error.__cause__ if "failed to run" in str(error).lower() else None
-        if cause is None:
-            raise
-    raise cause
+    return runtime.data_parallel.pipeline_step(runtime.pipeline, run, tensors, others, count)
 
 
 def _no_loss(problem: str) -> SlapoError:
@@ -110,28 +155,31 @@ def _loss(output: Any) -> Tensor:
     return loss.float()
 
 
-def _accumulate(run: Callable, tensors: dict[str, Tensor], others: dict, count: int) -> Tensor:
+def _accumulate(
+    engine: DataParallel, run: Callable, tensors: dict[str, Tensor], others: dict, count: int
+) -> Tensor:
     """Micro-batches one after the other, without a pipeline."""
     total: Any = 0.0
     for i in range(count):
         part = {k: v.tensor_split(count)[i] for k, v in tensors.items()}
         rows = part.pop(ROWS)
-        loss = run({**part, **others}, rows)
-        loss.backward()
+        with engine.micro_batch(is_last=i == count - 1):
+            loss = run({**part, **others}, rows)
+            engine.backward(loss)
         total = total + loss.detach()
     return total
 
 
 def _reduce(model: Any, runtime: Runtime, parameters: list[nn.Parameter]) -> None:
     """Sum gradients over tied stages, over tp where they are partial, and over dp."""
-    named = dict(model.named_parameters())
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    engine = runtime.data_parallel
     for name, group in (*runtime.ties, *runtime.replicas):
-        gradients.all_reduce_gradients([named[name]], group)
+        engine.sum_over_tp(named, [name], group)
     state = runtime.schedule.state
     names = state.partial_gradients | (state.sequence_gradients if state.tokens_divided else set())
-    partial = [named[n] for n in sorted(names) if n in named]
-    gradients.all_reduce_gradients(partial, model.mesh.group("tp") if partial else None)
-    gradients.all_reduce_gradients(parameters, model.mesh.group("dp"))
+    engine.sum_over_tp(named, sorted(names), model.mesh.group("tp"))
+    engine.sum_over_dp(parameters, model.mesh)
 
 
 def _share(loss: Tensor, mesh: Mesh) -> Tensor:

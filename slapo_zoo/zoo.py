@@ -1,146 +1,23 @@
-"""Zoo tables: rows of (pattern, rule), looked up by the `model_type` of a config.
-
-A rule is a tuple of directives, in which `Dim("head_dim")` stands for a number of the config.
-"""
+"""Applying a zoo table: divided tensors, random streams, recomputation and pipeline cuts."""
 
 import dataclasses
-import importlib
-import pkgutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
-from torch import nn
-
+from slapo_zoo.costs import unit_costs
 from slapo_zoo.directive import Directive
 from slapo_zoo.errors import ArchitectureError, MeshError
 from slapo_zoo.orders import balanced_cuts
-from slapo_zoo.paths import nearest
 from slapo_zoo.primitives import (
     Checkpoint,
+    CoreAttentionSeam,
     CutPipelineStage,
     Shard,
     SumGradient,
     Sync,
 )
-from slapo_zoo.rules import (
-    Dim,
-    Row,
-    all_tokens,
-    dropout,
-    dropout_tokens,
-)
+from slapo_zoo.rules import Row, Rule, all_tokens, dropout, dropout_tokens
 from slapo_zoo.schedule import Schedule
 from slapo_zoo.stages import leaf_units
-from slapo_zoo.weights.keys import Pieces
-
-
-@dataclass(frozen=True)
-class Table:
-    """One family: a row per module that the schedule names.
-
-    Args:
-        model_type: as in the config of `transformers`.
-        source: what the table was written from.
-        dims: name -> config attribute, or a function of the config.
-        body: rows below the base model (`transformer.`, `bert.`), for all head classes.
-        heads: rows for modules outside the base model.
-        blocks: patterns of the repeated blocks, below the base model; cuts fall between them.
-        after_blocks: modules below the base model that run after the blocks, though defined before.
-        calls: config attribute: how often a shared block runs (ALBERT).
-        seam: whether the attention of the family goes through the AttentionInterface.
-        all_tokens: modules within blocks, below the base model, that always see all tokens.
-        num_tokens: number of tokens of an input that is not text (image patches), from the config.
-        renames: (in files, in the model): parts of names that the family's files spell otherwise.
-        pieces: tensors that the family's files hold in pieces (experts).
-        whole_batch: options (of the config or a forward) whose loss is no mean over rows: refused
-            where a batch is divided.
-        batch_statistics: micro-batches change the result (BatchNorm), so their number must be given.
-    """
-
-    model_type: str
-    source: str
-    dims: Mapping[str, str | Callable[[Any], int]]
-    body: tuple[Row, ...]
-    heads: tuple[Row, ...]
-    blocks: tuple[str, ...]
-    after_blocks: tuple[str, ...] = ()
-    calls: str = ""
-    seam: bool = True
-    all_tokens: tuple[str, ...] = ()
-    num_tokens: Callable[[Any], int] | None = None
-    renames: tuple[tuple[str, str], ...] = ()
-    pieces: tuple[Pieces, ...] = ()
-    whole_batch: tuple[str, ...] = ()
-    batch_statistics: bool = False
-
-    def rows(self, model: Any) -> list[Row]:
-        """All rows with full patterns and resolved numbers, for one model."""
-        prefix = base_prefix(model)
-        body = [(prefix + pattern, rule) for pattern, rule in self.body]
-        dims = {name: _number(of, model.config) for name, of in self.dims.items()}
-        rows = [*body, *self.heads]
-        return [(p, tuple(_resolve(d, dims) for d in rule)) for p, rule in rows]
-
-
-def base_prefix(model: Any) -> str:
-    """`"transformer."` for a model with a head, `""` for the base model itself."""
-    name = model.base_model_prefix
-    return f"{name}." if name and hasattr(model, name) else ""
-
-
-def _number(of: str | Callable[[Any], int], config: Any) -> int:
-    return of(config) if callable(of) else getattr(config, of)
-
-
-def _resolve(directive: Directive, dims: Mapping[str, int]) -> Directive:
-    """Put the numbers of a config where a directive of a table names them."""
-
-    def value(v: Any) -> Any:
-        if isinstance(v, tuple):
-            return tuple(value(x) for x in v)
-        return dims[v.name] if isinstance(v, Dim) else v
-
-    fields = dataclasses.fields(directive)  # pyright: ignore[reportArgumentType]
-    new = {f.name: value(getattr(directive, f.name)) for f in fields}
-    return type(directive)(**new)
-
-
-ZOO: dict[str, Table] = {}
-
-
-def register(table: Table) -> Table:
-    """Add a table to the zoo."""
-    if table.model_type in ZOO:
-        raise ArchitectureError("zoo", table.model_type, "is registered already")
-    ZOO[table.model_type] = table
-    return table
-
-
-@cache
-def load_tables() -> None:
-    """Import every file of `schedules/`; each registers its table."""
-    package = importlib.import_module("slapo_zoo.schedules")
-    for found in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"slapo_zoo.schedules.{found.name}")
-
-
-def families() -> list[str]:
-    """The `model_type`s that have a table."""
-    load_tables()
-    return sorted(ZOO)
-
-
-def table_for(model_type: str) -> Table:
-    """The table of a family; ArchitectureError names the ones there are."""
-    names = families()
-    if model_type not in ZOO:
-        near = nearest(model_type, names)
-        hint = f"nearest: {near}; to add one, write schedules/{model_type}.py (CONTRIBUTING.md)"
-        problem = f"the zoo has no table for it; it has {', '.join(names)}"
-        raise ArchitectureError("zoo", f"model_type={model_type!r}", problem, hint)
-    return ZOO[model_type]
+from slapo_zoo.table import Table, base_prefix
 
 
 def block_paths(sch: Schedule, table: Table) -> list[str]:
@@ -156,6 +33,8 @@ def apply_table(
     checkpoint_ratio: float = 0.0,
     sequence_parallel: bool = False,
     num_stages: int | None = None,
+    checkpoint_policy: str = "",
+    attention: str | None = None,
 ) -> Schedule:
     """Apply a table: tensor and sequence parallelism, random streams, recomputation, pipeline cuts.
 
@@ -168,19 +47,35 @@ def apply_table(
         checkpoint_ratio: share of the blocks whose activations are recomputed.
         sequence_parallel: tp ranks divide the tokens too.
         num_stages: pipeline stages; None takes pp.
+        checkpoint_policy: what a recomputed block keeps.
+        attention: the back end of the attention seam; None takes sdpa.
     """
     blocks = block_paths(sch, table)
     cuts = place_cuts(sch, table, num_stages or sch.mesh.pp)
-    rows = table.rows(sch.model)
+    rows = [(p, _with_backend(rule, attention)) for p, rule in table.rows(sch.model)]
     _apply_rows(sch, rows)
     if sequence_parallel and sch.mesh.tp > 1:
         _apply_rows(sch, _sequence_rows(sch, table, rows))
     _apply_rows(sch, [("**:Dropout", dropout)])
-    for i in spread(len(blocks), checkpoint_ratio):
-        sch.do(blocks[i], Checkpoint())
+    recomputed = spread(len(blocks), checkpoint_ratio)
+    if checkpoint_policy and not recomputed:
+        problem = f"no block is recomputed at checkpoint_ratio={checkpoint_ratio}"
+        what, hint = f"checkpoint_policy={checkpoint_policy!r}", "pass checkpoint_ratio=1.0"
+        raise ArchitectureError("zoo", what, problem, hint)
+    for i in recomputed:
+        sch.do(blocks[i], Checkpoint(policy=checkpoint_policy))
     for block, call in cuts:
         sch.do(block, CutPipelineStage(call))
     return sch
+
+
+def _with_backend(rule: Rule, attention: str | None) -> Rule:
+    if attention is None:
+        return rule
+    return tuple(
+        dataclasses.replace(d, backend=attention) if isinstance(d, CoreAttentionSeam) else d
+        for d in rule
+    )
 
 
 def _apply_rows(sch: Schedule, rows: list[Row]) -> None:
@@ -233,10 +128,9 @@ def _applies(sch: Schedule, pattern: str, directive: Directive) -> bool:
 
 
 def place_cuts(sch: Schedule, table: Table, num_stages: int) -> list[tuple[str, int]]:
-    """The blocks (and which of their calls) that end a stage, balanced by cost.
+    """The blocks (and which of their calls) that end a stage, balanced by estimated cost.
 
-    The cost of a unit is the number of its weights that are multiplied with: an embedding is a
-    look-up and costs nothing, a head costs vocabulary times width.
+    Embeddings, heads and the loss count, and so do an encoder and a decoder that differ.
     """
     blocks = block_paths(sch, table)
     calls = getattr(sch.model.config, table.calls) if table.calls else 1
@@ -244,28 +138,13 @@ def place_cuts(sch: Schedule, table: Table, num_stages: int) -> list[tuple[str, 
         problem = f"{num_stages} stages, but the model has {len(blocks) * calls} blocks"
         hint = f"choose pp between 1 and {len(blocks) * calls}"
         raise MeshError("mesh", f"pp={num_stages}", problem, hint)
+    if num_stages == 1:
+        return []
     late = [base_prefix(sch.model) + path for path in table.after_blocks]
-    units = leaf_units(sch.model, blocks, late)
-    first = units.index(blocks[0])
-    shared = [(block, call) for call in range(calls) for block in blocks]
-    runs = [(unit, 0) for unit in units]
-    if calls > 1:
-        rest = [run for run in runs[first:] if run[0] not in blocks]
-        runs = [*runs[:first], *shared, *rest]
-    costs = [_cost(sch.state.modules[unit]) for unit, _ in runs]
-    may_cut = [i for i, (unit, _) in enumerate(runs) if unit in blocks]
-    return [runs[i] for i in balanced_cuts(costs, may_cut, num_stages)]
-
-
-def _cost(unit: nn.Module) -> float:
-    return float(
-        sum(
-            p.numel()
-            for module in unit.modules()
-            if not isinstance(module, nn.Embedding)
-            for p in module.parameters(recurse=False)
-        )
-    )
+    costs = unit_costs(sch.model, leaf_units(sch.model, blocks, late))
+    may_cut = [i for i, cost in enumerate(costs) if cost.unit in blocks]
+    ends = balanced_cuts([cost.step for cost in costs], may_cut, num_stages)
+    return [(costs[i].unit, costs[i].call) for i in ends]
 
 
 def spread(num_blocks: int, ratio: float) -> list[int]:

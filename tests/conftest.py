@@ -9,6 +9,30 @@ def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="write tests/golden/ anew")
 
 
+def pytest_terminal_summary(terminalreporter):
+    """The grid that ran: cells passed of cells run, families by layouts."""
+    counts, refused = {}, 0
+    for report in (
+        r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, [])
+    ):
+        noted = dict(report.user_properties)
+        if "cell" in noted:
+            passed, run = counts.get(noted["cell"], (0, 0))
+            counts[noted["cell"]] = passed + report.passed, run + 1
+            refused += "refused" in noted
+    if len(counts) < 20:
+        return
+    families, layouts = (dict.fromkeys(cell[i] for cell in counts) for i in (0, 1))
+    line = terminalreporter.write_line
+    terminalreporter.section("grid: cells passed / run")
+    line(f"{'':16}" + "".join(f"{layout:>10}" for layout in layouts))
+    for family in families:
+        cells = [counts.get((family, layout)) for layout in layouts]
+        line(f"{family:16}" + "".join(f"{f'{c[0]}/{c[1]}' if c else '-':>10}" for c in cells))
+    passed, run = (sum(c[i] for c in counts.values()) for i in (0, 1))
+    line(f"{passed} of {run} cells passed, {refused} of them by the refusal that is expected")
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """`ranks.run(fn, nprocs, *args)` runs a module-level function on many ranks."""
@@ -28,3 +52,13 @@ def seed():
 
     seed_all()
     return SEED
+
+
+@pytest.fixture(scope="session")
+def interpreter():
+    """`interpreter.run(fn, *args)` runs a module-level function where Triton is interpreted."""
+    from interpreter import Interpreter
+
+    worker = Interpreter()
+    yield worker
+    worker.close()

@@ -30,6 +30,10 @@ class Case:
         labels: which of LABELS.
         config: changes to the tiny config.
         dropout: probability in every dropout.
+        rows: of a batch, all dp ranks together.
+        variant: "bare" (no attention mask, nothing padded), "types" (token types), "decoder"
+            (decoder inputs and mask), "eos" (one end of sequence per row), "twice" (two batches
+            before each optimizer step).
     """
 
     cls: str
@@ -37,6 +41,8 @@ class Case:
     config: tuple[tuple[str, object], ...] = ()
     choices: int = 0
     dropout: float = 0.0
+    rows: int = ROWS
+    variant: tuple[str, ...] = ()
 
 
 @dataclass
@@ -61,6 +67,11 @@ LLAMA = {  # 8 query heads over 2 KV heads: with tp=4 neighbours hold the same K
     "num_hidden_layers": 3, "vocab_size": 99, "intermediate_size": 70, "pad_token_id": 0,
     "max_position_embeddings": 20, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+T5 = {
+    "d_model": 30, "d_kv": 6, "num_heads": 5, "d_ff": 70, "num_layers": 2, "vocab_size": 99,
+    "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
+    "relative_attention_num_buckets": 8,
+}  # fmt: skip
 TINY = {
     "gpt2": {
         "n_embd": 30, "n_head": 5, "n_layer": 3, "n_positions": 16, "vocab_size": 99,
@@ -79,11 +90,9 @@ TINY = {
         "ffn_dim": 70, "max_position_embeddings": 16, "word_embed_proj_dim": 30, "pad_token_id": 0,
         "bos_token_id": 1, "eos_token_id": 2,
     },
-    "t5": {
-        "d_model": 30, "d_kv": 6, "num_heads": 5, "d_ff": 70, "num_layers": 2, "vocab_size": 99,
-        "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
-        "relative_attention_num_buckets": 8,
-    },
+    "t5": T5,
+    "mt5": T5,
+    "umt5": T5,
     "llama": LLAMA,
     "mistral": {**LLAMA, "sliding_window": 5},
     "mixtral": {**LLAMA, "num_local_experts": 5, "intermediate_size": 28},  # with tp=4: 2, 1, 1, 1
@@ -138,21 +147,53 @@ def batch_of(case, step=0):
     """Padded rows with ignored labels; every row has at least 4 real tokens."""
     g = torch.Generator().manual_seed(100 + step)
     if case.cls.startswith("ViT"):
-        pixels = torch.randn(ROWS, 3, 12, 12, generator=g)
-        return {"pixel_values": pixels, **LABELS[case.labels[0]](pixels, None, g)}
-    shape = (ROWS, case.choices, TOKENS) if case.choices else (ROWS, TOKENS)
+        pixels = torch.randn(case.rows, 3, 12, 12, generator=g)
+        labels = [LABELS[kind](pixels, None, g) for kind in case.labels]
+        return {"pixel_values": pixels, **(labels[0] if labels else {})}
+    shape = (case.rows, case.choices, TOKENS) if case.choices else (case.rows, TOKENS)
     ids = torch.randint(3, 99, shape, generator=g)
     lengths = torch.randint(4, TOKENS + 1, shape[:-1], generator=g)
     mask = (torch.arange(TOKENS) < lengths[..., None]).long()
+    mask = torch.ones_like(mask) if "bare" in case.variant else mask
     ids = ids * mask
     batch = {"input_ids": ids, "attention_mask": mask}
     for kind in case.labels:
         batch |= LABELS[kind](ids, mask, g)
     if dict(case.config).get("add_cross_attention"):
-        batch["encoder_hidden_states"] = torch.randn(ROWS, 5, 30, generator=g)
+        batch["encoder_hidden_states"] = torch.randn(case.rows, 5, 30, generator=g)
     if "ForConditionalGeneration" in case.cls:  # targets of another length than the source
         batch["labels"] = batch["labels"][:, : TOKENS - 4].contiguous()
-    return batch
+    elif case.cls.endswith("T5Model"):
+        batch["decoder_input_ids"] = ids[:, : TOKENS - 4].contiguous()
+    for name in case.variant:
+        batch |= VARIANTS.get(name, lambda batch, g: {})(batch, g)
+    return {k: v for k, v in batch.items() if v is not None}
+
+
+def _with_decoder_inputs(batch, g):
+    shape = batch["labels"].shape
+    lengths = torch.randint(2, shape[1] + 1, shape[:1], generator=g)
+    mask = (torch.arange(shape[1]) < lengths[:, None]).long()
+    return {"decoder_input_ids": _ints(99, shape, g, 2), "decoder_attention_mask": mask}
+
+
+def _with_one_end(batch, g):
+    """The last real token is the end of sequence (1), and no other."""
+    last = batch["attention_mask"].sum(-1, keepdim=True) - 1
+    return {"input_ids": batch["input_ids"].scatter(1, last, 1)}
+
+
+VARIANTS = {
+    "bare": lambda batch, g: {"attention_mask": None},
+    "types": lambda batch, g: {"token_type_ids": _ints(2, batch["input_ids"].shape, g)},
+    "decoder": _with_decoder_inputs,
+    "eos": _with_one_end,
+}
+
+
+def batches_of(case, step):
+    """The batches of one optimizer step: one, or two whose gradients add up."""
+    return [batch_of(case, step), *([batch_of(case, step + 50)] if "twice" in case.variant else [])]
 
 
 def _ints(high, shape, g, low=0):
@@ -178,6 +219,10 @@ LABELS = {
     "multi": lambda ids, m, g: {"labels": _ints(2, (len(ids), 3), g).float()},
     "number": lambda ids, m, g: {"labels": torch.randn(len(ids), generator=g)},
     "choice": lambda ids, m, g: {"labels": _ints(ids.shape[1], (len(ids),), g)},
+    "order": lambda ids, m, g: {"sentence_order_label": _ints(2, (len(ids),), g)},
+    "patches": lambda pixels, m, g: {
+        "bool_masked_pos": torch.rand(len(pixels), 9, generator=g) < 0.5
+    },
     "next": lambda ids, m, g: {"next_sentence_label": _ints(2, (len(ids),), g)},
     "mc": lambda ids, m, g: {
         "mc_labels": _ints(ids.shape[1], (len(ids),), g),
@@ -222,9 +267,10 @@ def plain(case, folder, dtype, attention):
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1, eps=EPS)
     losses, norms = [], []
     for step in range(STEPS):
-        output = model(**cast(batch_of(case, step), dtype))
         optimizer.zero_grad()
-        output.loss.backward()
+        for batch in reversed(batches_of(case, step)):  # the first one's outputs are kept
+            output = model(**cast(batch, dtype))
+            output.loss.backward()
         if step == 0:
             grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
                      for n, p in model.named_parameters()}  # fmt: skip
@@ -237,27 +283,32 @@ def plain(case, folder, dtype, attention):
     return Result(outputs["loss"], outputs, grads, norms[0], losses, weights)
 
 
-def scheduled(case, folder, layout, micro_batches=None, seed=0, **options):
+def scheduled(case, folder, layout, micro_batches=None, seed=0, out=None, **options):
     """The same on this rank of a mesh; rank 0 returns the Result."""
     from slapo_zoo import AutoScheduledModel
 
     (tp, pp, dp), sequence_parallel = layout[:3], layout[3:] == (True,)
     model = AutoScheduledModel.from_pretrained(
         folder, tp=tp, pp=pp, dp=dp, seed=seed, micro_batches=micro_batches, auto_class=case.cls,
-        sequence_parallel=sequence_parallel, **changes_of(case),
-    ).train()  # fmt: skip
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1, eps=EPS)
-    rows = ROWS // dp
-    part = slice(model.mesh.coord("dp") * rows, (model.mesh.coord("dp") + 1) * rows)
-    model.eval()
-    output = model(**cast(batch_of(case), torch.float32))
+        sequence_parallel=sequence_parallel, **{**changes_of(case), **options},
+    )  # fmt: skip
+    if out is not None:
+        model.save_pretrained(out)
+    dtype = next(model.parameters()).dtype
+    output = model.eval()(**cast(batch_of(case), dtype))
     outputs = {k: v.detach() for k, v in output.items() if isinstance(v, torch.Tensor)}
+    if not case.labels:
+        return outputs
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1, eps=EPS)
+    rows = case.rows // dp
+    part = slice(model.mesh.coord("dp") * rows, (model.mesh.coord("dp") + 1) * rows)
     model.train()
     losses, norms = [], []
     for step in range(STEPS):
-        batch = {k: v[part] for k, v in cast(batch_of(case, step), torch.float32).items()}
         optimizer.zero_grad()
-        losses.append(float(model.train_step(batch)))
+        for batch in reversed(batches_of(case, step)):
+            loss = model.train_step({k: v[part] for k, v in cast(batch, dtype).items()})
+        losses.append(float(loss))
         if step == 0:
             grads = model.consolidated_state_dict(grads=True)
         norm = model.clip_grad_norm_(1.0)
@@ -266,7 +317,8 @@ def scheduled(case, folder, layout, micro_batches=None, seed=0, **options):
     weights = model.consolidated_state_dict()
     replicated = {n: p.detach().double().sum().item() for n, p in model.named_parameters()
                   if n not in model.schedule.state.placed}  # fmt: skip
-    return Result(torch.tensor(losses[0]), outputs, grads, norms[0], losses, weights), replicated
+    first = torch.tensor(losses[0], dtype=torch.float64)
+    return Result(first, outputs, grads, norms[0], losses, weights), replicated
 
 
 def own_error(plains, truth, what):

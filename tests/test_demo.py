@@ -25,7 +25,9 @@ def test_demo_from_the_command_line(tmp_path):
     assert "4099 tokens" in result.stdout
     assert "The two columns agree" in result.stdout
     assert "return self." in result.stdout
-    assert max(map(len, result.stdout.splitlines())) <= 80
+    # DeepSpeed logs to stdout when transformers looks whether it is there
+    ours = [line for line in result.stdout.splitlines() if "[WARNING]" not in line]
+    assert max(map(len, ours)) <= 80
 
 
 @pytest.mark.parametrize("beside", [[5.0, 4.2], [5.0, float("nan")]])

@@ -1,18 +1,40 @@
 """Generation and evaluation on every rank, against plain transformers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
 
-from parity import Case, batch_of, checkpoint
-from slapo_zoo import AutoScheduledModel
+from heads import HEADS
+from parity import Case, batch_of, changes_of, checkpoint
+from slapo_zoo import AutoScheduledModel, SlapoError
 
 GPT2 = Case("GPT2LMHeadModel", ("tokens",))
 BERT = Case("BertForMaskedLM", ("tokens",))
-LAYOUTS = {"one": (1, 1), "tp2": (2, 1), "pp2": (1, 2), "tp2-pp2": (2, 2)}
-GREEDY = {"max_new_tokens": 8, "do_sample": False}
-SAMPLED = {"max_new_tokens": 8, "do_sample": True, "temperature": 1.3, "top_k": 20, "top_p": 0.9}
-BEAMS = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False, "num_return_sequences": 2}
+DECODER = (("is_decoder", True),)
+FAMILIES = {
+    "gpt2": GPT2,
+    "bert": Case("BertLMHeadModel", (), DECODER),
+    "roberta": Case("RobertaForCausalLM", (), DECODER),
+    **{case.cls: replace(case, labels=()) for case in (cases[0] for cases in HEADS.values())
+       if case.cls.endswith(("ForCausalLM", "ForConditionalGeneration"))},
+}  # fmt: skip
+LAYOUTS = {"one": (1, 1), "tp2": (2, 1), "tp4": (4, 1), "pp2": (1, 2), "tp2-pp2": (2, 2)}
+BASE = {
+    "max_new_tokens": 6,
+    "do_sample": False,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
+HOW = {
+    "greedy": BASE,
+    "static": {**BASE, "cache_implementation": "static"},
+    "sampled": {**BASE, "do_sample": True, "temperature": 20.0, "top_k": 20, "top_p": 0.95},
+    "beams": {**BASE, "num_beams": 3, "num_return_sequences": 2},
+    "no-cache": {**BASE, "use_cache": False},
+}  # fmt: skip
+SEED = 11
 
 
 @pytest.fixture(scope="session")
@@ -20,48 +42,85 @@ def root(tmp_path_factory):
     return tmp_path_factory.mktemp("generate")
 
 
-def prompts():
-    """Three rows of 2, 5 and 4 tokens, padded on the left."""
+def prompts(model):
+    """Three rows of 2, 5 and 4 tokens: padded on the left, an encoder's on the right."""
     rows = [[7, 31], [5, 88, 41, 6, 19], [90, 12, 3, 54]]
-    ids = torch.tensor([[0] * (5 - len(row)) + row for row in rows])
+    pads = [[0] * (5 - len(row)) for row in rows]
+    both = zip(rows, pads, strict=True)
+    late = model.config.is_encoder_decoder
+    ids = torch.tensor([row + pad if late else pad + row for row, pad in both])
     return {"input_ids": ids, "attention_mask": (ids != 0).long()}
 
 
-def generate(folder, tp, pp, how, seed=None):
-    model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp)
-    if seed is not None:
-        torch.manual_seed(seed)
-    return model.generate(**prompts(), **how)
+def every_way(model, ways):
+    """How --> tokens and logits of each."""
+    found = {}
+    for how in ways:
+        torch.manual_seed(SEED)
+        output = model.generate(**prompts(model), **HOW[how])
+        found[how] = output.sequences, torch.stack(output.logits)
+    return found
 
 
-def plain(folder, how, seed=None):
-    model = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
-    if seed is not None:
-        torch.manual_seed(seed)
-    return model.generate(**prompts(), **how)
+def ways_of(case, pp):
+    """A pipeline keeps no cache; Mamba's state is no cache that could be static."""
+    without = {"static"} if pp > 1 or "Mamba" in case.cls else set()
+    return [how for how in HOW if how not in without]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_greedy_equals_plain_transformers(layout, root, ranks):
-    tp, pp = LAYOUTS[layout]
-    folder = checkpoint(GPT2, root)
-    want = plain(folder, GREEDY)
-    assert want.shape == (3, 13)
-    assert len({tuple(row) for row in want[:, 5:].tolist()}) == 3  # the rows differ
-    for found in ranks.run(generate, tp * pp, folder, tp, pp, GREEDY):
-        assert torch.equal(found, want)
+def generate(case, folder, tp, pp):
+    model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, **changes_of(case)).eval()
+    return every_way(model, ways_of(case, pp))
 
 
-@pytest.mark.parametrize(("how", "layout"), [("sampled", "tp2"), ("sampled", "tp2-pp2"), ("beams", "tp2"), ("beams", "pp2")])  # fmt: skip
-def test_sampling_and_beams_equal_plain_transformers(how, layout, root, ranks):
-    """With the same torch seed on all ranks they draw the same tokens, as one process does."""
-    tp, pp = LAYOUTS[layout]
-    options, folder = {"sampled": SAMPLED, "beams": BEAMS}[how], checkpoint(GPT2, root)
-    want = plain(folder, options, seed=11)
-    for found in ranks.run(generate, tp * pp, folder, tp, pp, options, 11):
-        assert torch.equal(found, want)
-    if how == "sampled":
-        assert not torch.equal(plain(folder, options, seed=12), want)
+def plain(case, folder, pp):
+    cls = getattr(transformers, case.cls)
+    model = cls.from_pretrained(folder, **changes_of(case)).eval()
+    return every_way(model, ways_of(case, pp))
+
+
+def layouts_of(name):
+    """GPT-2 and T5 on all layouts; the others with tp, and in stages."""
+    return LAYOUTS if name in ("gpt2", "T5ForConditionalGeneration") else ("tp2", "pp2")
+
+
+ALWAYS_IN_STAGES = ("gpt2", "T5ForConditionalGeneration", "LlamaForCausalLM", "MambaForCausalLM")
+
+
+def cells():
+    for name in FAMILIES:
+        for layout in layouts_of(name):
+            quick = layout == "tp2" or (name in ALWAYS_IN_STAGES and layout != "one")
+            marks = () if quick else pytest.mark.slow
+            yield pytest.param(name, layout, marks=marks, id=f"{name}-{layout}")
+
+
+@pytest.mark.parametrize(("name", "layout"), [*cells()])
+def test_equals_plain_transformers(name, layout, root, ranks):
+    """Tokens and logits of greedy search, sampling, beams, both caches and none, on every rank."""
+    (tp, pp), case = LAYOUTS[layout], FAMILIES[name]
+    folder = checkpoint(case, root)
+    want = plain(case, folder, pp)
+    for found in ranks.run(generate, tp * pp, case, folder, tp, pp):
+        for how, (tokens, logits) in want.items():
+            assert torch.equal(found[how][0], tokens), how
+            torch.testing.assert_close(found[how][1], logits, rtol=1e-4, atol=1e-4)
+    tokens, logits = want["sampled"]
+    assert not torch.equal(tokens, want["greedy"][0])
+    assert len({tuple(row) for row in tokens.tolist()}) == 3  # the rows differ
+    assert (logits[0, 0] - logits[0, 1]).abs().max() > 1e-3
+
+
+def with_cache(folder):
+    model = AutoScheduledModel.from_pretrained(folder, pp=2)
+    with pytest.raises(SlapoError, match=r"use_cache=True.*keeps no KV cache"):
+        model.generate(**prompts(model), use_cache=True)
+    with pytest.raises(SlapoError, match="stages keep no KV cache"):
+        model(**prompts(model), past_key_values=transformers.DynamicCache())
+
+
+def test_a_pipeline_refuses_a_cache(root, ranks):
+    ranks.run(with_cache, 2, checkpoint(GPT2, root))
 
 
 def after_training(folder, tp, pp):
@@ -69,7 +128,7 @@ def after_training(folder, tp, pp):
     model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, seed=2).train()
     model.train_step(batch_of(GPT2))
     model.eval()
-    first = model.generate(**prompts(), **GREEDY)
+    first = model.generate(**prompts(model), max_new_tokens=8, do_sample=False)
     model.train()
     loss = model.train_step(batch_of(GPT2, 1))
     return first, float(loss)

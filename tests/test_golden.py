@@ -14,9 +14,11 @@ import transformers
 import slapo_zoo.models.wideresnet  # noqa: F401 - transformers has no such family
 from parity import TINY
 from slapo_zoo import Mesh, Schedule, hf
+from slapo_zoo.errors import ArchitectureError
 from slapo_zoo.paths import select
 from slapo_zoo.schedule import from_json
-from slapo_zoo.zoo import apply_table, base_prefix, families, table_for
+from slapo_zoo.table import base_prefix, extend, families, table_for
+from slapo_zoo.zoo import apply_table
 
 GOLDEN = Path(__file__).with_name("golden")
 # What switches on the modules that a family has only in some of its configs.
@@ -26,6 +28,8 @@ VARIANTS = {
     "roberta": [{"add_cross_attention": True, "is_decoder": True}],
     "opt": [{"word_embed_proj_dim": 14}],
     "t5": [{"feed_forward_proj": "gated-gelu"}, {"tie_word_embeddings": False}],
+    "mt5": [{"feed_forward_proj": "relu"}],
+    "umt5": [{"feed_forward_proj": "relu"}],
 }
 # The class of the golden file; BERT's has all of its heads.
 MAIN = ("BertForPreTraining", "LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "ForImageClassification")  # fmt: skip
@@ -163,6 +167,23 @@ def test_every_class_takes_the_table(family):
             local = {n: p.numel() for n, p in model.named_parameters()}
             assert all(local[n] <= before[n] for n in before), cls.__name__
             assert sum(local.values()) < sum(before.values())
+
+
+def test_tables_are_short():
+    """Peers take 61 to 2,900 lines; the whole entry of a family is its file here."""
+    files = (Path(__file__).parents[1] / "schedules").glob("*.py")
+    lines = {path.stem: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
+    assert set(lines) == set(families())
+    assert max(lines.values()) <= 100, lines
+
+
+def test_a_table_may_extend_another():
+    """Rows that differ are data; all else is the base's."""
+    llama, mixtral = table_for("llama"), table_for("mixtral")
+    assert set(llama.body) - set(mixtral.body) == {r for r in llama.body if ".mlp" in r[0]}
+    assert mixtral.heads == llama.heads
+    with pytest.raises(ArchitectureError, match=r"no row 'layers\.\*\.ffn'"):
+        extend("llama", "other", "nowhere", without=("layers.*.ffn",))
 
 
 def test_diff_shows_what_changed():

@@ -49,10 +49,15 @@ def public(nodes, *kinds):
     return [node for node in nodes if isinstance(node, kinds) and not node.name.startswith("_")]
 
 
+def is_device_code(function):
+    """Triton reads an annotation as an instruction, so its functions have none."""
+    return any(ast.unparse(d).startswith("triton.jit") for d in function.decorator_list)
+
+
 def functions(tree):
     """Public functions, and the public methods and constructors of public classes."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    yield from public(tree.body, *kinds)
+    yield from (f for f in public(tree.body, *kinds) if not is_device_code(f))
     for cls in public(tree.body, ast.ClassDef):
         yield from public(cls.body, *kinds)
         yield from (n for n in cls.body if isinstance(n, kinds) and n.name == "__init__")

@@ -60,10 +60,19 @@ def write_pid_and_wait(folder):
     time.sleep(600)
 
 
+BEFORE = set()
+
+
+@pytest.fixture(autouse=True)
+def before():
+    """Workers that earlier tests keep warm."""
+    BEFORE.clear()
+    BEFORE.update(multiprocessing.active_children())
+
+
 def assert_nothing_is_left():
-    """No child is alive but those of the warm pool, and none is a zombie."""
-    living = multiprocessing.active_children()
-    assert not [child for child in living if type(child).__name__ != "ForkServerProcess"]
+    """No child is alive but those that were there before, and none is a zombie."""
+    assert not set(multiprocessing.active_children()) - BEFORE
     for path in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
         for pid in path.read_text().split():
             assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -1,4 +1,4 @@
-"""The README is run: its Python blocks are executed, its commands must exist."""
+"""README and tutorial are run: their Python blocks are executed, the commands must exist."""
 
 import importlib.util
 import os
@@ -14,15 +14,15 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def blocks(language):
+def blocks(language, page=README):
     """(line number, text) of each fenced block of one language."""
-    for match in re.finditer(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL):
-        yield README[: match.start(1)].count("\n"), match[1]
+    for match in re.finditer(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        yield page[: match.start(1)].count("\n"), match[1]
 
 
-def commands():
+def commands(page=README):
     """Every command line of the bash blocks, without comments and blank lines."""
-    for _, text in blocks("bash"):
+    for _, text in blocks("bash", page):
         split = (shlex.split(line, comments=True) for line in text.splitlines())
         yield from (words for words in split if words)
 
@@ -47,14 +47,17 @@ def execute(arguments, folder):
     )
 
 
-def test_python_blocks_run(tmp_path):
+@pytest.mark.parametrize("name", ["README.md", "docs/tutorial.md"])
+def test_python_blocks_run(name, tmp_path):
     """All in one process, in order: a later block may use the names of an earlier one."""
-    lines = [""] * README.count("\n")  # so that a traceback shows the line of the README
-    for start, text in blocks("python"):
+    page = (ROOT / name).read_text(encoding="utf-8")
+    lines = [""] * page.count("\n")  # so that a traceback shows the line of the page
+    for start, text in blocks("python", page):
         lines[start : start + text.count("\n")] = text.splitlines()
-    assert any(lines), "README.md has no Python block"
-    (tmp_path / "README.py").write_text("\n".join(lines), encoding="utf-8")
-    result = execute(["README.py"], tmp_path)
+    assert any(lines), f"{name} has no Python block"
+    script = (tmp_path / Path(name).name).with_suffix(".py")
+    script.write_text("\n".join(lines), encoding="utf-8")
+    result = execute([script.name], tmp_path)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
 
 
@@ -78,6 +81,16 @@ def test_command_line_exists(words, tmp_path):
     assert result.returncode == 0, result.stderr
     for option in (word.partition("=")[0] for word in words if word.startswith("--")):
         assert option in result.stdout, f"slapo-zoo {words[0]} has no {option}"
+
+
+def test_the_commands_of_the_cards_page_run(tmp_path):
+    page = (ROOT / "docs" / "cards.md").read_text(encoding="utf-8")
+    lines = list(commands(page))
+    assert lines
+    for program, *words in lines:
+        assert program == "slapo-zoo"
+        result = execute(["-m", "slapo_zoo.cli", *words], tmp_path)
+        assert result.returncode == 0, f"{words}: {result.stderr}"
 
 
 def test_internal_links_lead_somewhere():

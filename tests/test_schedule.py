@@ -183,7 +183,7 @@ ERRORS = {
     "groups": ("layers.0.attention.query", "shard", ("weight", 0), {"groups": (4, 5)}, "layers.0.attention.query", "the groups (4, 5) add up to 9", "legal sizes of tp: [1]"),
     "unit": ("layers.0.attention.query", "shard", ("weight", 0), {"unit": 8}, "layers.0.attention.query", "1 units of 8 cannot be divided over tp=2", "legal sizes of tp: [1]"),
     "mode": ("head", "sync", ("fwd", "all_reduce"), {}, "head", "found mode 'fwd', expected one of ('fwd_pre', 'fwd_post', 'bwd_post')", "fwd_post: outputs"),
-    "op": ("head", "sync", ("fwd_post", "all_to_some"), {}, "head", "no sync op 'all_to_some'", "registered: ['all_gather', 'all_reduce'"),
+    "op": ("head", "sync", ("fwd_post", "all_to_some"), {}, "head", "no sync op 'all_to_some'", "'all_gather', 'all_reduce'"),
     "mode of op": ("head", "sync", ("fwd_pre", "all_reduce"), {}, "head", "'all_reduce' has no meaning as 'fwd_pre'", "use one of ('fwd_post', 'bwd_post')"),
     "logits": ("head", "sync", ("fwd_post", "vocab_logits"), {}, "head", "its weight is not divided", 'shard("weight", 0, pad=True) first'),
     "kernel": ("head", "replace", ("fast_linear",), {}, "head", "no kernel 'fast_linear'", "registered: ["),

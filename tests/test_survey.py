@@ -1,22 +1,25 @@
 """`slapo-zoo list` and `show`: what they say is what happens."""
 
 import json
+from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from parity import Case, checkpoint, tiny_config
+from parity import Case, changes_of, checkpoint, tiny_config
 from slapo_zoo import AutoScheduledModel
 from slapo_zoo.cli import main
 from slapo_zoo.features import features
 from slapo_zoo.mesh import Mesh
 from slapo_zoo.outline import Outline
 from slapo_zoo.survey import survey
-from slapo_zoo.zoo import families
+from slapo_zoo.table import families
 
 CASES = [
     Case("GPT2LMHeadModel", ("tokens",)),
+    Case("BertForMaskedLM", ("tokens",)),
+    Case("LlamaForCausalLM", ("tokens",)),
     Case("AlbertForMaskedLM", ("tokens",)),
     Case("T5ForConditionalGeneration", ("tokens",)),
     Case("MixtralForCausalLM", ("tokens",)),
@@ -55,6 +58,7 @@ def test_show_a_family(capsys):
         (stage, r) for stage in range(2) for r in range(4)
     ]
     assert ["lm_head", "shard(param_name='weight', axis=0, pad=True)"] in found["program"]
+    assert found["tunable"]["attention"] == ["sdpa", "eager", "flash", "xformers"]
     sends = [row for row in found["collectives"] if row["kind"] == "send"]
     assert {(row["phase"], row["count"], row["bytes"]) for row in sends} == {
         ("forward", 1, 128 * 768 * 4), ("backward", 1, 128 * 768 * 4),
@@ -89,49 +93,82 @@ def test_parameters_per_rank(case, root, ranks):
     assert found == ranks.run(held, 4, folder, case, (2, 2, 1))
 
 
-def counted(folder, case, sequence_parallel):
-    """How often this rank calls each collective in one forward and backward."""
-    model = AutoScheduledModel.from_pretrained(
-        folder, tp=2, auto_class=case.cls, sequence_parallel=sequence_parallel,
-        **({"experts_implementation": "eager"} if "Mixtral" in case.cls else {}),
-    )  # fmt: skip
+def sent_and_explained(folder, case, options):
+    """What this rank really sends in one training step, and what its schedule says beforehand."""
     from slapo_zoo import collectives
 
-    counts = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 0}
+    model = AutoScheduledModel.from_pretrained(
+        folder, tp=2, auto_class=case.cls, **options, **changes_of(case)
+    ).train()
+    ids = torch.full((2, 8), 5)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    explained = model.schedule.explain(batch)
+    assert all(torch.equal(p, before[n]) and p.grad is None for n, p in model.named_parameters())
+    sent = []
 
-    def counting(owner, attribute, kind):
+    def noting(owner, attribute, kind, whole):
         call = getattr(owner, attribute)
 
-        def counted(*args, **kwargs):
-            counts[kind] += 1
+        def noted(*args, **kwargs):
+            sent.append((kind, args[whole].nbytes))
             return call(*args, **kwargs)
 
-        setattr(owner, attribute, counted)
+        setattr(owner, attribute, noted)
         return owner, attribute, call
 
     changed = [
-        counting(dist, "all_reduce", "all_reduce"),
-        counting(collectives, "all_gather_single", "all_gather"),
-        counting(collectives, "reduce_scatter_single", "reduce_scatter"),
+        noting(dist, "all_reduce", "all_reduce", 0),
+        noting(collectives, "all_gather_single", "all_gather", 0),
+        noting(collectives, "reduce_scatter_single", "reduce_scatter", 1),
     ]
     try:
-        ids = torch.full((2, 8), 5)
-        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-        model.schedule.state.tokens_divided = sequence_parallel
-        model._slapo.own_forward(model, **batch).loss.backward()
+        model.train_step(batch)
     finally:
         for owner, attribute, call in changed:
             setattr(owner, attribute, call)
-    return counts
+    return Counter(sent), [(*t[:2], t.bytes) for t in explained.transfers], str(explained)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+OPTIONS = {
+    "tp": {},
+    "sp": {"sequence_parallel": True},
+    "recomputed": {"checkpoint_ratio": 1.0},
+}
+
+
+@pytest.mark.parametrize("how", OPTIONS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
-def test_collectives_are_counted_right(case, sequence_parallel, root, ranks):
-    folder = checkpoint(case, root)
-    config, fp32 = tiny_config(case)[0], torch.float32
-    outline = Outline(config, case.cls, Mesh(2), fp32, sequence_parallel=sequence_parallel)
-    said = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 0}
-    for row in survey(outline, 2, 8).traffic:
-        said[row.kind] += row.count
-    assert ranks.run(counted, 2, folder, case, sequence_parallel)[0] == said
+def test_collectives_are_those_that_run(case, how, root, ranks):
+    """Each one and its bytes: forward, backward, recomputation, the loss, and sums of gradients."""
+    folder, options = checkpoint(case, root), OPTIONS[how]
+    for sent, explained, _ in ranks.run(sent_and_explained, 2, folder, case, options):
+        assert {mesh_dim for _, mesh_dim, _ in explained} == {"tp"}
+        assert Counter((kind, nbytes) for kind, _, nbytes in explained) == sent
+    if how != "recomputed":  # `slapo-zoo show` says the same, without weights or processes
+        outline = Outline(tiny_config(case)[0], case.cls, Mesh(2), torch.float32, **options)
+        rows = survey(outline, 2, 8).traffic
+        for kind in {kind for kind, _ in sent}:
+            assert sum(r.count for r in rows if r.kind == kind) == sum(
+                count for (k, _), count in sent.items() if k == kind
+            )
+            assert sum(r.bytes for r in rows if r.kind == kind) == sum(
+                nbytes * count for (k, nbytes), count in sent.items() if k == kind
+            )
+
+
+EXPLAINED = """\
+transformer.h.*.mlp  (each of 3)
+    sync(mode='bwd_post', sync_op_or_fn='all_reduce', sequence_axis=1)
+        backward: all_reduce over tp, 1,920 bytes
+transformer.h.*.mlp.c_fc  (each of 3)
+    shard(param_name='weight', axis=1, uneven=True)
+    shard(param_name='bias', axis=0, uneven=True)
+"""
+
+
+def test_it_reads_as_where_what_and_how_much(root, ranks):
+    case = CASES[0]
+    *_, text = ranks.run(sent_and_explained, 2, checkpoint(case, root), case, {})[0]
+    assert EXPLAINED in text
+    assert "in one training step, on this rank:\n    backward: 7 all_reduce over tp" in text

@@ -1,18 +1,19 @@
-"""A vocabulary divided over tp: the embedding, the logits, their loss, and ties across stages."""
+"""A vocabulary divided over tp: the logits, their loss, and ties across stages.
+
+The embedding, with every id on every rank: tests/test_known_defects.py.
+"""
 
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn import functional
 
 from parity import EPS, LEARNING_RATE, ROWS, Case, batch_of, checkpoint, tiny_config
-from slapo_zoo import AutoScheduledModel, Mesh, Schedule
+from slapo_zoo import AutoScheduledModel, Mesh
 from slapo_zoo.errors import RankError
 from slapo_zoo.placement import Placement
-from slapo_zoo.tensors import local_part
 from slapo_zoo.vocab_logits import VocabLogits
 
 VOCAB = Placement(0, pad=True)
@@ -20,40 +21,6 @@ VOCAB = Placement(0, pad=True)
 
 def world():
     return Mesh(tp=dist.get_world_size(), rank=dist.get_rank())
-
-
-# --- the embedding ------------------------------------------------------------------------------
-
-
-def embed(weight, padding_idx, ids, upstream):
-    """y and the local gradient of a vocab-parallel embedding."""
-    module = nn.Embedding(*weight.shape, padding_idx=padding_idx, _weight=weight.clone())
-    sch = Schedule(nn.ModuleDict({"wte": module}), world())
-    sch["wte"].shard("weight", 0, pad=True).sync("fwd_post", "all_reduce")
-    y = module(ids)
-    y.backward(upstream)
-    return y.detach(), module.weight.detach(), module.weight.grad
-
-
-@pytest.mark.parametrize("padding_idx", [None, 0, "last", "edge"])
-@pytest.mark.parametrize("size", [5, 99, 50257])
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_every_id_on_every_rank(n, size, padding_idx, ranks):
-    """arange(V), forward and backward: ids at the edges of a shard, and each id of rank >= 1."""
-    share = -(-size // n)
-    padding_idx = {"last": size - 1, "edge": min(share, size - 1)}.get(padding_idx, padding_idx)
-    ids = torch.arange(size).repeat(2)  # twice: gradients add up
-    weight, upstream = torch.randn(size, 3), torch.randn(2 * size, 3)
-    plain = nn.Embedding(size, 3, padding_idx=padding_idx, _weight=weight.clone())
-    want = plain(ids)
-    want.backward(upstream)
-    for r, (y, local, grad) in enumerate(ranks.run(embed, n, weight, padding_idx, ids, upstream)):
-        assert torch.equal(y, want.detach())  # each row comes from one rank: exact
-        assert len(local) == share
-        assert torch.equal(local, local_part(weight, VOCAB, n, r))
-        assert torch.equal(grad, local_part(plain.weight.grad, VOCAB, n, r))
-        if padding_idx is not None:
-            assert plain.weight.grad[padding_idx].eq(0).all()
 
 
 # --- the logits ---------------------------------------------------------------------------------

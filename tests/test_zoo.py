@@ -1,68 +1,57 @@
-"""Every family of the zoo, each head class, against plain transformers.
+"""The grid: every family, head class and layout against plain `transformers` in one process.
 
-The LM head of each family runs on every layout; the other heads run on tp=2 x pp=2.
+Each cell compares outputs, loss, every gradient, the norm and four AdamW steps with clipping, and
+saves the model before it trains: the file holds the keys and bits that plain `transformers` wrote.
+A part runs always, which has every family, layout and head; `ci/run.py grid` runs all cells.
 """
+
+from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
+from transformers.models.auto import modeling_auto
 
-from parity import LAYOUTS, Case, checkpoint, compare, references, scheduled
+from heads import ELSEWHERE, HEADLESS, HEADS, REFUSED, UNEVEN
+from parity import (
+    LAYOUTS,
+    Result,
+    batch_of,
+    checkpoint,
+    compare,
+    references,
+    scheduled,
+    tiny_config,
+)
+from slapo_zoo import AutoScheduledModel, SlapoError
+from slapo_zoo.table import families
 
-THREE = (("num_labels", 3),)
-LM = [
-    Case("RobertaForMaskedLM", ("tokens",)),
-    Case("AlbertForMaskedLM", ("tokens",)),
-    Case("GPTNeoForCausalLM", ("tokens",)),
-    Case("OPTForCausalLM", ("tokens",)),
-    Case("T5ForConditionalGeneration", ("tokens",)),
-    Case("LlamaForCausalLM", ("tokens",)),
-    Case("MistralForCausalLM", ("tokens",)),
-    Case("Qwen3ForCausalLM", ("tokens",), (("tie_word_embeddings", True),)),
-    Case("MixtralForCausalLM", ("tokens",)),
-    Case("GPTNeoXForCausalLM", ("tokens",)),
-    Case("MambaForCausalLM", ("tokens",)),
-    Case("ViTForImageClassification", ("class",), THREE),
-]
-HEADS = [
-    Case("RobertaForCausalLM", ("tokens",), (("is_decoder", True),)),
-    Case("RobertaForSequenceClassification", ("class",), THREE),
-    Case("RobertaForTokenClassification", ("tags",), THREE),
-    Case("RobertaForQuestionAnswering", ("span",)),
-    Case("RobertaForMultipleChoice", ("choice",), choices=2),
-    Case("AlbertForSequenceClassification", ("class",), THREE),
-    Case("AlbertForTokenClassification", ("tags",), THREE),
-    Case("AlbertForQuestionAnswering", ("span",)),
-    Case("AlbertForMultipleChoice", ("choice",), choices=2),
-    Case("GPTNeoForSequenceClassification", ("class",), THREE),
-    Case("GPTNeoForTokenClassification", ("tags",), THREE),
-    Case("GPTNeoForQuestionAnswering", ("span",)),
-    Case("OPTForSequenceClassification", ("class",), THREE),
-    Case("OPTForQuestionAnswering", ("span",)),
-    Case("OPTForCausalLM", ("tokens",), (("word_embed_proj_dim", 14), ("do_layer_norm_before", False))),
-    Case("T5ForConditionalGeneration", ("tokens",), (("feed_forward_proj", "gated-gelu"), ("tie_word_embeddings", False))),
-    Case("T5ForTokenClassification", ("tags",), THREE),
-    Case("LlamaForCausalLM", ("tokens",), (("tie_word_embeddings", True),)),
-    Case("LlamaForSequenceClassification", ("class",), THREE),
-    Case("LlamaForTokenClassification", ("tags",), THREE),
-    Case("LlamaForQuestionAnswering", ("span",)),
-    Case("MistralForSequenceClassification", ("class",), THREE),
-    Case("MistralForTokenClassification", ("tags",), THREE),
-    Case("MistralForQuestionAnswering", ("span",)),
-    Case("MixtralForCausalLM", ("tokens",), (("tie_word_embeddings", True), ("sliding_window", 5))),
-    Case("MixtralForSequenceClassification", ("class",), THREE),
-    Case("MixtralForTokenClassification", ("tags",), THREE),
-    Case("MixtralForQuestionAnswering", ("span",)),
-    Case("GPTNeoXForCausalLM", ("tokens",), (("use_parallel_residual", False), ("attention_bias", False))),
-    Case("GPTNeoXForSequenceClassification", ("class",), THREE),
-    Case("GPTNeoXForTokenClassification", ("tags",), THREE),
-    Case("GPTNeoXForQuestionAnswering", ("span",)),
-    Case("MambaForCausalLM", ("tokens",), (("use_bias", True), ("tie_word_embeddings", False))),
-    Case("Qwen3ForSequenceClassification", ("class",), THREE),
-    Case("Qwen3ForTokenClassification", ("tags",), THREE),
-    Case("Qwen3ForQuestionAnswering", ("span",)),
-]  # fmt: skip
-GRID = [(case, layout) for case in LM for layout in LAYOUTS] + [(case, "2x2x1") for case in HEADS]
+WHOLE_ROWS = ("gpt2", "bert", "t5", "llama")  # their main heads run on every layout, always
+ALWAYS = ("2x2x1", "2x2x1-sp")  # where the main head of each family runs, and one more in turn
+TURNS = ("1x2x1", "2x1x1-sp", "2x1x2", "4x1x1", "2x1x1")  # of main heads, and of all others
+P = 0.1
+
+
+def always(family, index, number):
+    """The layouts on which a case runs every time: `index` in its family, `number` of all."""
+    if index == 0 and family in WHOLE_ROWS:
+        return tuple(LAYOUTS)
+    return (*(ALWAYS if index == 0 else ()), TURNS[number % len(TURNS)])
+
+
+def cell(layout, family, case, quick):
+    marks = [pytest.mark.grid] if quick else [pytest.mark.grid, pytest.mark.slow]
+    more = "-".join(str(value) for _, value in case.config if value != 3)
+    name = "-".join(filter(None, [case.cls, *case.labels, *case.variant, more, layout]))
+    return pytest.param(family, case, layout, marks=marks, id=name)
+
+
+def cells():
+    flat = [(f, i, case) for f, cases in HEADS.items() for i, case in enumerate(cases)]
+    for number, (family, index, case) in enumerate(flat):
+        for layout in LAYOUTS:
+            yield cell(layout, family, case, layout in always(family, index, number))
 
 
 @pytest.fixture(scope="session")
@@ -70,29 +59,178 @@ def root(tmp_path_factory):
     return tmp_path_factory.mktemp("zoo")
 
 
-@pytest.mark.parametrize(("case", "layout"), GRID, ids=lambda x: x if isinstance(x, str) else x.cls)
-def test_equals_plain_transformers(case, layout, root, ranks):
-    folder = checkpoint(case, root)
+def size(layout):
+    return layout[0] * layout[1] * layout[2]
+
+
+def refusal(case, layout):
+    """The words of the error, where a head cannot have a layout."""
+    words = REFUSED.get(case.cls, {})
+    return next((words[name] for name, n in zip(("pp", "dp"), layout[1:3], strict=True) if n > 1 and name in words), None)  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "case", "layout"), [*cells()])
+def test_equals_plain_transformers(family, case, layout, root, ranks, tmp_path, record_property):
+    record_property("cell", (family, layout))
+    sizes, folder, out = LAYOUTS[layout], checkpoint(case, root), tmp_path / "saved"
+    micro_batches = 1 if "micro" in REFUSED.get(case.cls, ()) else None
+    arguments = (size(sizes), case, folder, sizes, micro_batches, 0, out)
+    if words := refusal(case, sizes):
+        record_property("refused", words)
+        with pytest.raises(SlapoError, match=words):
+            ranks.run(scheduled, *arguments)
+        return
     truth, plains = references(case, folder)
-    sizes = LAYOUTS[layout]
-    results = ranks.run(scheduled, sizes[0] * sizes[1] * sizes[2], case, folder, sizes)
+    results = ranks.run(scheduled, *arguments)
     compare(results[0][0], plains, truth)
-    first = results[0][0]  # compared with the truth above; every rank has the same
-    assert all(result.losses == pytest.approx(first.losses, rel=1e-6) for result, _ in results)
+    all_ranks_agree(results, sizes)
+    saved_as_plain_transformers_saves(folder, out)
 
 
-def save(case, folder, sizes, out):
-    from slapo_zoo import AutoScheduledModel
+def all_ranks_agree(results, sizes):
+    """Losses and outputs are on every rank; tp and dp peers hold the same replicated weights."""
+    first = results[0][0]
+    for result, _ in results:
+        assert result.losses == pytest.approx(first.losses, rel=1e-6)
+        for name, want in first.outputs.items():
+            torch.testing.assert_close(result.outputs[name], want, rtol=1e-5, atol=1e-6)
+    tp, pp, dp = sizes[:3]
+    for stage in range(pp):
+        stage_ranks = results[stage * tp * dp : (stage + 1) * tp * dp]
+        assert all(replicated == stage_ranks[0][1] for _, replicated in stage_ranks)
 
-    tp, pp, dp = sizes
-    model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, dp=dp, auto_class=case.cls)
-    model.save_pretrained(out)
 
-
-@pytest.mark.parametrize("case", LM, ids=lambda case: case.cls)
-def test_saved_as_plain_transformers_saves(case, root, ranks, tmp_path):
-    folder = checkpoint(case, root)
-    ranks.run(save, 4, case, folder, (2, 2, 1), tmp_path / "out")
-    want, found = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
+def saved_as_plain_transformers_saves(folder, out):
+    want, found = (load_file(path / "model.safetensors") for path in (folder, out))
     assert found.keys() == want.keys()
     assert all(torch.equal(found[key], want[key]) for key in want)
+
+
+def main_cases():
+    return [pytest.param(f, cases[0], id=f) for f, cases in HEADS.items()]
+
+
+def save(folder, out):
+    AutoScheduledModel.from_pretrained(folder, tp=2, pp=2).save_pretrained(out)
+
+
+@pytest.mark.parametrize(("family", "case"), main_cases())
+def test_plain_transformers_reloads(family, case, root, ranks, tmp_path):
+    """`from_pretrained` finds every key, and the weights are the same bits."""
+    folder, out = checkpoint(case, root), tmp_path / "saved"
+    ranks.run(save, 4, folder, out)
+    cls = getattr(transformers, case.cls)
+    model, info = cls.from_pretrained(out, output_loading_info=True)
+    assert not any(info.values()), info
+    want = cls.from_pretrained(folder).state_dict()
+    found = model.state_dict()
+    assert found.keys() == want.keys()
+    assert all(torch.equal(found[key], want[key]) for key in want)
+    assert as_saved(model.config) == as_saved(cls.from_pretrained(folder).config)
+    files = [path / "generation_config.json" for path in (folder, out)]
+    assert len({path.read_text() for path in files if path.exists()}) <= 1
+
+
+def as_saved(config):
+    return config.to_dict() | {"_name_or_path": ""}
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(("case", "layout"), UNEVEN, ids=lambda x: getattr(x, "cls", str(x)))
+def test_heads_that_do_not_divide(case, layout, root, ranks, tmp_path):
+    folder, out = checkpoint(case, root), tmp_path / "saved"
+    truth, plains = references(case, folder)
+    results = ranks.run(scheduled, size(layout), case, folder, layout, None, 0, out)
+    compare(results[0][0], plains, truth)
+    saved_as_plain_transformers_saves(folder, out)
+
+
+def headless_cells():
+    for number, case in enumerate(HEADLESS):
+        layouts = list(LAYOUTS)
+        for layout in layouts:
+            quick = layout == TURNS[number % len(TURNS)]
+            yield cell(layout, case.cls, case, quick)
+
+
+@pytest.mark.parametrize(("family", "case", "layout"), [*headless_cells()])
+def test_models_without_a_head(family, case, layout, root, ranks, tmp_path):
+    """Outputs on every rank, and the saved file: nothing to train without a loss."""
+    sizes, folder, out = LAYOUTS[layout], checkpoint(case, root), tmp_path / "saved"
+    arguments = (case, folder, sizes, None, 0, out)
+    (want,) = ranks.run(forward_plain, 1, case, folder)
+    for found in ranks.run(scheduled, size(sizes), *arguments):
+        assert want.keys() == found.keys()
+        for name in want:
+            torch.testing.assert_close(found[name], want[name], rtol=1e-5, atol=1e-5)
+    saved_as_plain_transformers_saves(folder, out)
+
+
+def forward_plain(case, folder):
+    model = getattr(transformers, case.cls).from_pretrained(folder).eval()
+    return {
+        k: v.detach() for k, v in model(**batch_of(case)).items() if isinstance(v, torch.Tensor)
+    }
+
+
+def drops(case):
+    """The main head of a family with dropout, if its config knows any."""
+    of_heads = {"classifier_dropout": None}
+    with_p, without = (tiny_config(c)[0].to_dict() for c in (replace(case, dropout=P), case))
+    return with_p | of_heads != without | of_heads
+
+
+def dropout_cells():
+    for number, (family, (case, *_)) in enumerate(HEADS.items()):
+        for layout in LAYOUTS if drops(case) else ():
+            if layout != "1x1x1":
+                quick = layout == TURNS[number % len(TURNS)]
+                yield cell(layout, family, replace(case, dropout=P), quick)
+
+
+@pytest.mark.parametrize(("family", "case", "layout"), [*dropout_cells()])
+def test_dropout_draws_as_one_process_does(family, case, layout, root, ranks, record_property):
+    """Against the one-process run with the same seed, which for GPT-2 and BERT equals plain
+    `transformers` under the same masks (tests/test_dropout.py), and without dropout everywhere.
+    """
+    record_property("cell", (f"{family} dropout", layout))
+    sizes, folder = LAYOUTS[layout], checkpoint(case, root)
+    alone = (case, folder, (1, 1, 1), None, 7, None)
+    truth = on_one_rank(ranks, *alone, dtype="float64")
+    results = ranks.run(scheduled, size(sizes), case, folder, sizes, None, 7)
+    compare(results[0][0], [on_one_rank(ranks, *alone)], truth)
+    calm = replace(case, dropout=0.0)
+    without = on_one_rank(ranks, calm, checkpoint(calm, root), *alone[2:])
+    assert abs(truth.losses[0] - without.losses[0]) > 1e-4
+
+
+KEPT: dict = {}
+
+
+def on_one_rank(ranks, *arguments, dtype="float32") -> Result:
+    key = (*arguments, dtype)
+    if key not in KEPT:
+        KEPT[key] = ranks.run(one_rank, 1, arguments, dtype)[0][0]
+    return KEPT[key]
+
+
+def one_rank(arguments, dtype):
+    return scheduled(*arguments, dtype=dtype)
+
+
+def heads_of_transformers(model_type):
+    """Every class that the Auto classes of transformers map a model_type to."""
+    found = set()
+    for name, mapping in vars(modeling_auto).items():
+        if name.startswith("MODEL_") and name.endswith("_NAMES") and model_type in mapping:
+            classes = mapping[model_type]
+            found |= {classes} if isinstance(classes, str) else set(classes)
+    return found
+
+
+@pytest.mark.parametrize("family", families())
+def test_no_head_of_transformers_is_missing(family):
+    covered = {case.cls for case in HEADS.get(family, ())} | {case.cls for case in HEADLESS}
+    missing = heads_of_transformers(family) - covered - ELSEWHERE.keys()
+    assert not missing, f"add them to tests/heads.py, or say there why not: {sorted(missing)}"
+    assert family in HEADS or family == "wideresnet"

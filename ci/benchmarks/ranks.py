@@ -33,7 +33,7 @@ def import_all() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     from slapo_zoo.auto import AutoScheduledModel  # noqa: F401
-    from slapo_zoo.zoo import families
+    from slapo_zoo.table import families
 
     families()
 

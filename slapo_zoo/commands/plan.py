@@ -1,22 +1,79 @@
-"""`slapo-zoo plan`: what every rank would read, before any is started."""
+"""`slapo-zoo plan`: what every rank would read, compute and hold, before any is started."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 Model = Annotated[str, typer.Argument(help="A checkpoint folder, or the id of a model on the Hub.")]
-Weights = Annotated[bool, typer.Option("--weights", help="Plan the reading of the weights.")]
+Weights = Annotated[bool, typer.Option("--weights/--no-weights", help="What is read of the files.")]
+Training = Annotated[
+    bool, typer.Option("--training/--no-training", help="Cost and memory of a step.")
+]
+Order = Annotated[str, typer.Option(help="Of the pipeline: a name, or a .csv file.")]
 
 
 def plan(
     model: Model,
     weights: Weights = True,
+    training: Training = True,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline ranks.")] = 1,
     dp: Annotated[int, typer.Option(min=1, help="Copies of the model.")] = 1,
     every_rank: Annotated[bool, typer.Option(help="A line per rank, not per stage.")] = False,
+    pipeline_order: Order = "1f1b",
+    micro_batches: Annotated[int | None, typer.Option(min=1, help="Per step; 2 * pp.")] = None,
+    micro_batch_size: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")] = 1,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens per row.")] = None,
+    checkpoint_ratio: Annotated[float, typer.Option(help="Share of recomputed blocks.")] = 0.0,
 ) -> None:
-    """Print what each rank would read; only headers are read, no weight."""
+    """Print what each rank would read, compute and hold; no weight is read."""
+    if weights:
+        _print_weights(model, tp, pp, dp, every_rank)
+    if training:
+        from slapo_zoo.forecast import forecast
+        from slapo_zoo.mesh import Mesh
+        from slapo_zoo.outline import Outline
+        from slapo_zoo.training.job import read_config
+
+        config = read_config(model)
+        dtype = getattr(config, "dtype", None) or _float32()
+        outline = Outline(config, None, Mesh(tp, pp, dp), dtype, pipeline_order=pipeline_order,
+                          checkpoint_ratio=checkpoint_ratio)  # fmt: skip
+        custom = outline.places.custom
+        count = micro_batches or (custom.micro_batches if custom else max(1, 2 * (pp > 1) * pp))
+        _print_forecast(forecast(outline, count, micro_batch_size, seq_len), pipeline_order)
+
+
+def _float32() -> Any:
+    import torch
+
+    return torch.float32
+
+
+def _print_forecast(found: Any, order: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from slapo_zoo.weights.ledger import human
+
+    console = Console(highlight=False, soft_wrap=True)
+    whole = sum(stage.step for stage in found.stages)
+    title = f"a step of {found.micro_batches} micro-batches, order {order}"
+    stages = Table("stage", "rank", "units", "operations of a micro-batch", "of the model",
+                   "activations of a micro-batch", title=title)  # fmt: skip
+    for i, stage in enumerate(found.stages):
+        stages.add_row(str(i), str(stage.rank), stage.extent, f"{stage.step:.3g}",
+                       f"{stage.step / whole:.1%}", human(stage.activations))  # fmt: skip
+    names = ("weights", "gradients", "optimizer", "activations", "buffers", "total")
+    ranks = Table("pipeline rank", *names, title="most bytes per rank, with AdamW")
+    for rank in found.ranks:
+        ranks.add_row(str(rank.rank), *(human(getattr(rank, name)) for name in names))
+    console.print(stages)
+    console.print(ranks)
+    console.print(f"predicted bubble: {found.bubble:.1%}, transfers not counted")
+
+
+def _print_weights(model: str, tp: int, pp: int, dp: int, every_rank: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -55,6 +55,7 @@ def as_data(found: Any) -> dict[str, Any]:
         "ranks": [vars(rank) for rank in found.ranks],
         "total_parameters": found.total_parameters,
         "collectives": [row._asdict() for row in found.traffic],
+        "tunable": found.outline.table.tunable,
     }
 
 
@@ -80,7 +81,10 @@ def _print(found: Any, title: str) -> None:
     traffic = Table("in a micro-batch", "mesh dim", "when", "count", "bytes")
     for row in found.traffic:
         traffic.add_row(row.kind, row.mesh_dim, row.phase, str(row.count), human(row.bytes))
-    for table in (shapes, ranks, traffic):
+    knobs = Table("knob", "values to try")
+    for name, values in found.outline.table.tunable.items():
+        knobs.add_row(name, " ".join(str(value) or "none" for value in values))
+    for table in (shapes, ranks, traffic, knobs):
         console.print(table)
 
 

@@ -7,6 +7,7 @@ import typer
 
 Model = Annotated[str, typer.Argument(help="A checkpoint folder, or the id of a model on the Hub.")]
 Data = Annotated[Path, typer.Option(help="A text file, or a folder of them.")]
+Engine = Annotated[str, typer.Option(help="torch, deepspeed or megatron.", metavar="NAME")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", metavar="NAME")]
 
 
@@ -25,10 +26,14 @@ def train(
     seed: Annotated[int, typer.Option(help="Of dropout, order and masks.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Folder for the trained checkpoint.")] = None,
     device: Device = "auto",
+    engine: Engine = "torch",
+    zero_stage: Annotated[int, typer.Option(min=0, max=3, help="Of DeepSpeed's ZeRO.")] = 0,
+    local_rank: Annotated[int, typer.Option("--local_rank", hidden=True)] = 0,
 ) -> None:
     """Train a checkpoint on text: the next token, or for BERT-like models masked tokens.
 
-    Under torchrun the command joins its processes; otherwise it starts tp * pp * dp local ranks.
+    Under torchrun, srun or the deepspeed launcher the command joins their processes (the latter
+    also passes --local_rank); otherwise it starts tp * pp * dp local ranks.
     Any number of them computes the same losses.
     """
     from dataclasses import replace
@@ -41,6 +46,7 @@ def train(
         model=model, tp=tp, pp=pp, dp=job.data_parallel_size(tp, pp, dp), steps=steps,
         micro_batches=micro_batches, lr=lr, clip=clip, seed=seed,
         output=None if output is None else str(output), device=job.device_named(device),
+        engine=job.check_engine(engine, zero_stage, pp), zero_stage=zero_stage,
     )  # fmt: skip
     job.check_batch(batch_size, options.dp, micro_batches)
     check_data(data)

@@ -1,11 +1,17 @@
 """Engines that run a scheduled model; one file and one line here per engine."""
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 from slapo_zoo.errors import ScheduleError
 
 Engine = Callable[..., Any]
+HOMES = {  # an engine is imported when it is asked for
+    "torch": "slapo_zoo.dialects.torch",
+    "deepspeed": "slapo_zoo.dialects.deepspeed",
+    "megatron": "slapo_zoo.dialects.megatron",
+}
 DIALECTS: dict[str, dict[str, Any]] = {"runtime_engine": {}, "log_parser": {}}
 
 
@@ -27,28 +33,24 @@ def get_dialect_cls(cls_type: str, target: str, allow_none: bool = False) -> Any
         target: the framework.
         allow_none: return None for an unknown framework instead of an error.
     """
+    if target in HOMES:
+        importlib.import_module(HOMES[target])
     known = DIALECTS.get(cls_type)
     if known is None:
         problem = f"found {cls_type!r}, expected one of {sorted(DIALECTS)}"
         raise ScheduleError("dialects", "cls_type", problem, "name such a job")
     if target not in known and not allow_none:
-        hint = f"known: {sorted(known)}"
+        hint = f"known: {sorted(HOMES.keys() | known.keys())}"
         raise ScheduleError("dialects", f"target={target!r}", f"no {cls_type} for it", hint)
     return known.get(target)
 
 
-def init_target_engine(sch: Any, target: str | None, **kwargs: Any) -> Any:
+def init_target_engine(sch: Any, target: str | None, **kwargs: Any) -> tuple[Any, Any]:
     """The engine of a framework around a scheduled model: (engine, optimizer).
 
     Args:
-        sch: the schedule.
+        sch: a schedule, or a model of AutoScheduledModel.
         target: the framework; None means "torch".
         **kwargs: for the engine.
     """
     return get_dialect_cls("runtime_engine", target or "torch")(sch, **kwargs)
-
-
-@register_dialect("runtime_engine", "torch")
-def torch_engine(sch: Any, optimizer: Any = None, **kwargs: Any) -> tuple[Any, Any]:
-    """The model itself and the optimizer that was passed."""
-    return sch.model, optimizer

@@ -9,6 +9,7 @@ from slapo_zoo.primitives.expert_parallel import ExpertParallel as ExpertParalle
 from slapo_zoo.primitives.fork_rng import ForkRng as ForkRng
 from slapo_zoo.primitives.fuse import Fuse as Fuse
 from slapo_zoo.primitives.hook import Hook as Hook
+from slapo_zoo.primitives.overlap import Overlap as Overlap
 from slapo_zoo.primitives.pipeline_split import PipelineSplit as PipelineSplit
 from slapo_zoo.primitives.registry import list_primitives as list_primitives
 from slapo_zoo.primitives.registry import register_primitive as register_primitive
@@ -19,6 +20,8 @@ from slapo_zoo.primitives.shard_attribute import ShardAttribute as ShardAttribut
 from slapo_zoo.primitives.sum_gradient import SumGradient as SumGradient
 from slapo_zoo.primitives.sync import Sync as Sync
 from slapo_zoo.primitives.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+from slapo_zoo.primitives.sync_ops import sync_op as sync_op
+from slapo_zoo.primitives.sync_reshard import reshard as reshard
 from slapo_zoo.primitives.trace import Trace as Trace
 from slapo_zoo.primitives.trace_until import TraceUntil as TraceUntil
 from slapo_zoo.primitives.unfused import Unfused as Unfused

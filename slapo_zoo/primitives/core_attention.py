@@ -1,8 +1,10 @@
 """core_attention: the attention core of a transformers module becomes a child module."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from slapo_zoo.attention import ATTRIBUTE, CoreAttention
+from slapo_zoo.attention_backends import find_backend, implementation
 from slapo_zoo.directive import Directive, Site, primitive
 from slapo_zoo.placement import Placement
 
@@ -14,19 +16,22 @@ class CoreAttentionSeam(Directive):
 
     rewrite:  attn(x) = o(sdpa(q, k, v))  -->  attn(x) = o(attn.core_attn(q, k, v))
     note:     no key is added to the state dict; each rank drops probabilities by global heads
-    errors:   fewer heads than ranks
+    errors:   fewer heads than ranks; an unknown back end
 
     Args:
         num_heads: global number of query heads.
         together: query heads that share a KV head.
+        backend: sdpa, eager, flash, flex or xformers.
         mesh_dim: the mesh dim that the heads are divided over.
     """
 
     num_heads: int
     together: int = 1
+    backend: str = "sdpa"
     mesh_dim: str = "tp"
 
     def check(self, site: Site) -> None:
+        find_backend(self.backend)
         n = site.mesh.size(self.mesh_dim)
         placement = Placement(0, together=self.together)
         if placement.problem(self.num_heads, n):
@@ -38,7 +43,12 @@ class CoreAttentionSeam(Directive):
     def apply(self, site: Site) -> None:
         n, r = site.mesh.size(self.mesh_dim), site.mesh.coord(self.mesh_dim)
         (run,) = Placement(0, together=self.together).runs(self.num_heads, n, r)
-        core = CoreAttention(site.state.random, site.name(ATTRIBUTE), range(*run))
+        # A rehearsal looks at shapes, which are those of sdpa; its masks come from sdpa too.
+        backend = "sdpa" if site.mesh.rehearsal else self.backend
+        if backend != "sdpa":
+            config: Any = site.module.config
+            config._attn_implementation = implementation(backend)
+        core = CoreAttention(site.state.random, site.name(ATTRIBUTE), range(*run), backend)
         core.train(site.module.training)
         site.module.add_module(ATTRIBUTE, core)
         site.state.modules[site.name(ATTRIBUTE)] = core

@@ -27,3 +27,6 @@ class CutPipelineStage(Directive):
 
     def apply(self, site: Site) -> None:
         site.state.cuts.append((site.path, self.call))
+
+    def undo(self, site: Site) -> None:
+        site.state.cuts.remove((site.path, self.call))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slapo_zoo import collectives
 from slapo_zoo.directive import Directive, Site, primitive
+from slapo_zoo.mesh import ShapeOnlyGroup
 from slapo_zoo.placement import Placement, Run
 
 
@@ -50,11 +51,11 @@ class ExpertParallel(Directive):
         n, r = site.mesh.size(self.mesh_dim), site.mesh.coord(self.mesh_dim)
         (run,) = Placement(0).runs(getattr(module, self.count), n, r)
         setattr(module, self.count, run.stop - run.start)
-        if site.mesh.rehearsal:
-            module.forward = shapes_only
-        elif n > 1:
+        if n > 1:
             module._is_expert_parallel = True  # the experts of transformers skip indices beyond
-            module.forward = _own_experts(site, run, self.mesh_dim)
+            module.forward = _own_experts(site, run, self)
+        elif site.mesh.rehearsal:
+            module.forward = shapes_only
 
 
 def shapes_only(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -62,17 +63,18 @@ def shapes_only(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tenso
     return hidden_states + 0 * top_k_weights.sum()
 
 
-def _own_experts(site: Site, run: Run, mesh_dim: str) -> Callable[..., Tensor]:
+def _own_experts(site: Site, run: Run, directive: ExpertParallel) -> Callable[..., Tensor]:
     module: Any = site.module
     forward = module.forward
 
     def divided(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        group = site.mesh.group(mesh_dim)
+        group = site.group(directive)
         outside = (top_k_index < run.start) | (top_k_index >= run.stop)
         index = (top_k_index - run.start).masked_fill(outside, run.stop - run.start)
         weights = collectives.reduce_backward(top_k_weights, group).masked_fill(outside, 0.0)
         x = collectives.reduce_backward(hidden_states, group)
-        own = forward(x, index, weights)
+        compute = shapes_only if isinstance(group, ShapeOnlyGroup) else forward
+        own = compute(x, index, weights)
         if torch.is_grad_enabled() and not own.requires_grad:  # nobody chose an expert of ours
             own = own + _nothing_of(x, weights, *module.parameters())
         return collectives.reduce_forward(own, group)

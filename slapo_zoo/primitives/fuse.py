@@ -44,6 +44,12 @@ class Fuse(Directive):
     compiler: str | None = "inductor"
     name: str = "FusedModule"  # pyright: ignore[reportIncompatibleVariableOverride]
 
+    def __post_init__(self):
+        first, second = self.subgraph, self.compiler
+        if isinstance(first, str) and first in COMPILERS and second not in COMPILERS:
+            object.__setattr__(self, "subgraph", second)  # fuse(compiler, subgraph), as Slapo's
+            object.__setattr__(self, "compiler", first)  # table of primitives has it
+
     def local(self) -> str:
         if self.subgraph is not None and not isinstance(self.subgraph, str):
             return f"subgraph {LIVE}"

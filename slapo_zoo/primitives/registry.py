@@ -88,7 +88,7 @@ class SiteView:
             raise AttributeError(f"no primitive {name!r}; registered: {sorted(PRIMITIVES)}")
 
         def use(*args: Any, **kwargs: Any) -> "SiteView":
-            directive = PRIMITIVES[name](*args, **kwargs)
+            directive = PRIMITIVES[name].called(self.site.path, args, kwargs)
             site = Site(self.site.path, self.mod, self.site.state)
             directive.check(site)
             directive.apply(site)

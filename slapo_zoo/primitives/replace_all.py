@@ -1,6 +1,6 @@
 """replace_all: every module of a type below a module is replaced."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import nn
@@ -21,12 +21,20 @@ class ReplaceAll(Directive):
     Args:
         target_mod_type: a class (local only; subclasses too), or the name of one.
         make_mod_fn: (path, module, **options) --> module (local only), or a kernel's name.
-        options: keyword arguments of the factory or kernel.
+        options: keyword arguments of the factory or kernel; a call may give them directly.
     """
 
     target_mod_type: Any
     make_mod_fn: Any
     options: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, *args: Any, **kwargs: Any) -> "ReplaceAll":
+        """Keyword arguments that are not of the primitive are options of the factory or kernel."""
+        own = {f.name for f in fields(cls)}
+        options = tuple((k, v) for k, v in kwargs.items() if k not in own)
+        known = {k: v for k, v in kwargs.items() if k in own}
+        return cls(*args, **known, **({"options": options} if options else {}))
 
     def check(self, site: Site) -> None:
         found = self._found(site)
@@ -53,18 +61,25 @@ class ReplaceAll(Directive):
         return [(p, m) for p in paths if matches(m := site.state.modules[p])]
 
     def apply(self, site: Site) -> None:
-        for path, module in self._found(site):
-            parent, _, name = path.rpartition(".")
-            holder = site.state.modules[parent]
-            if holder._modules.get(name) is not module:
-                continue  # inside a module that was replaced a moment ago
-            if not callable(self.make_mod_fn):
+        if not callable(self.make_mod_fn):
+            for path, module in self._found(site):
                 at = Site(path, module, site.state)
                 KERNELS[self.make_mod_fn].install(at, **dict(self.options))
-                continue
+        else:
+            for path, new in self._make(site).items():
+                parent, _, name = path.rpartition(".")
+                new.train(site.state.modules[path].training)
+                site.state.modules[parent]._modules[name] = new
+        site.state.index()
+
+    def _make(self, site: Site) -> dict[str, nn.Module]:
+        """What the factory makes of each module, all of it before the first is replaced."""
+        made: dict[str, nn.Module] = {}
+        for path, module in self._found(site):
+            if any(path.startswith(f"{outer}.") for outer in made):
+                continue  # it goes with the module around it
             new = self.make_mod_fn(path, module, **dict(self.options))
             if not isinstance(new, nn.Module):
                 raise self.fail(site, f"the factory made {new!r} for {path}", "return a module")
-            new.train(module.training)
-            holder._modules[name] = new
-        site.state.index()
+            made[path] = new
+        return made

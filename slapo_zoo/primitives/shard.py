@@ -37,8 +37,9 @@ SHARD_RULES: dict[str, ShardRule] = {
     "Linear": ShardRule({"weight": {0: "out_features", 1: "in_features"}}),
     "Conv1D": ShardRule({"weight": {0: "nx", 1: "nf"}}),
     "LayerNorm": ShardRule({"weight": {0: "normalized_shape"}}),
+    "RMSNorm": ShardRule({"weight": {0: "normalized_shape"}}),
     "Conv2d": ShardRule({"weight": {0: "out_channels", 1: "in_channels"}}),
-    "BatchNorm2d": ShardRule({"weight": {0: "num_features"}}),
+    "_BatchNorm": ShardRule({"weight": {0: "num_features"}}),
     "Conv1d": ShardRule({"weight": {0: "out_channels", 1: "in_channels"}}, _divide_depthwise),
 }
 
@@ -47,6 +48,24 @@ def register_shard_rule(class_name: str, rule: ShardRule) -> ShardRule:
     """Teach `shard` a module class of your own."""
     SHARD_RULES[class_name] = rule
     return rule
+
+
+def shard_rule(
+    divided: Callable[[Site, str, "Shard", list[Run]], None] | None = None,
+    **sizes: dict[int, str],
+) -> Callable[[type], type]:
+    """Decorate a module class of your own: `@shard_rule(weight={0: "out_features"})`.
+
+    Args:
+        divided: called after a division; may change the module's forward.
+        **sizes: tensor name = {axis: attribute that holds the size of that axis}.
+    """
+
+    def register(cls: type) -> type:
+        register_shard_rule(cls.__name__, ShardRule(sizes, divided))
+        return cls
+
+    return register
 
 
 @primitive("shard")
@@ -175,12 +194,19 @@ class VocabParallelLookup:
         index = module.padding_idx
         inside = index is not None and start <= index < stop
         self.padding_idx = index - start if inside and index is not None else None
+        own: Any = type(module).forward
+        self.own = None if own is nn.Embedding.forward else own  # Gemma's also scales
+        if self.own is not None:
+            module.padding_idx = self.padding_idx
 
     def __call__(self, input: Tensor) -> Tensor:
         require_indices((input >= 0) & (input < self.size), self.what, self.size)
         outside = (input < self.start) | (input >= self.stop)
         ids = (input - self.start).masked_fill(outside, 0)
-        y = nn.functional.embedding(ids, self.module.weight, None)
+        if self.own is not None:
+            y = self.own(self.module, ids)
+        else:
+            y = nn.functional.embedding(ids, self.module.weight, None)
         # The padding row keeps its value but must not receive a gradient, as in nn.Embedding.
         y = y.masked_fill(outside[..., None], 0.0)
         if self.padding_idx is None:

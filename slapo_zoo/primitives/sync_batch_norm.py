@@ -40,7 +40,7 @@ class SyncBatchNorm(Directive):
         def forward(x: Tensor) -> Tensor:
             if not module.training:
                 return type(module).forward(module, x)
-            return _train(module, x, site.mesh.group(self.mesh_dim))
+            return _train(module, x, site.group(self))
 
         module.forward = forward
 

@@ -1,9 +1,11 @@
 """A training job from its arguments: check everything first, then start the ranks."""
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
 
+from slapo_zoo.dialects import HOMES
 from slapo_zoo.distributed import (
     init_distributed,
     is_distributed_launch,
@@ -48,6 +50,23 @@ def device_named(name: str) -> str | None:
     return None if name == "auto" else name
 
 
+def check_engine(name: str, zero_stage: int, pp: int) -> str:
+    """The name of an engine that is installed and can do what is asked for."""
+    if name not in HOMES:
+        problem = f"found {name!r}, expected one of {sorted(HOMES)}"
+        raise MeshError("train", "--engine", problem, "choose one of them")
+    if importlib.util.find_spec(name) is None:
+        hint = f"pip install slapo-zoo[{name}]"
+        raise MeshError("train", f"--engine {name}", "its package is not installed", hint)
+    if zero_stage and name != "deepspeed":
+        problem = f"ZeRO belongs to DeepSpeed, found --engine {name}"
+        raise MeshError("train", f"--zero-stage {zero_stage}", problem, "add --engine deepspeed")
+    if zero_stage > 1 and pp > 1:
+        problem = f"DeepSpeed's pipeline takes stage 0 and 1, found pp={pp}"
+        raise MeshError("train", f"--zero-stage {zero_stage}", problem, "choose 1, or pp=1")
+    return name
+
+
 def check_batch(batch_size: int, dp: int, micro_batches: int | None) -> None:
     """Every data-parallel rank and every micro-batch gets the same number of rows."""
     parts = dp * (micro_batches or 1)
@@ -74,7 +93,7 @@ def read_config(name: str) -> Any:
     """The config of a checkpoint folder or Hub id whose family has a table."""
     from transformers import AutoConfig
 
-    from slapo_zoo.zoo import table_for
+    from slapo_zoo.table import table_for
 
     folder = Path(name).expanduser()
     if folder.is_dir() and not (folder / "config.json").exists():

@@ -1,5 +1,6 @@
 """The work of one rank: load its part of a checkpoint, train it, save it."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,8 @@ class TrainOptions:
         output: folder for the trained checkpoint, or None.
         device: "cpu", "cuda", or None for what is there.
         task: "causal" or "masked", as the checkpoint's family was pre-trained.
+        engine: torch, deepspeed or megatron.
+        zero_stage: of DeepSpeed.
     """
 
     model: str
@@ -41,6 +44,8 @@ class TrainOptions:
     output: str | None = None
     device: str | None = None
     task: str = "causal"
+    engine: str = "torch"
+    zero_stage: int = 0
 
 
 def load(options: TrainOptions) -> Any:
@@ -64,19 +69,34 @@ def load(options: TrainOptions) -> Any:
 
 def fit(model: Any, batches: Batches, options: TrainOptions, on_step: OnStep) -> list[float]:
     """Train with AdamW and clipping; return the global mean loss of every step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     device = next(iter(model.parameters())).device
     model.train()
-    losses = []
+    engine, losses = make_engine(model, batches.batch_size // options.dp, options), []
     for step in range(options.steps):
         part = batches.part(step, model.mesh.coord("dp"), model.mesh.dp)
-        loss = float(model.train_step({name: t.to(device) for name, t in part.items()}))
-        norm = float(model.clip_grad_norm_(options.clip or float("inf")))
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = float(engine.update({name: t.to(device) for name, t in part.items()}))
         losses.append(loss)
-        on_step(step, loss, norm)
+        on_step(step, loss, engine.grad_norm)
     return losses
+
+
+def make_engine(model: Any, rows: int, options: TrainOptions) -> Any:
+    """The engine of the options around a model; `rows` is the batch of a dp rank."""
+    from slapo_zoo.dialects import init_target_engine
+
+    settings: dict[str, Any] = {"clip": options.clip}
+    if options.engine == "deepspeed":
+        legal = [i for i in range(1, rows + 1) if rows % i == 0 and i <= 2 * options.pp]
+        count = options.micro_batches or (max(legal) if options.pp > 1 else 1)
+        config = {
+            "train_micro_batch_size_per_gpu": rows // count,
+            "gradient_accumulation_steps": count,
+            "gradient_clipping": options.clip,
+            "zero_optimization": {"stage": options.zero_stage},
+        }
+        settings = {"config": config}
+    make = functools.partial(torch.optim.AdamW, lr=options.lr)
+    return init_target_engine(model, options.engine, optimizer=make, **settings)[0]
 
 
 def gather_ledgers(model: Any) -> list[Ledger]:

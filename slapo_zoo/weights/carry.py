@@ -8,9 +8,33 @@ from pathlib import Path
 
 # The files that a save replaces: the weights of the model and what belongs to just these weights.
 WEIGHT_FILE = re.compile(
-    r"(model|pytorch_model|optimizer)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
+    r"(model|pytorch_model|optimizer|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
     r"|training_state\.json"
 )
+
+
+# What a tokenizer or an image processor of transformers is made of.
+TOKENIZER_FILE = re.compile(
+    r"(tokenizer|spiece|sentencepiece|vocab|merges|added_tokens|special_tokens_map|chat_template"
+    r"|source|target)[\w.-]*\.(json|txt|model|jinja|spm)"
+    r"|(preprocessor|processor)_config\.json"
+)
+
+
+def carry_tokenizer(source: Path | None, target: Path, folder: Path) -> None:
+    """Copy the tokenizer beside the loaded weights, so that the saved folder is of use by itself.
+
+    Args:
+        source: the folder that was loaded, if it is still there.
+        target: what it has already is left to it.
+        folder: the one under construction that will replace `target`.
+    """
+    if source is None or not source.is_dir():
+        return
+    for item in source.iterdir():
+        is_new = not os.path.lexists(target / item.name)
+        if TOKENIZER_FILE.fullmatch(item.name) and item.is_file() and is_new:
+            shutil.copy2(item, folder / item.name)
 
 
 def carry_over(old: Path, new: Path) -> None:

@@ -1,7 +1,8 @@
 """Give a scheduled model on meta its values: from a checkpoint, or newly drawn."""
 
+import functools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +19,13 @@ from slapo_zoo.weights.initialize import fill_buffers, initialize_weights
 from slapo_zoo.weights.keys import KeyMap
 from slapo_zoo.weights.ledger import AnonymousPeak, Ledger, human
 from slapo_zoo.weights.load import LoadOptions, Target, load_tensors
+from slapo_zoo.weights.memory import fresh_like
 from slapo_zoo.weights.names import NameMap, match_names
 from slapo_zoo.weights.together import together
 
 
 def fill_from_folder(
-    model: Any, skeleton: Any, state: State, specs: Sequence[TensorSpec],
+    model: Any, skeleton: Callable[[], Any], state: State, specs: Sequence[TensorSpec],
     folder: CheckpointFolder, mesh: Mesh, device: torch.device, units: Sequence[str], seed: int,
     keys: KeyMap, options: LoadOptions = LoadOptions(),  # noqa: B008 - frozen
 ) -> Ledger:  # fmt: skip
@@ -31,7 +33,7 @@ def fill_from_folder(
 
     Args:
         model: scheduled, on meta, only this rank's stage.
-        skeleton: the same model unscheduled and whole, on meta.
+        skeleton: makes the same model unscheduled and whole, on meta.
         state: of the schedule.
         specs: every tensor of the whole model.
         folder: the checkpoint.
@@ -43,26 +45,33 @@ def fill_from_folder(
         options: limits and checks.
     """
     begin = time.perf_counter()
-    with AnonymousPeak() as peak:
+    with AnonymousPeak(exact=False) as peak:
         key_of = {keys.to_model(key): key for key in folder.keys()}  # noqa: SIM118 - not a dict
         expected = keys.read_specs(specs, key_of)
         names = match_names(
             [spec.name for spec in expected], key_of, model.base_model_prefix,
-            hf.ignored_keys(skeleton), hf.tied_names(skeleton),
+            hf.ignored_keys(model), hf.tied_names(model),
         )  # fmt: skip
         _refuse_foreign(names, units, folder, model.base_model_prefix)
         _check_memory(model, options, mesh)
-        local = keys.split(_allocate(model, state, device), specs, mesh, key_of)
+        held = _allocate(model, state, device)
+        local = keys.split(held, specs, mesh, key_of)
         local = {name: tensor for name, tensor in local.items() if tensor.numel()}
         canonical = canonical_names(local, state, expected)
         known = {spec.name: spec for spec in expected}
         targets = {
-            name: Target(tensor, known[canonical[name]].shape, known[canonical[name]].placement)
+            name: Target(
+                tensor,
+                known[canonical[name]].shape,
+                known[canonical[name]].placement,
+                may_map=options.map_weights and held.get(name) is tensor,  # no view of another one
+            )
             for name, tensor in local.items()
             if canonical[name] in names.source
         }
         source = {name: key_of[names.source[canonical[name]]] for name in targets}
-        loaded = load_tensors(targets, folder, source, mesh, options.check_finite)
+        load = functools.partial(load_tensors, targets, folder, source, mesh, options.check_finite)
+        loaded = together(mesh, "from_pretrained", load)[mesh.rank]  # one cannot read: none goes on
         missing = {name: local[name] for name in local if name not in targets}
         _draw(skeleton, units, missing, canonical, state, mesh, seed)
         fill_buffers(model, device)
@@ -70,17 +79,17 @@ def fill_from_folder(
         tensors=loaded.tensors, bytes_read=loaded.bytes_read,
         shard_bytes=sum(t.nbytes for t in local.values()), files_opened=folder.files_opened,
         seconds=time.perf_counter() - begin, peak_anonymous=peak.growth,
-        newly_initialized=names.missing, unexpected=names.unexpected,
+        newly_initialized=names.missing, unexpected=names.unexpected, mapped=loaded.mapped,
     )  # fmt: skip
 
 
 def fill_from_config(
-    model: Any, skeleton: Any, state: State, specs: Sequence[TensorSpec],
+    model: Any, skeleton: Callable[[], Any], state: State, specs: Sequence[TensorSpec],
     mesh: Mesh, device: torch.device, units: Sequence[str], seed: int,
 ) -> Ledger:  # fmt: skip
     """Draw every weight, the same for every layout; arguments as in `fill_from_folder`."""
     begin = time.perf_counter()
-    with AnonymousPeak() as peak:
+    with AnonymousPeak(exact=False) as peak:
         local = _allocate(model, state, device)
         canonical = canonical_names(local, state, specs)
         _draw(skeleton, units, local, canonical, state, mesh, seed)
@@ -122,14 +131,13 @@ def _allocate(model: Any, state: State, device: torch.device) -> dict[str, Tenso
             if tensor is None:
                 continue
             if id(tensor) not in made:
-                data = torch.empty_like(tensor, device=device)
-                made[id(tensor)] = nn.Parameter(data, tensor.requires_grad)
+                data = fresh_like(tensor, device)
+                made[id(tensor)] = local[prefix + name] = nn.Parameter(data, tensor.requires_grad)
                 state.owners[id(made[id(tensor)])] = state.owners.pop(id(tensor))
-                local[prefix + name] = made[id(tensor)].data
             module._parameters[name] = made[id(tensor)]
         for name, tensor in module._buffers.items():
             if tensor is not None and name not in module._non_persistent_buffers_set:
-                module._buffers[name] = torch.empty_like(tensor, device=device)
+                module._buffers[name] = fresh_like(tensor, device)
                 local[prefix + name] = module._buffers[name]
     return local
 
@@ -152,7 +160,7 @@ def _placement(state: State, name: str) -> Placement | None:
 
 
 def _draw(
-    skeleton: Any, units: Sequence[str], missing: dict[str, Tensor], canonical: dict[str, str],
+    skeleton: Callable[[], Any], units: Sequence[str], missing: dict[str, Tensor], canonical: dict[str, str],
     state: State, mesh: Mesh, seed: int,
 ) -> None:  # fmt: skip
     """Draw full tensors and keep this rank's part of those in `missing`."""
@@ -167,9 +175,10 @@ def _draw(
             if placement is not None:
                 size = mesh.size(placement.mesh_dim), mesh.coord(placement.mesh_dim)
                 part = local_part(full, placement, *size)
-            missing[name].copy_(part)
+            missing[name].detach().copy_(part)
 
-    initialize_weights(skeleton, units, set(wanted), seed, put)
+    if wanted:
+        initialize_weights(skeleton(), units, set(wanted), seed, put)
 
 
 def _refuse_foreign(

@@ -49,6 +49,14 @@ class CheckpointFolder:
         """A tensor over the mapped file, of the file's shape and dtype; no byte is read yet."""
         return self._file(self._name(key)).view(key)
 
+    def is_mapped(self, key: str) -> bool:
+        """Whether a view is a private map of the file, from which a tensor may live."""
+        return isinstance(self._file(self._name(key)), SafetensorsFile)
+
+    def read_ahead(self, key: str, first: int, count: int) -> None:
+        """Ask the kernel to fetch `count` bytes of a tensor, from its byte `first` on, in time."""
+        self._file(self._name(key)).read_ahead(key, first, count)
+
     def shape(self, key: str) -> tuple[int, ...]:
         """The shape in the file."""
         return self._file(self._name(key)).entries[key].shape

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from slapo_zoo import hf
 from slapo_zoo.errors import WeightsError
-from slapo_zoo.rng import mix
+from slapo_zoo.rng import drawn_from, mix
 
 
 def initialize_weights(
@@ -38,8 +38,7 @@ def initialize_weights(
         if not wanted:
             continue
         meta = _to_cpu(module)
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(mix(seed, zlib.crc32(unit.encode())))
+        with drawn_from(mix(seed, zlib.crc32(unit.encode()))), torch.no_grad():
             hf.init_module(skeleton, module)
         tensors = dict(_tensors(module))
         for name in wanted:

@@ -28,7 +28,11 @@ class AnonymousPeak:
     """Watch anonymous memory: `with AnonymousPeak() as peak: ...; peak.growth`.
 
     A thread glances at the kernel's counter, which costs microseconds but lags by some pages per
-    core; the exact figure, for which the kernel walks all page tables, is taken at both ends.
+    core before Linux 6.17; the exact figure, for which the kernel walks all page tables, takes
+    tens of milliseconds.
+
+    Args:
+        exact: take the exact figure too, at both ends.
 
     Attributes:
         growth: bytes by which the process grew over what it held at entry, at most.
@@ -36,29 +40,32 @@ class AnonymousPeak:
 
     INTERVAL = 0.002
 
-    def __init__(self) -> None:
-        self.growth = 0
+    def __init__(self, exact: bool = True) -> None:
+        self.growth, self._exact = 0, exact
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="anonymous-peak", daemon=True)
 
     def __enter__(self) -> "AnonymousPeak":
-        self._before, self._counted = anonymous_bytes(), _field(STATUS, "RssAnon:")
-        if self._before:
+        self._before = anonymous_bytes() if self._exact else 0
+        self._counted = _field(STATUS, "RssAnon:")
+        if self._counted:
             self._thread.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._done.set()
-        if self._before:
+        if self._counted:
             self._thread.join()
-        self._sample()
+        self._glance()
+        if self._exact:
+            self.growth = max(self.growth, anonymous_bytes() - self._before)
 
     def _watch(self) -> None:
         while not self._done.wait(self.INTERVAL):
-            self.growth = max(self.growth, _field(STATUS, "RssAnon:") - self._counted)
+            self._glance()
 
-    def _sample(self) -> None:
-        self.growth = max(self.growth, anonymous_bytes() - self._before)
+    def _glance(self) -> None:
+        self.growth = max(self.growth, _field(STATUS, "RssAnon:") - self._counted)
 
 
 @dataclass
@@ -67,13 +74,15 @@ class Ledger:
 
     Args:
         tensors: number of local tensors filled from files.
-        bytes_read: bytes of the slices read, in the dtype of the files.
+        bytes_read: bytes of the slices read, in the dtype of the files; those of `mapped` tensors
+            count, although the kernel fetches them when they are first used.
         shard_bytes: bytes of this rank's own tensors, in the dtype of the model.
         files_opened: number of weight files opened.
         seconds: wall time.
         peak_anonymous: growth of anonymous memory over the process before the load, at its peak.
         newly_initialized: names that no file holds.
         unexpected: keys of the files that the model has no place for.
+        mapped: names of tensors that are still pages of the files; `train()` makes them memory.
     """
 
     tensors: int = 0
@@ -84,6 +93,7 @@ class Ledger:
     peak_anonymous: int = 0
     newly_initialized: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    mapped: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         return (

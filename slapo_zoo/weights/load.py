@@ -2,7 +2,8 @@
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,12 +13,15 @@ from torch import Tensor
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.mesh import Mesh
 from slapo_zoo.placement import Placement
+from slapo_zoo.weights.device_copy import DeviceCopy
 from slapo_zoo.weights.folder import CheckpointFolder
+from slapo_zoo.weights.memory import can_stay_mapped, exactly
 from slapo_zoo.weights.progress import byte_progress
 
 MOST_SHOWN = 20
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 PIECE = 1 << 22  # elements
+AHEAD = 256 << 20  # bytes that the kernel may fetch before they are copied
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,13 @@ class Target:
         tensor: allocated, of any dtype and device; the copy casts.
         shape: the shape that the checkpoint's tensor must have.
         placement: how the mesh divides it, or None when the rank holds all of it.
+        may_map: the tensor may be given other memory (its `.data`): the pages of the file.
     """
 
     tensor: Tensor
     shape: tuple[int, ...]
     placement: Placement | None = None
+    may_map: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,10 +48,12 @@ class LoadOptions:
     Args:
         max_memory: most bytes that this rank's tensors may take; None sets no limit.
         check_finite: warn about tensors that hold NaN or infinity.
+        map_weights: leave in the mapped file what lies there in one piece.
     """
 
     max_memory: int | None = None
     check_finite: bool = False
+    map_weights: bool = True
 
 
 def parse_size(size: int | str | None, what: str) -> int | None:
@@ -65,10 +73,14 @@ def parse_size(size: int | str | None, what: str) -> int | None:
 
 
 class Loaded(NamedTuple):
-    """How much was read: tensors, and bytes in the dtype of the files."""
+    """How much was read: tensors, bytes in the dtype of the files, and the names left in the file.
+
+    What is left in the file counts as read: it will be, when it is first used.
+    """
 
     tensors: int
     bytes_read: int
+    mapped: list[str]
 
 
 def load_tensors(
@@ -84,7 +96,8 @@ def load_tensors(
 
     All targets are checked first: if any is missing from `source`, misshaped, or of another kind
     of dtype, one WeightsError lists them all and no tensor is touched. On the CPU no copy is made
-    on the way; only the bytes of the slices are read, rounded to pages.
+    on the way; only the bytes of the slices are read, rounded to pages, or left in the mapped file
+    where the target allows it and they lie there as the tensor will: in one piece, of its dtype.
 
     Args:
         targets: model name --> where its values go.
@@ -94,20 +107,58 @@ def load_tensors(
         check_finite: warn about tensors that hold NaN or infinity.
     """
     _check(targets, folder, source, mesh)
-    bytes_read, strange = 0, []
+    bytes_read, strange, mapped = 0, [], []
     total = sum(target.tensor.nbytes for target in targets.values())
+    order = sorted(targets, key=lambda name: folder.position(source[name]))
+    gpu = next((t.tensor.device for t in targets.values() if t.tensor.is_cuda), None)
+    staged = DeviceCopy(gpu) if gpu is not None else None
     with torch.no_grad(), byte_progress("loading", total, visible=mesh.rank == 0) as done:
-        for name in sorted(targets, key=lambda name: folder.position(source[name])):
-            tensor = targets[name].tensor
-            bytes_read += _fill(targets[name], folder.view(source[name]), mesh)
-            if check_finite and not _is_finite(tensor):
+        for name, parts in _read_ahead(order, targets, folder, source, mesh):
+            target = targets[name]
+            if _stays(target, parts) and folder.is_mapped(source[name]):
+                target.tensor.data = exactly(parts[0])
+                mapped.append(name)
+            elif staged is not None:
+                staged.fill(*_place_of(target, parts), parts)
+            else:
+                _copy(*_place_of(target, parts), parts)
+            bytes_read += sum(part.nbytes for part in parts)
+            if check_finite and not _is_finite(target.tensor):
                 strange.append(name)
-            done(tensor.nbytes)
+            done(target.tensor.nbytes)
+    if staged is not None:
+        staged.finish()
     if strange:
         names = ", ".join(strange[:MOST_SHOWN])
         text = f"{folder.path}: {len(strange)} of {len(targets)} tensors hold NaN or infinity"
         warnings.warn(f"{text}: {names}", stacklevel=2)
-    return Loaded(len(targets), bytes_read)
+    return Loaded(len(targets), bytes_read, mapped)
+
+
+def _read_ahead(
+    order: Sequence[str], targets: Mapping[str, Target], folder: CheckpointFolder,
+    source: Mapping[str, str], mesh: Mesh,
+) -> Iterator[tuple[str, list[Tensor]]]:  # fmt: skip
+    """The parts of every tensor in the file, while the kernel fetches those that come next."""
+    waiting: deque[tuple[str, list[Tensor]]] = deque()
+    asked = 0
+    for name in order:
+        view = folder.view(source[name])
+        parts = [part for part in _parts(targets[name], view, mesh) if part.numel()]
+        for part in parts:
+            folder.read_ahead(source[name], part.data_ptr() - view.data_ptr(), _extent(part))
+        waiting.append((name, parts))
+        asked += sum(part.nbytes for part in parts)
+        while asked > AHEAD:
+            asked -= sum(part.nbytes for part in waiting[0][1])
+            yield waiting.popleft()
+    yield from waiting
+
+
+def _extent(part: Tensor) -> int:
+    """Bytes from the first element to the last."""
+    steps = zip(part.shape, part.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * part.itemsize
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -117,20 +168,37 @@ def _is_finite(tensor: Tensor) -> bool:
     return all(bool(piece.isfinite().all()) for piece in tensor.reshape(-1).split(PIECE))
 
 
-def _fill(target: Target, view: Tensor, mesh: Mesh) -> int:
-    """Copy the runs of one tensor; return the bytes read."""
-    placement, tensor = target.placement, target.tensor
+def _parts(target: Target, view: Tensor, mesh: Mesh) -> list[Tensor]:
+    """What of a tensor of the file is ours, in local order."""
+    placement = target.placement
     if placement is None:
-        tensor.copy_(view)
-        return view.nbytes
-    axis, filled = placement.axis, 0
+        return [view]
     n, r = mesh.size(placement.mesh_dim), mesh.coord(placement.mesh_dim)
-    for start, stop in placement.runs(view.shape[axis], n, r):
-        run = view.narrow(axis, start, stop - start)
-        tensor.narrow(axis, filled, stop - start).copy_(run)
-        filled += stop - start
+    runs = placement.runs(view.shape[placement.axis], n, r)
+    return [view.narrow(placement.axis, start, stop - start) for start, stop in runs]
+
+
+def _stays(target: Target, parts: Sequence[Tensor]) -> bool:
+    return target.may_map and len(parts) == 1 and can_stay_mapped(parts[0], target.tensor)
+
+
+def _place_of(target: Target, parts: Sequence[Tensor]) -> tuple[Tensor, int]:
+    """What of the target the parts fill, and along which axis they lie; the rest becomes zeros."""
+    tensor, axis = target.tensor, target.placement.axis if target.placement else 0
+    if not tensor.ndim:
+        return tensor.view(1), axis
+    filled = sum(part.shape[axis] for part in parts)
     tensor.narrow(axis, filled, tensor.shape[axis] - filled).zero_()
-    return view.nbytes * filled // max(view.shape[axis], 1)
+    return tensor.narrow(axis, 0, filled), axis
+
+
+def _copy(tensor: Tensor, axis: int, parts: Sequence[Tensor]) -> None:
+    """Copy the parts side by side."""
+    filled = 0
+    for part in parts:
+        size = part.shape[axis] if part.ndim else 1
+        tensor.narrow(axis, filled, size).copy_(part)
+        filled += size
 
 
 def _check(

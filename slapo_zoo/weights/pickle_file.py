@@ -35,6 +35,9 @@ class PickleFile:
         """The tensor as the file has it."""
         return self._tensors[name]
 
+    def read_ahead(self, name: str, first: int, count: int) -> None:
+        """Nothing: where in the file its bytes lie is not known."""
+
     def close(self) -> None:
         """Drop the tensors; views that are alive stay valid."""
         self._tensors = {}

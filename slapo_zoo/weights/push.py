@@ -6,7 +6,8 @@ from typing import Any
 from slapo_zoo.errors import WeightsError
 
 # What a save writes; other files of the folder are nobody's business.
-PATTERNS = ["model*.safetensors", "model.safetensors.index.json", "*config.json", "README.md"]
+PATTERNS = ["model*.safetensors", "model.safetensors.index.json", "*config.json", "README.md",
+            "schedule.json"]  # fmt: skip
 
 
 class Push:

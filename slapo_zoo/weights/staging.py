@@ -22,13 +22,14 @@ class Staging:
 
     Args:
         target: the folder to be published, an absolute path.
+        mark: a file by which a folder of the kind is known; None stands for a model's.
 
     Attributes:
         path: the hidden sibling of the target that `create` makes.
     """
 
-    def __init__(self, target: Path):
-        self.target = target
+    def __init__(self, target: Path, mark: str | None = None):
+        self.target, self._mark = target, mark
         self.path = _sibling(target, "partial")
         self._lock = -1
 
@@ -36,7 +37,7 @@ class Staging:
         """Refuse a bad target, remove what killed saves left behind, and make the folder."""
         self.target.parent.mkdir(parents=True, exist_ok=True)
         _sweep(self.target)
-        _check_target(self.target)
+        _check_target(self.target, self._mark)
         self.path.mkdir()
         self._lock = os.open(self.path, os.O_RDONLY)
         with contextlib.suppress(OSError):  # some network file systems have no locks
@@ -69,7 +70,7 @@ def _sibling(target: Path, kind: str) -> Path:
     return target.parent / f".{target.name}.{kind}-{secrets.token_hex(4)}"
 
 
-def _check_target(target: Path) -> None:
+def _check_target(target: Path, mark: str | None) -> None:
     """Never replace a folder that may be something else than a checkpoint."""
     if not os.path.lexists(target):
         return
@@ -79,8 +80,9 @@ def _check_target(target: Path) -> None:
     if target.is_mount() or Path.cwd().is_relative_to(target):
         problem = "found a mount point or the working directory, which cannot be replaced"
         raise WeightsError(str(target), "", problem, hint)
-    is_checkpoint = (target / "config.json").exists() or any(target.glob("model*.safetensors"))
-    if any(target.iterdir()) and not is_checkpoint:
+    is_model = (target / "config.json").exists() or any(target.glob("model*.safetensors"))
+    is_same_kind = is_model if mark is None else (target / mark).exists() and not is_model
+    if any(target.iterdir()) and not is_same_kind:
         names = ", ".join(sorted(os.listdir(target))[:5])
         problem = f"found a folder that is no checkpoint ({names}), expected none or an empty one"
         raise WeightsError(str(target), "", problem, hint)

@@ -1,6 +1,8 @@
 """A step that succeeds on all ranks or fails on all ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -9,6 +11,17 @@ from slapo_zoo.errors import MeshError, RankError, SlapoError
 from slapo_zoo.mesh import Mesh
 
 T = TypeVar("T")
+_GROUP: ContextVar[Any] = ContextVar("group", default=None)  # a new thread starts without
+
+
+@contextmanager
+def over_group(group: Any) -> Iterator[None]:
+    """Within, `together` talks over a group of all ranks other than the default one."""
+    token = _GROUP.set(group)
+    try:
+        yield
+    finally:
+        _GROUP.reset(token)
 
 
 def together(mesh: Mesh, what: str, action: Callable[[], T]) -> list[T]:
@@ -59,7 +72,7 @@ def _exchange(mesh: Mesh, what: str, report: Any) -> list[Any]:
         raise MeshError(what, mesh, problem, "start the processes with torchrun")
     reports: list[Any] = [None] * size
     try:
-        dist.all_gather_object(reports, report)
+        dist.all_gather_object(reports, report, group=_GROUP.get())
     except RuntimeError as error:
         problem = f"lost contact with another rank: {str(error).partition(chr(10))[0]}"
         hint = "was a process killed? see the output of the other ranks"

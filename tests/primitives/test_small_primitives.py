@@ -126,8 +126,12 @@ def test_replace_all():
         sch.replace_all("Conv1d", factory)
     with pytest.raises(ScheduleError, match="no kernel 'fast'"):
         sch.replace_all("ReLU", "fast")
-    with pytest.raises(ScheduleError, match="return a module"):
-        sch.replace_all("ReLU", lambda path, module: None)
+    before = sch.model[0]
+    with pytest.raises(ScheduleError, match="return a module"):  # of the second: the first stays
+        sch.replace_all(
+            "Linear", lambda path, module: nn.Linear(4, 6) if module is before else None
+        )
+    assert sch.model[0] is before
 
 
 def test_list_primitives_and_help():

@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_zoo.attention import NAME, register_attention
+from slapo_zoo.attention import register_attention
+from slapo_zoo.attention_backends import NAME
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.graph.traced import TracedModule
 from slapo_zoo.mesh import Mesh

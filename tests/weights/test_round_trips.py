@@ -18,7 +18,18 @@ from slapo_zoo.weights.load import Target, load_tensors
 from slapo_zoo.weights.write import write_tensors
 from weights.shards import assert_same, cut
 
-DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "int8", "bool", "float8_e4m3fn")
+DTYPES = (
+    "float32",
+    "bfloat16",
+    "float16",
+    "float64",
+    "int64",
+    "int8",
+    "bool",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "uint8",
+)
 MOST_TP = 4
 LAYOUTS = st.tuples(st.integers(1, MOST_TP), st.integers(1, 3), st.integers(1, 2))
 

@@ -1,0 +1,243 @@
+"""Pipelines: bubbles against their formulas, and automatic cuts against the best cuts by hand.
+
+A stage of known cost waits for a known time in its forward and in each part of its backward, so a
+bubble can be measured on fewer cores than ranks. Cuts are compared by the CPU time that each stage
+takes, since other work on the machine adds to a wall time.
+"""
+
+import copy
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks import ranks
+from slapo_zoo.orders import StageMap
+from slapo_zoo.timeline import Action, Span, bubble, makespan, simulate
+
+PP, MICRO_BATCHES = 4, 8
+FORMULAS = {  # p ranks, m micro-batches, v stages per rank; sources: slapo_zoo/orders.py
+    "1f1b": ("(p-1)/(m+p-1)", lambda p, m, v: (p - 1) / (m + p - 1)),
+    "gpipe": ("(p-1)/(m+p-1)", lambda p, m, v: (p - 1) / (m + p - 1)),
+    "interleaved_1f1b": ("(p-1)/(vm+p-1)", lambda p, m, v: (p - 1) / (v * m + p - 1)),
+    "zbv": ("(p-1)/(6m+p-1)", lambda p, m, v: (p - 1) / (6 * m + p - 1)),
+}
+MOST_OFF = 0.10  # of the formula
+MOST_SLOWER = 1.03  # than the best cuts
+TOKENS = 512  # of a micro-batch
+
+
+class Wait(torch.autograd.Function):
+    """Identity that takes known times: before it returns, and in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.backward_s = backward
+        time.sleep(forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        time.sleep(ctx.backward_s)
+        return grads[0], None, None
+
+
+def wait_in(norm: torch.nn.LayerNorm, unit_s: float) -> None:
+    """Let a norm take `unit_s` in its forward, for its input's gradient and for its weights'."""
+
+    def forward(input: Tensor) -> Tensor:
+        bias: Any = Wait.apply(norm.bias, 0.0, unit_s)
+        waited: Any = Wait.apply(input, unit_s, unit_s)
+        return functional.layer_norm(waited, norm.normalized_shape, norm.weight, bias, norm.eps)
+
+    norm.forward = forward
+
+
+def gpt2(**changes: Any) -> Any:
+    """A GPT-2 so small that its own work is nothing beside the waiting."""
+    from transformers import GPT2Config
+
+    config = GPT2Config(
+        **{"n_embd": 8, "n_head": 1, "n_positions": 64, "vocab_size": 16, **changes},
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    config.architectures, config.loss_type = ["GPT2LMHeadModel"], "ForCausalLMLoss"
+    return config
+
+
+def cut_after(paths: Sequence[str]) -> Any:
+    """A program that only cuts."""
+
+    def program(sch: Any) -> None:
+        for path in paths:
+            sch[path].cut_pipeline_stage()
+
+    return program
+
+
+def timelines(unit_s: dict[str, float], repeats: int) -> dict[str, list[list[Span]]]:
+    """Recorded steps of every order, on this rank's mesh."""
+    from slapo_zoo import AutoScheduledModel
+    from slapo_zoo.recording import record_step
+
+    found = {}
+    for order in unit_s:
+        places = StageMap.make(order, PP, None)
+        blocks = [f"transformer.h.{i}" for i in range(places.num_stages)]
+        model: Any = AutoScheduledModel.from_config(
+            gpt2(n_layer=len(blocks)), pp=PP, pipeline_order=order, schedule=cut_after(blocks[:-1])
+        ).train()
+        for stage in places.stages_of(model.mesh.coord("pp")):
+            wait_in(model.transformer.h[stage].ln_1, unit_s[order] / places.per_rank)
+        ids = torch.ones((MICRO_BATCHES, 4), dtype=torch.int64)
+        batch = {"input_ids": ids, "labels": ids}
+        record_step(model, batch, MICRO_BATCHES)  # connects the ranks
+        found[order] = [record_step(model, batch, MICRO_BATCHES) for _ in range(repeats)]
+    return found
+
+
+def bubbles(quick: bool) -> list[dict[str, Any]]:
+    """Measured bubbles of one run beside their formulas."""
+    unit_s = 0.02 if quick else 0.15
+    places = {order: StageMap.make(order, PP, None) for order in FORMULAS}
+    want = {order: FORMULAS[order][1](PP, MICRO_BATCHES, p.per_rank) for order, p in places.items()}
+    # a smaller bubble is as long in seconds: what the runtime itself takes weighs the same
+    units = {order: unit_s * want["1f1b"] / share for order, share in want.items()}
+    found = ranks.on_ranks(timelines, PP, units, 1 if quick else 3)
+    rows = []
+    for order, steps in found[0].items():
+        best = min(steps, key=makespan)  # other work on the machine only ever adds to a step
+        measured = bubble(best)
+        on_paper = bubble(simulate(places[order].actions(MICRO_BATCHES), unit_cost))
+        off = measured / want[order] - 1
+        rows.append({
+            "what": order, "p": PP, "m": MICRO_BATCHES, "stages per rank": places[order].per_rank,
+            "formula": FORMULAS[order][0], "predicted": want[order], "simulated": on_paper,
+            "measured": measured, "off": f"{off:+.1%}", "step s": makespan(best),
+            "beyond": ["off"] if abs(off) > MOST_OFF and not quick else [],
+        })  # fmt: skip
+    return rows
+
+
+def unit_cost(action: Action) -> float:
+    """A whole backward takes two units, each other part one."""
+    return 2.0 if action.kind == "B" else 1.0
+
+
+def uneven_models(quick: bool) -> dict[str, tuple[Any, int]]:
+    """Small models with a dear head, and with an encoder unlike the decoder; and their pp."""
+    from transformers import T5Config
+
+    width = 32 if quick else 128
+    t5 = T5Config(
+        d_model=width, d_kv=width // 4, num_heads=4, d_ff=4 * width, num_layers=2,
+        num_decoder_layers=5, vocab_size=8 * width,
+    )  # fmt: skip
+    t5.architectures, t5.decoder_start_token_id = ["T5ForConditionalGeneration"], 0
+    head = gpt2(n_layer=8, n_embd=width, n_head=4, vocab_size=32 * width)
+    found = {"gpt2, 8 blocks, dear head": (head, 2), "t5, encoder 2, decoder 5": (t5, 2)}
+    return found if quick else {**found, "gpt2 on 4 ranks": (head, 4)}
+
+
+def stage_seconds(
+    config: Any, pp: int, all_cuts: list[list[tuple[str, int]]], repeats: int
+) -> list[list[dict[str, float]]]:
+    """CPU seconds of a forward and a backward of this rank's stage, for each choice of cuts.
+
+    The choices take turns, so that a slow phase of the machine meets all of them.
+    """
+    from slapo_zoo import AutoScheduledModel
+    from slapo_zoo.costs import usual_tokens
+    from slapo_zoo.example_inputs import random_batch
+
+    tokens = usual_tokens(config)
+    models = []
+    for cuts in all_cuts:
+        program = cut_after([unit for unit, _ in cuts])
+        models.append(AutoScheduledModel.from_config(
+            copy.deepcopy(config), pp=pp, schedule=program, pipeline_order="gpipe").train())  # fmt: skip
+    found: list[list[dict[str, float]]] = [[] for _ in models]
+    for _ in range(1 + repeats):
+        for model, times in zip(models, found, strict=True):
+            batch = random_batch(model, 2 * TOKENS // tokens, tokens)
+            times.append(cpu_seconds(model, batch))
+    return [times[1:] for times in found]
+
+
+def cpu_seconds(model: Any, batch: dict[str, Tensor]) -> dict[str, float]:
+    """CPU seconds per micro-batch of this rank's forwards and backwards in one step."""
+    model._slapo.pipeline.spans, model._slapo.pipeline.clock = [], time.thread_time
+    try:
+        model.train_step(batch, 2)
+        total = {"F": 0.0, "B": 0.0}
+        for span in model._slapo.pipeline.spans:
+            total[span.action.kind] += (span.end - span.begin) / 2
+        return total
+    finally:
+        model._slapo.pipeline.spans, model._slapo.pipeline.clock = None, time.monotonic
+
+
+def stage_of(choice: list[tuple[str, int]], stage: int) -> tuple[Any, Any]:
+    """What a stage holds: after which cut it begins, and with which it ends."""
+    return (choice[stage - 1] if stage else None, choice[stage] if stage < len(choice) else None)
+
+
+def fastest(
+    choices: list[list[tuple[str, int]]], found: list[list[list[dict[str, float]]]]
+) -> dict[Any, dict[str, float]]:
+    """The least time of every stage that some choices share: other work only ever adds to one."""
+    least: dict[Any, dict[str, float]] = {}
+    for rank, per_choice in enumerate(found):
+        for choice, times in zip(choices, per_choice, strict=True):
+            kept = least.setdefault(stage_of(choice, rank), {})
+            for kind in ("F", "B"):
+                kept[kind] = min(kept.get(kind, float("inf")), *(t[kind] for t in times))
+    return least
+
+
+def step_time(per_stage: Sequence[dict[str, float]]) -> float:
+    """Seconds of a 1F1B step of MICRO_BATCHES micro-batches whose stages take so long."""
+    order = StageMap.make("1f1b", len(per_stage), None).actions(MICRO_BATCHES)
+    return makespan(simulate(order, lambda action: per_stage[action.stage][action.kind]))
+
+
+def cuts(quick: bool) -> list[dict[str, Any]]:
+    """Automatic cuts against all choices of cuts."""
+    from slapo_zoo import Mesh
+    from slapo_zoo.outline import Outline
+    from slapo_zoo.zoo import block_paths
+
+    rows = []
+    for name, (config, pp) in uneven_models(quick).items():
+        outline = Outline(config, None, Mesh(pp=pp), torch.float32)
+        auto = list(outline.state.cuts)
+        blocks = block_paths(outline.schedule, outline.table)
+        choices = [[(b, 0) for b in c] for c in itertools.combinations(blocks, pp - 1)]
+        found = ranks.on_ranks(stage_seconds, pp, config, pp, choices, 2 if quick else 8)
+        least = fastest(choices, found)
+        times = [step_time([least[stage_of(choice, i)] for i in range(pp)]) for choice in choices]
+        best = min(range(len(choices)), key=times.__getitem__)
+        ratio = times[choices.index(auto)] / times[best]
+        rows.append({
+            "model": name, "pp": pp, "choices": len(choices),
+            "best cuts": " ".join(unit for unit, _ in choices[best]),
+            "automatic cuts": " ".join(unit for unit, _ in auto),
+            "best step ms": times[best] * 1e3, "automatic step ms": times[choices.index(auto)] * 1e3,
+            "worst step ms": max(times) * 1e3, "ratio": round(ratio, 3),
+            "beyond": ["ratio"] if ratio > MOST_SLOWER and not quick else [],
+        })  # fmt: skip
+    return rows
+
+
+def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
+    """Bubbles and cuts."""
+    return {
+        f"bubble of stages of known cost: measured within {MOST_OFF:.0%} of the formula": bubbles(
+            quick
+        ),
+        f"1F1B step by each stage's CPU time: automatic <= {MOST_SLOWER} x best cuts": cuts(quick),
+    }

@@ -1,0 +1,124 @@
+"""The operator behind bias_gelu, bias_relu, geglu and relu_dropout: y = mask * act(x + bias) * up.
+
+One pass forward, one backward that recomputes the activation and sums the bias gradient on the way
+(per strip of rows, then over strips: deterministic). Axes: M rows, N columns.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from slapo_zoo.kernel import in_triton, operator, runs_triton
+from slapo_zoo.kernels.dropout_mask import mask_like
+
+
+def activation(
+    name: str,
+    kind: str,
+    x: Tensor,
+    bias: Tensor | None = None,
+    up: Tensor | None = None,
+    keep: Tensor | None = None,
+    seeds: Tensor | None = None,
+    p: float = 0.0,
+) -> Tensor:
+    """y = mask * act(x + bias) * up; all but x may be missing.
+
+    Args:
+        name: of the kernel that asks, for the dispatch table.
+        kind: "gelu" (erf), "gelu_tanh" or "relu".
+        x: [..., N].
+        bias: [N].
+        up: [..., N].
+        keep: a dropout mask, see dropout_mask.
+        seeds: see dropout_mask.
+        p: see dropout_mask.
+    """
+    if not runs_triton(name, x):
+        return _plain(kind, x, bias, up, mask_like(x, keep, seeds, p))
+    rows = (None if t is None else t.reshape(-1, x.shape[-1]) for t in (x, up, keep))
+    x_MN, up_MN, keep_MN = rows
+    return _forward(x_MN, bias, up_MN, keep_MN, seeds, p, kind).view(x.shape)
+
+
+def _act(kind: str, x: Tensor) -> Tensor:
+    if kind == "relu":
+        return functional.relu(x)
+    return functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+def _plain(
+    kind: str, x: Tensor, bias: Tensor | None, up: Tensor | None, mask: Tensor | None
+) -> Tensor:
+    """Torch's own operators, whose gradients and fusions are torch's."""
+    y = _act(kind, x if bias is None else x + bias)
+    y = y if up is None else y * up
+    return y if mask is None else y * mask
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    x, bias, up, keep, seeds, ctx.p, ctx.kind = inputs
+    ctx.save_for_backward(x, bias, up, keep, seeds)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple:
+    x, bias, up, keep, seeds = ctx.saved_tensors
+    dx, dbias, dup = _backward(dy, x, bias, up, keep, seeds, ctx.p, ctx.kind)
+    return (dx, None if bias is None else dbias, None if up is None else dup, *[None] * 4)
+
+
+@operator(
+    "activation", lambda x, *rest: x.new_empty(x.shape), setup=_setup, backward=_gradients
+)  # fmt: skip
+def _forward(
+    x: Tensor,
+    bias: Tensor | None,
+    up: Tensor | None,
+    keep: Tensor | None,
+    seeds: Tensor | None,
+    p: float,
+    kind: str,
+) -> Tensor:
+    if in_triton(x):
+        from slapo_zoo.kernels import activation_triton
+
+        return activation_triton.forward(x, bias, up, keep, seeds, p, kind)
+    y = _plain(kind, x, bias, up, mask_like(x, keep, seeds, p))
+    return y.contiguous()
+
+
+def _fake_backward(dy, x, bias, up, keep, seeds, p, kind):
+    dbias = x.new_empty(0 if bias is None else x.shape[-1])
+    dup = x.new_empty(x.shape if up is not None else (0, x.shape[-1]))
+    return x.new_empty(x.shape), dbias, dup
+
+
+@operator("activation_backward", _fake_backward)
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    bias: Tensor | None,
+    up: Tensor | None,
+    keep: Tensor | None,
+    seeds: Tensor | None,
+    p: float,
+    kind: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if in_triton(x):
+        from slapo_zoo.kernels import activation_triton
+
+        return activation_triton.backward(dy, x, bias, up, keep, seeds, p, kind)
+    mask = mask_like(x, keep, seeds, p)
+    dy = dy if mask is None else dy * mask
+    h = x if bias is None else x + bias
+    dup = x.new_empty(0, x.shape[-1]) if up is None else dy * _act(kind, h)
+    dy = dy if up is None else dy * up
+    if kind == "relu":
+        dx = dy * (h > 0)
+    else:
+        approximate = "tanh" if kind == "gelu_tanh" else "none"
+        dx = torch.ops.aten.gelu_backward(dy, h, approximate=approximate)
+    dbias = x.new_empty(0) if bias is None else dx.sum(0)
+    return dx.contiguous(), dbias, dup.contiguous()

@@ -1,0 +1,168 @@
+"""Triton part of activation.py: tiles of [BLOCK_M, BLOCK_N], all arithmetic in fp32."""
+
+# pyright: reportCallIssue=false, reportArgumentType=false
+# A launch takes options that the signature of the kernel has not, and plain numbers as constants.
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slapo_zoo.kernels.triton_dropout import scaled_keep, threshold_and_scale
+
+BLOCK_M, BLOCK_N = 4, 512  # 16 elements per thread: four 16-byte loads in bf16
+STRIPS = 64  # of rows in the backward; partial sums of the bias gradient
+
+
+@triton.jit
+def _act(h, KIND: tl.constexpr):
+    """Act(h) and its derivative."""
+    if KIND == "relu":
+        y = tl.maximum(h, 0.0)
+        d = tl.where(h > 0, 1.0, 0.0)
+    elif KIND == "gelu":
+        cdf = 0.5 * (1.0 + tl.erf(h * 0.7071067811865476))
+        y = h * cdf
+        d = cdf + h * 0.3989422804014327 * tl.exp(-0.5 * h * h)
+    else:
+        t = 2.0 * tl.sigmoid(1.5957691216057308 * (h + 0.044715 * h * h * h)) - 1.0
+        y = 0.5 * h * (1.0 + t)
+        inner = 0.7978845608028654 * (1.0 + 0.134145 * h * h)
+        d = 0.5 * (1.0 + t) + 0.5 * h * (1.0 - t * t) * inner
+    return y, d
+
+
+@triton.jit
+def _mask(m, n, M, N, ok, keep, seeds, cell, threshold, scale, MASK: tl.constexpr):
+    """The dropout mask of a tile; a cell is `cell` rows of x."""
+    if MASK == "keep":
+        at = m[:, None].to(tl.int64) * N + n[None, :]
+        return tl.load(keep + at, mask=ok, other=0.0).to(tl.float32)
+    key = tl.load(seeds + m // cell, mask=m < M, other=0)
+    counter = (m % cell)[:, None].to(tl.int64) * N + n[None, :]
+    return scaled_keep(counter, key[:, None], threshold, scale)
+
+
+@triton.jit
+def _forward_kernel(
+    y, x, bias, up, keep, seeds, M, N, cell, threshold, scale,
+    KIND: tl.constexpr, BIAS: tl.constexpr, UP: tl.constexpr, MASK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    ok = (m[:, None] < M) & (n[None, :] < N)
+    at = m[:, None].to(tl.int64) * N + n[None, :]
+    h = tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
+    if BIAS:
+        h += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    out, _ = _act(h, KIND)
+    if UP:
+        out *= tl.load(up + at, mask=ok, other=0.0).to(tl.float32)
+    if MASK != "none":
+        out *= _mask(m, n, M, N, ok, keep, seeds, cell, threshold, scale, MASK)
+    tl.store(y + at, out, mask=ok)
+
+
+@triton.jit
+def _backward_kernel(
+    dx, dup, dbias, dy, x, bias, up, keep, seeds, M, N, cell, threshold, scale, rows,
+    KIND: tl.constexpr, BIAS: tl.constexpr, UP: tl.constexpr, MASK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One strip of `rows` rows and BLOCK_N columns per program."""
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin = tl.program_id(0) * rows
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    b = tl.zeros((BLOCK_N,), tl.float32)
+    if BIAS:
+        b = tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    for first in range(begin, tl.minimum(begin + rows, M), BLOCK_M):
+        m = first + tl.arange(0, BLOCK_M)
+        ok = (m[:, None] < tl.minimum(begin + rows, M)) & (n[None, :] < N)
+        at = m[:, None].to(tl.int64) * N + n[None, :]
+        h = tl.load(x + at, mask=ok, other=0.0).to(tl.float32) + b[None, :]
+        g = tl.load(dy + at, mask=ok, other=0.0).to(tl.float32)
+        if MASK != "none":
+            g *= _mask(m, n, M, N, ok, keep, seeds, cell, threshold, scale, MASK)
+        a, d = _act(h, KIND)
+        if UP:
+            tl.store(dup + at, g * a, mask=ok)
+            g *= tl.load(up + at, mask=ok, other=0.0).to(tl.float32)
+        g *= d
+        tl.store(dx + at, g, mask=ok)
+        total += tl.sum(g, 0)
+    if BIAS:
+        tl.store(dbias + tl.program_id(0).to(tl.int64) * N + n, total, mask=n < N)
+
+
+def _options(x: Tensor, bias, up, keep, seeds, p: float, kind: str) -> tuple[tuple, dict]:
+    M, N = x.shape
+    mask = "keep" if keep is not None else "seeds" if seeds is not None and p else "none"
+    cell = M // max(len(seeds), 1) if mask == "seeds" else 1
+    flags = {"KIND": kind, "BIAS": bias is not None, "UP": up is not None, "MASK": mask}
+    blocks = {"BLOCK_M": BLOCK_M, "BLOCK_N": min(BLOCK_N, triton.next_power_of_2(N))}
+    return (M, N, max(cell, 1), *threshold_and_scale(p)), flags | blocks | {
+        "num_warps": 4,
+        "enable_fp_fusion": True,
+    }
+
+
+def forward(
+    x: Tensor,
+    bias: Tensor | None,
+    up: Tensor | None,
+    keep: Tensor | None,
+    seeds: Tensor | None,
+    p: float,
+    kind: str,
+) -> Tensor:
+    """The arguments of activation.py; x, up and keep are [M, N]."""
+    x, bias, up, keep = _contiguous(x, bias, up, keep)
+    y = torch.empty_like(x)
+    if y.numel():
+        sizes, options = _options(x, bias, up, keep, seeds, p, kind)
+        grid = (triton.cdiv(sizes[0], BLOCK_M), triton.cdiv(sizes[1], options["BLOCK_N"]))
+        _forward_kernel[grid](y, x, bias, up, keep, seeds, *sizes, **options)
+    return y
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    bias: Tensor | None,
+    up: Tensor | None,
+    keep: Tensor | None,
+    seeds: Tensor | None,
+    p: float,
+    kind: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, bias and up; empty where there is none."""
+    dy, x, bias, up, keep = _contiguous(dy, x, bias, up, keep)
+    dx = torch.empty_like(x)
+    dup = x.new_empty(0, x.shape[-1]) if up is None else torch.empty_like(up)
+    strips = min(STRIPS, triton.cdiv(len(x), BLOCK_M))
+    partial = x.new_empty((strips, x.shape[-1] if bias is not None else 0), dtype=torch.float32)
+    if x.numel():
+        sizes, options = _options(x, bias, up, keep, seeds, p, kind)
+        rows = triton.cdiv(sizes[0], strips)
+        grid = (strips, triton.cdiv(sizes[1], options["BLOCK_N"]))
+        args = (dx, dup, partial, dy, x, bias, up, keep, seeds)
+        _backward_kernel[grid](*args, *sizes, rows, **options)
+    dbias = partial.sum(0).to(x.dtype if bias is None else bias.dtype)
+    return dx, dbias, dup
+
+
+def _contiguous(*tensors: Tensor | None) -> list:
+    return [None if t is None else t.contiguous() for t in tensors]
+
+
+_SIZES = {"M": "i32", "N": "i32", "cell": "i32", "threshold": "i32", "scale": "fp32"}
+_BF16 = dict.fromkeys(("y", "dx", "dup", "dy", "x", "bias", "up", "keep"), "*bf16")
+AOT = [  # kernel, types of its arguments, constants
+    (kernel, _BF16 | {"seeds": "*i64", "dbias": "*fp32", "rows": "i32"} | _SIZES,
+     {"KIND": kind, "BIAS": not gated, "UP": gated, "MASK": mask, "BLOCK_M": BLOCK_M,
+      "BLOCK_N": BLOCK_N, "num_warps": 4, "enable_fp_fusion": True})
+    for kernel in (_forward_kernel, _backward_kernel)
+    for kind, gated, mask in (("gelu", False, "none"), ("gelu_tanh", True, "seeds"), ("relu", False, "keep"))
+]  # fmt: skip

@@ -1,0 +1,308 @@
+"""Triton part of blocked_attention.py: tiles of scores in registers, online softmax, no atomics.
+
+Forward as in FlashAttention-2 (Dao 2023, arXiv:2307.08691); the backward has one kernel by queries (dq and
+the bias table) and one by keys (dk, dv). The gradient of the table is a histogram over the classes that
+a tile holds, one partial sum per head, row and block of queries, added in a fixed order.
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false
+# A launch takes options that the signature of the kernel has not, and plain numbers as constants.
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slapo_zoo.kernels.triton_dropout import scaled_keep, threshold_and_scale
+
+
+@triton.jit
+def _load(base, rows, count, stride, HEAD: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows of [count, HEAD], zeros beyond."""
+    d = tl.arange(0, BLOCK_D)
+    ok = (rows[:, None] < count) & (d[None, :] < HEAD)
+    return tl.load(base + rows[:, None].to(tl.int64) * stride + d[None, :], mask=ok, other=0.0)
+
+
+@triton.jit
+def _store(base, rows, count, stride, x, HEAD: tl.constexpr, BLOCK_D: tl.constexpr):
+    d = tl.arange(0, BLOCK_D)
+    ok = (rows[:, None] < count) & (d[None, :] < HEAD)
+    tl.store(base + rows[:, None].to(tl.int64) * stride + d[None, :], x, mask=ok)
+
+
+@triton.jit
+def _scores(
+    q, k, i, j, row, head, table, classes, key_mask, S, T, C, window, scale,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """A tile of scores in fp32, -inf where a query does not see a key; and the classes of its distances."""
+    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    ok = (i[:, None] < S) & (j[None, :] < T)
+    kind = tl.zeros(s.shape, tl.int32)
+    if TABLE:
+        kind = tl.load(classes + j[None, :] - i[:, None] + S - 1, mask=ok, other=0)
+        s += tl.load(table + head * C + kind, mask=ok, other=0.0).to(tl.float32)
+    if CAUSAL:
+        distance = j[None, :] - i[:, None] - (T - S)
+        ok = ok & (distance <= 0)
+        if WINDOW:
+            ok = ok & (distance > -window)
+    if KEYS:
+        real = tl.load(key_mask + row * T + j, mask=j < T, other=0)
+        ok = ok & (real != 0)[None, :]
+    return tl.where(ok, s, float("-inf")), kind
+
+
+@triton.jit
+def _keep(i, j, cell, keep, seeds, S, T, threshold, scale, MASK: tl.constexpr):
+    """The dropout mask of a tile; a cell is a row and a head."""
+    at = i[:, None].to(tl.int64) * T + j[None, :]
+    if MASK == "keep":
+        ok = (i[:, None] < S) & (j[None, :] < T)
+        return tl.load(keep + cell.to(tl.int64) * S * T + at, mask=ok, other=0.0).to(tl.float32)
+    return scaled_keep(at, tl.load(seeds + cell), threshold, scale)
+
+
+@triton.jit
+def _forward_kernel(
+    out, log_sum, q, k, v, table, classes, key_mask, keep, seeds,
+    S, T, H, C, window, scale, threshold, keep_scale,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, KEYS: tl.constexpr,
+    MASK: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    cell = tl.program_id(1)
+    row, head = cell // H, cell % H
+    stride = H * HEAD
+    start = tl.program_id(0) * BM
+    i = start + tl.arange(0, BM)
+    own_q = (row.to(tl.int64) * S * H + head) * HEAD
+    own_k = (row.to(tl.int64) * T * H + head) * HEAD
+    q_tile = _load(q + own_q, i, S, stride, HEAD, BLOCK_D)
+    highest = tl.full((BM,), float("-inf"), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    acc = tl.zeros((BM, BLOCK_D), tl.float32)
+    first, last = 0, T
+    if CAUSAL:
+        last = tl.minimum(start + BM + T - S, T)
+        if WINDOW:
+            first = tl.maximum(start + T - S - window + 1, 0) // BN * BN
+    for j0 in range(first, last, BN):
+        j = j0 + tl.arange(0, BN)
+        k_tile = _load(k + own_k, j, T, stride, HEAD, BLOCK_D)
+        s, _ = _scores(q_tile, k_tile, i, j, row, head, table, classes, key_mask, S, T, C, window,
+                       scale, CAUSAL, WINDOW, TABLE, KEYS)  # fmt: skip
+        new = tl.maximum(highest, tl.max(s, 1))
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        p = tl.exp(s - safe[:, None])
+        before = tl.exp(highest - safe)
+        total = total * before + tl.sum(p, 1)
+        if MASK != "none":
+            p *= _keep(i, j, cell, keep, seeds, S, T, threshold, keep_scale, MASK)
+        v_tile = _load(v + own_k, j, T, stride, HEAD, BLOCK_D)
+        acc = acc * before[:, None]
+        acc += tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
+        highest = new
+    seen = total > 0
+    _store(out + own_q, i, S, stride, acc / tl.where(seen, total, 1.0)[:, None], HEAD, BLOCK_D)
+    found = tl.where(seen, highest + tl.log(tl.where(seen, total, 1.0)), 0.0)
+    tl.store(log_sum + cell * S + i, found, mask=i < S)
+
+
+@triton.jit
+def _query_kernel(
+    dq, d_table, d_out, delta, log_sum, q, k, v, table, classes, key_mask, keep, seeds,
+    S, T, H, C, window, scale, threshold, keep_scale,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, KEYS: tl.constexpr,
+    MASK: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """dq of a block of queries, and its part of the table's gradient."""
+    cell = tl.program_id(1)
+    row, head = cell // H, cell % H
+    stride = H * HEAD
+    start = tl.program_id(0) * BM
+    i = start + tl.arange(0, BM)
+    own_q = (row.to(tl.int64) * S * H + head) * HEAD
+    own_k = (row.to(tl.int64) * T * H + head) * HEAD
+    q_tile = _load(q + own_q, i, S, stride, HEAD, BLOCK_D)
+    g = _load(d_out + own_q, i, S, stride, HEAD, BLOCK_D)
+    lse = tl.load(log_sum + cell * S + i, mask=i < S, other=0.0)
+    d = tl.load(delta + cell * S + i, mask=i < S, other=0.0)
+    acc = tl.zeros((BM, BLOCK_D), tl.float32)
+    c = tl.arange(0, BLOCK_C)
+    histogram = tl.zeros((BLOCK_C,), tl.float32)
+    first, last = 0, T
+    if CAUSAL:
+        last = tl.minimum(start + BM + T - S, T)
+        if WINDOW:
+            first = tl.maximum(start + T - S - window + 1, 0) // BN * BN
+    for j0 in range(first, last, BN):
+        j = j0 + tl.arange(0, BN)
+        k_tile = _load(k + own_k, j, T, stride, HEAD, BLOCK_D)
+        s, kind = _scores(q_tile, k_tile, i, j, row, head, table, classes, key_mask, S, T, C,
+                          window, scale, CAUSAL, WINDOW, TABLE, KEYS)  # fmt: skip
+        p = tl.exp(s - lse[:, None])
+        v_tile = _load(v + own_k, j, T, stride, HEAD, BLOCK_D)
+        dp = tl.dot(g, tl.trans(v_tile), input_precision="ieee")
+        if MASK != "none":
+            dp *= _keep(i, j, cell, keep, seeds, S, T, threshold, keep_scale, MASK)
+        ds = p * (dp - d[:, None])
+        acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision="ieee")
+        if TABLE:  # a tile far from the diagonal holds one class, one near it a few
+            low = tl.load(classes + tl.maximum(j0 - (start + BM - 1), 1 - S) + S - 1)
+            high = tl.load(classes + tl.minimum(j0 + BN - 1 - start, T - 1) + S - 1)
+            for at in range(low, high + 1):
+                part = tl.sum(tl.sum(tl.where(kind == at, ds, 0.0), 1), 0)
+                histogram += tl.where(c == at, part, 0.0)
+    _store(dq + own_q, i, S, stride, acc * scale, HEAD, BLOCK_D)
+    if TABLE:
+        at = (cell * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * C + c
+        tl.store(d_table + at, histogram, mask=c < C)
+
+
+@triton.jit
+def _key_kernel(
+    dk, dv, d_out, delta, log_sum, q, k, v, table, classes, key_mask, keep, seeds,
+    S, T, H, C, window, scale, threshold, keep_scale,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, KEYS: tl.constexpr,
+    MASK: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of a block of keys."""
+    cell = tl.program_id(1)
+    row, head = cell // H, cell % H
+    stride = H * HEAD
+    start = tl.program_id(0) * BN
+    j = start + tl.arange(0, BN)
+    own_q = (row.to(tl.int64) * S * H + head) * HEAD
+    own_k = (row.to(tl.int64) * T * H + head) * HEAD
+    k_tile = _load(k + own_k, j, T, stride, HEAD, BLOCK_D)
+    v_tile = _load(v + own_k, j, T, stride, HEAD, BLOCK_D)
+    acc_k = tl.zeros((BN, BLOCK_D), tl.float32)
+    acc_v = tl.zeros((BN, BLOCK_D), tl.float32)
+    first, last = 0, S
+    if CAUSAL:
+        first = tl.maximum(start - (T - S), 0) // BM * BM
+        if WINDOW:
+            last = tl.minimum(start + BN - 1 + window - (T - S), S)
+    for i0 in range(first, last, BM):
+        i = i0 + tl.arange(0, BM)
+        q_tile = _load(q + own_q, i, S, stride, HEAD, BLOCK_D)
+        g = _load(d_out + own_q, i, S, stride, HEAD, BLOCK_D)
+        lse = tl.load(log_sum + cell * S + i, mask=i < S, other=0.0)
+        d = tl.load(delta + cell * S + i, mask=i < S, other=0.0)
+        s, _ = _scores(q_tile, k_tile, i, j, row, head, table, classes, key_mask, S, T, C, window,
+                       scale, CAUSAL, WINDOW, TABLE, KEYS)  # fmt: skip
+        p = tl.exp(s - lse[:, None])
+        dp = tl.dot(g, tl.trans(v_tile), input_precision="ieee")
+        kept = p
+        if MASK != "none":
+            mask = _keep(i, j, cell, keep, seeds, S, T, threshold, keep_scale, MASK)
+            kept = p * mask
+            dp *= mask
+        acc_v += tl.dot(tl.trans(kept.to(g.dtype)), g, input_precision="ieee")
+        ds = p * (dp - d[:, None])
+        acc_k += tl.dot(tl.trans(ds.to(q_tile.dtype)), q_tile, input_precision="ieee")
+    _store(dk + own_k, j, T, stride, acc_k * scale, HEAD, BLOCK_D)
+    _store(dv + own_k, j, T, stride, acc_v, HEAD, BLOCK_D)
+
+
+def _options(q: Tensor, k: Tensor, table, classes, key_mask, keep, seeds, p, scale, causal, window):
+    """(tensors after v, sizes), and the constants."""
+    (_, S, H, D), T = q.shape, k.shape[1]
+    mask = "keep" if keep is not None else "seeds" if seeds is not None and p > 0 else "none"
+    tensors = [
+        None if t is None else t.contiguous() for t in (table, classes, key_mask, keep, seeds)
+    ]
+    if key_mask is not None:
+        tensors[2] = key_mask.contiguous().view(torch.uint8)
+    C = 0 if table is None else table.shape[1]
+    sizes = (S, T, H, C, window, scale, *threshold_and_scale(p))
+    flags = {"CAUSAL": causal, "WINDOW": bool(window), "TABLE": table is not None,
+             "KEYS": key_mask is not None, "MASK": mask}  # fmt: skip
+    return (*tensors, *sizes), flags | tiles(D, table is not None or mask == "seeds")
+
+
+def tiles(head_size: int, many_registers: bool) -> dict[str, int]:
+    """Tiles that no supported chip spills; a table or hashed dropout takes twice the warps."""
+    block = max(triton.next_power_of_2(head_size), 16)
+    warps = 8 if block > 64 or many_registers else 4
+    small = block > 64 or many_registers
+    sizes = {"BM": 64, "BN": 32 if small else 64, "HEAD": head_size, "BLOCK_D": block}
+    return sizes | {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": True}
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor | None,
+    classes: Tensor | None,
+    key_mask: Tensor | None,
+    keep: Tensor | None,
+    seeds: Tensor | None,
+    p: float,
+    scale: float,
+    causal: bool,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """The arguments of blocked_attention.py; q, k, v are [B, S, H, D]."""
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    B, S, H, _ = q.shape
+    out, log_sum = torch.empty_like(q), q.new_empty((B, H, S), dtype=torch.float32)
+    if q.numel():
+        args, options = _options(
+            q, k, table, classes, key_mask, keep, seeds, p, scale, causal, window
+        )
+        grid = (triton.cdiv(S, options["BM"]), B * H)
+        _forward_kernel[grid](out, log_sum, q, k, v, *args, **options)
+    return out, log_sum
+
+
+def backward(
+    d_out: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor | None,
+    classes: Tensor | None,
+    key_mask: Tensor | None,
+    keep: Tensor | None,
+    seeds: Tensor | None,
+    p: float,
+    scale: float,
+    causal: bool,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and of the table (empty if there is none)."""
+    d_out, q, k, v = (t.contiguous() for t in (d_out, q, k, v))
+    (B, S, H, _), T = q.shape, k.shape[1]
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    delta = (out.float() * d_out.float()).sum(-1).transpose(1, 2).contiguous()
+    args, options = _options(q, k, table, classes, key_mask, keep, seeds, p, scale, causal, window)
+    blocks, C = triton.cdiv(S, options["BM"]), 0 if table is None else table.shape[1]
+    partial = q.new_empty((B, H, blocks, C), dtype=torch.float32)
+    if q.numel():
+        given = (d_out, delta, log_sum, q, k, v, *args)
+        classes_block = max(triton.next_power_of_2(C), 1)
+        _query_kernel[(blocks, B * H)](dq, partial, *given, **options, BLOCK_C=classes_block)
+        _key_kernel[(triton.cdiv(T, options["BN"]), B * H)](dk, dv, *given, **options)
+    d_table = q.new_empty((0, 0)) if table is None else partial.sum((0, 2)).to(table.dtype)
+    return dq, dk, dv, d_table
+
+
+_TYPES = dict.fromkeys(("q", "k", "v", "out", "d_out", "dq", "dk", "dv", "table"), "*bf16")
+_TYPES |= dict.fromkeys(("log_sum", "delta", "d_table"), "*fp32")
+_TYPES |= {"classes": "*i32", "key_mask": "*u8", "keep": "*bf16", "seeds": "*i64"}
+_TYPES |= dict.fromkeys(("S", "T", "H", "C", "window", "threshold"), "i32")
+_TYPES |= dict.fromkeys(("scale", "keep_scale"), "fp32")
+AOT = [
+    (kernel, _TYPES,
+     {"CAUSAL": local, "WINDOW": local, "TABLE": not local, "KEYS": not local,
+      "MASK": "none" if local else "seeds", **tiles(head_size, not local)}
+     | ({"BLOCK_C": 32} if kernel is _query_kernel else {}))
+    for kernel in (_forward_kernel, _query_kernel, _key_kernel)
+    for local, head_size in ((True, 64), (True, 128), (False, 64))
+]  # fmt: skip

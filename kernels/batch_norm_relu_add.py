@@ -1,0 +1,182 @@
+"""batch_norm_relu_add: y = relu(BatchNorm(x) + residual), channels last. B images, C channels, M = B*h*w.
+
+The statistics are those of the batch in training, the running ones in eval().
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from slapo_zoo.kernel import in_triton, kernel, operator, runs_triton
+
+SHAPES = [(1, 3, 5, 5), (3, 10, 7, 5), (2, 33, 8, 8), (0, 4, 3, 3)]
+NORMS = ("bn1", "bn2", "bn3")
+
+
+def reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None = None,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    training: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """The definition (Ioffe & Szegedy 2015, arXiv:1502.03167; He et al. 2016, arXiv:1603.05027)."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if training or running_mean is None or running_var is None:
+        mean = wide.mean((0, 2, 3))
+        var = (wide - mean[:, None, None]).pow(2).mean((0, 2, 3))
+    else:
+        mean, var = running_mean.to(wide), running_var.to(wide)
+    scale = weight * torch.rsqrt(var + eps)
+    y = (wide - mean[:, None, None]) * scale[:, None, None] + bias[:, None, None]
+    y = y if residual is None else y + residual
+    return torch.where(y > 0, y, torch.zeros_like(y)).to(x.dtype)
+
+
+def inputs(B: int, C: int, h: int, w: int, **like: Any) -> dict[str, Any]:
+    """Random arguments of one test shape; with no image at all, in eval()."""
+    x, residual = (torch.randn(B, C, h, w, **like) for _ in range(2))
+    last = torch.channels_last
+    given = {"x": x.to(memory_format=last) * 2 + 1, "residual": residual.to(memory_format=last),
+             "weight": torch.randn(C, **like), "bias": torch.randn(C, **like)}  # fmt: skip
+    if B:
+        return given
+    kept = {"running_mean": torch.zeros(C, **like), "running_var": torch.ones(C, **like)}
+    return given | kept | {"training": False}
+
+
+def _forward(module: Any, x: Tensor) -> Tensor:
+    """WideResNetBottleneck."""
+    x = x.contiguous(memory_format=module.format)
+    y = _norm(module.bn1, module.conv1(x))
+    y = _norm(module.bn2, module.conv2(y))
+    return _norm(
+        module.bn3, module.conv3(y), x if module.downsample is None else module.downsample(x)
+    )
+
+
+def _norm(bn: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    if bn.training and bn.num_batches_tracked is not None:
+        bn.num_batches_tracked.add_(1)
+    training = bn.training or bn.running_mean is None
+    args = (residual, bn.running_mean, bn.running_var, training, bn.momentum, bn.eps)
+    return batch_norm_relu_add(x, bn.weight, bn.bias, *args)
+
+
+def _cannot(module: Any) -> str:
+    for name in NORMS:
+        bn = getattr(module, name)
+        if bn.momentum is None or bn.weight is None:
+            return f"{name} has no momentum or no weight"
+        if "forward" in bn.__dict__ or bn._forward_hooks or bn._forward_pre_hooks:
+            return f"{name} was changed (statistics over ranks?), and would be passed by"
+    return ""
+
+
+@kernel(
+    "batch_norm_relu_add", reference, inputs, SHAPES, cannot=_cannot, cpu="F.batch_norm, in place",
+    serves={"WideResNetBottleneck": _forward},
+)  # fmt: skip
+def batch_norm_relu_add(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None = None,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    training: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """y = relu(BatchNorm(x) + residual); moves the running statistics in training.
+
+    Args:
+        x: [B, C, h, w], channels last in memory.
+        weight: [C].
+        bias: [C].
+        residual: the shape of x, or None.
+        running_mean: [C], or None.
+        running_var: [C], or None.
+        training: normalise with the statistics of the batch.
+        momentum: of the running statistics.
+        eps: added to the variance.
+    """
+    if not runs_triton("batch_norm_relu_add", x):
+        statistics = (running_mean, running_var)
+        y = functional.batch_norm(x, *statistics, weight, bias, training, momentum, eps)
+        y = y if residual is None else y.add_(residual)  # BatchNorm's backward needs x, not y
+        return y.relu_()
+    rows = [
+        None if t is None else t.permute(0, 2, 3, 1).reshape(-1, x.shape[1]) for t in (x, residual)
+    ]
+    given = (None, None) if training else (running_mean, running_var)
+    y, mean, _, var = _apply(rows[0], weight, bias, rows[1], *given, eps)
+    if training and running_mean is not None and running_var is not None:
+        M = x.numel() // max(x.shape[1], 1)
+        running_mean.lerp_(mean.detach().to(running_mean.dtype), momentum)
+        running_var.lerp_((var.detach() * (M / max(M - 1, 1))).to(running_var.dtype), momentum)
+    B, C, h, w = x.shape
+    return y.view(B, h, w, C).permute(0, 3, 1, 2)
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    x, weight, _, residual, mean, _, _ = inputs
+    y, mean_used, rstd, var = output
+    ctx.training, ctx.has_residual = mean is None, residual is not None
+    ctx.mark_non_differentiable(mean_used, rstd, var)
+    ctx.save_for_backward(x, weight, y, mean_used, rstd)
+
+
+def _gradients(ctx: Any, dy: Tensor, *_: Any) -> tuple:
+    dx, dw, db, d_residual = _backward(dy, *ctx.saved_tensors, ctx.training, ctx.has_residual)
+    return dx, dw, db, d_residual if ctx.has_residual else None, None, None, None
+
+
+def _fake(x, weight, bias, residual, mean, var, eps):
+    stat = weight.new_empty(x.shape[1], dtype=torch.float32)
+    return x.new_empty(x.shape), stat, torch.empty_like(stat), torch.empty_like(stat)
+
+
+@operator("batch_norm_relu_add", _fake, _setup, _gradients)
+def _apply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows [M, C]; also the mean, 1 / std and variance that were used."""
+    if not in_triton(x):
+        raise NotImplementedError("torch's own BatchNorm runs here")
+    from slapo_zoo.kernels import batch_norm_triton
+
+    return batch_norm_triton.forward(x, weight, bias, residual, mean, var, eps)
+
+
+def _fake_backward(dy, x, weight, y, mean, rstd, training, has_residual):
+    d_residual = x.new_empty(x.shape if has_residual else (0, x.shape[1]))
+    return x.new_empty(x.shape), torch.empty_like(weight), torch.empty_like(weight), d_residual
+
+
+@operator("batch_norm_relu_add_backward", _fake_backward)
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    training: bool,
+    has_residual: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from slapo_zoo.kernels import batch_norm_triton
+
+    return batch_norm_triton.backward(dy, x, weight, y, mean, rstd, training, has_residual)

@@ -1,0 +1,90 @@
+"""bias_dropout_residual_layer_norm: y = LayerNorm(dropout(x + x_bias) + residual).
+
+What follows a linear in a transformer block; B batch rows, N columns.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from slapo_zoo.kernel import kernel, runs_triton
+from slapo_zoo.kernels.dropout_mask import dropout_of, mask_like
+from slapo_zoo.kernels.layer_norm import reference as layer_norm_reference
+from slapo_zoo.kernels.norm import MOST_COLUMNS, norm, summed
+
+SHAPES = [(1, 3, 64), (3, 5, 100), (2, 33, 257), (0, 2, 32)]
+
+
+def reference(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    x_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    seeds: Tensor | None = None,
+    p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """The definition (modeling_bert.py: BertSelfOutput, BertOutput); the sum z as well."""
+    x = x if x_bias is None else x + x_bias
+    mask = mask_like(x, None, seeds, p)
+    z = (x if mask is None else x * mask) + residual
+    return layer_norm_reference(z, weight, bias, eps), z
+
+
+def inputs(B: int, S: int, N: int, **like: Any) -> dict[str, Any]:
+    """Random arguments of one test shape, with dropout."""
+    x, residual = torch.randn(B, S, N, **like), torch.randn(B, S, N, **like)
+    weight, bias, x_bias = (torch.randn(N, **like) for _ in range(3))
+    seeds = torch.randint(2**63 - 1, (B,), device=like.get("device"))
+    return {"x": x, "residual": residual, "weight": weight + 1.0, "bias": bias, "x_bias": x_bias,
+            "seeds": seeds, "p": 0.25}  # fmt: skip
+
+
+def _forward(module: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+    """`dense` runs with its own bias: BLAS adds it for nothing, and it may be row-parallel."""
+    x, norm_ = module.dense(hidden_states), module.LayerNorm
+    drop = dropout_of(module.dropout, x)
+    args = (x, input_tensor, norm_.weight, norm_.bias)
+    return bias_dropout_residual_layer_norm(*args, eps=norm_.eps, **drop)[0]
+
+
+@kernel(
+    "bias_dropout_residual_layer_norm", reference, inputs, SHAPES, cpu="addcmul, LayerNorm",
+    serves=dict.fromkeys(("BertSelfOutput", "BertOutput", "RobertaSelfOutput", "RobertaOutput"), _forward),
+)  # fmt: skip
+def bias_dropout_residual_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    x_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    keep: Tensor | None = None,
+    seeds: Tensor | None = None,
+    p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """(y, z): z = mask * (x + x_bias) + residual, y = LayerNorm(z).
+
+    A block with its norm after the sum (BERT) needs y alone; one with its norm before (GPT-2) hands z
+    on as the next residual.
+
+    Args:
+        x: [B, ..., N].
+        residual: the shape of x.
+        weight: [N].
+        bias: [N].
+        x_bias: [N], of the linear before; it is then called without its own.
+        eps: added to the variance.
+        keep: a dropout mask, see dropout_mask.
+        seeds: [B], see dropout_mask.
+        p: see dropout_mask.
+    """
+    name = "bias_dropout_residual_layer_norm"
+    if (x.is_cuda and not runs_triton(name, x)) or x.shape[-1] > MOST_COLUMNS:
+        z = summed(x, x_bias, residual, mask_like(x, keep, seeds, p))
+        return functional.layer_norm(z, z.shape[-1:], weight, bias, eps), z
+    args = (x_bias, residual, keep, seeds, p)
+    return norm(x, weight, bias, eps, False, *args)

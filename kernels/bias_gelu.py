@@ -1,0 +1,55 @@
+"""bias_gelu: y = gelu(x + bias), exact (erf) or by tanh. N columns."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.kernel import kernel
+from slapo_zoo.kernels.activation import activation
+
+SHAPES = [(1, 64), (63, 100), (9, 1025), (0, 32)]
+
+
+def reference(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
+    """The definition (Hendrycks & Gimpel 2016, arXiv:1606.08415).
+
+    "tanh" is what `transformers` calls gelu_new (activations.py, NewGELUActivation); it differs from
+    the exact one by up to 5e-4, so one never stands in for the other.
+    """
+    h = x if bias is None else x + bias
+    if approximate == "none":
+        return 0.5 * h * (1.0 + torch.erf(h / math.sqrt(2.0)))
+    inner = math.sqrt(2.0 / math.pi) * (h + 0.044715 * torch.pow(h, 3.0))
+    return 0.5 * h * (1.0 + torch.tanh(inner))
+
+
+def inputs(M: int, N: int, approximate: str = "none", **like: Any) -> dict[str, Any]:
+    """Random arguments of one test shape."""
+    x, bias = torch.randn(M, N, **like), torch.randn(N, **like)
+    return {"x": x, "bias": bias, "approximate": approximate}
+
+
+def _exact(module: Any, x: Tensor) -> Tensor:
+    return bias_gelu(x)
+
+
+def _tanh(module: Any, x: Tensor) -> Tensor:
+    return bias_gelu(x, approximate="tanh")
+
+
+@kernel(
+    "bias_gelu", reference, inputs, SHAPES, cpu="F.gelu",
+    serves={"GELUActivation": _exact, "NewGELUActivation": _tanh, "FastGELUActivation": _tanh,
+            "GELUTanh": _tanh, "PytorchGELUTanh": _tanh},
+)  # fmt: skip
+def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
+    """y = gelu(x + bias), one pass each way; the gradient of the bias comes with that of x.
+
+    Args:
+        x: [..., N].
+        bias: [N], of the linear before; it is then called without its own.
+        approximate: "none" (erf: BERT, RoBERTa) or "tanh" (gelu_new: GPT-2, GPT-Neo, ALBERT).
+    """
+    return activation("bias_gelu", "gelu" if approximate == "none" else "gelu_tanh", x, bias)

@@ -1,0 +1,113 @@
+"""The operators behind the losses: three numbers per row of logits, and the gradient through them.
+
+They are the log-sum-exp, the target's logit (0 where it lies in another part) and the sum of logits:
+enough to join parts of the vocabulary. A part reads its logits once for the loss and once for the
+gradient, and sends 12 bytes per row. N rows, C columns (of one part), V classes.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.kernel import in_triton, operator
+
+
+def _fake(logits: Tensor, target: Tensor) -> Tensor:
+    return logits.new_empty((3, logits.shape[0]), dtype=wide_dtype(logits))
+
+
+def _setup(ctx: Any, inputs: Any, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs, output)
+
+
+def _gradients(ctx: Any, d_statistics: Tensor) -> tuple:
+    logits, target, out = ctx.saved_tensors
+    return gradient(logits, target, out[0], d_statistics.contiguous()), None
+
+
+@operator("cross_entropy_statistics", _fake, _setup, _gradients)
+def statistics(logits: Tensor, target: Tensor) -> Tensor:
+    """[3, N] in fp32: log-sum-exp, the target's logit, sum of logits.
+
+    Args:
+        logits: [N, C].
+        target: [N], a column of this part, or -1.
+    """
+    if in_triton(logits):
+        from slapo_zoo.kernels import cross_entropy_triton
+
+        return cross_entropy_triton.statistics(logits.contiguous(), target)
+    wide = logits.to(wide_dtype(logits))
+    if not logits.shape[1]:
+        return torch.stack([wide.new_full((len(wide),), -torch.inf), *wide.new_zeros(2, len(wide))])
+    picked = wide.gather(1, target.clamp(min=0)[:, None])[:, 0].masked_fill_(target < 0, 0.0)
+    return torch.stack([torch.logsumexp(wide, 1), picked, wide.sum(1)])
+
+
+def join(parts: Tensor) -> Tensor:
+    """Statistics of all parts [n, 3, N] --> of the whole [3, N]."""
+    return torch.stack([parts[:, 0].logsumexp(0), parts[:, 1].sum(0), parts[:, 2].sum(0)])
+
+
+def row_losses(whole: Tensor, counts: Tensor, smoothing: float, vocab_size: int) -> Tensor:
+    """Cross-entropy per row from the statistics of the whole; 0 where `counts` is False."""
+    log_sum, picked, total = whole.unbind(0)
+    loss = log_sum - (1.0 - smoothing) * picked
+    if smoothing:
+        loss = loss - smoothing / vocab_size * total
+    return loss.masked_fill(~counts, 0.0)
+
+
+@operator("cross_entropy_gradient", lambda logits, *rest: logits.new_empty(logits.shape))
+def gradient(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tensor) -> Tensor:
+    """d / d logits [N, C]: softmax * d[0] + onehot * d[1] + d[2].
+
+    Args:
+        logits: [N, C].
+        target: [N], a column of this part, or -1.
+        log_sum: [N], of this part.
+        d_statistics: [3, N], the gradient of the statistics.
+    """
+    return gradient_(logits.contiguous().clone(), target, log_sum, d_statistics)
+
+
+def gradient_(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tensor) -> Tensor:
+    """As `gradient`, in the place of the logits."""
+    if in_triton(logits):
+        from slapo_zoo.kernels import cross_entropy_triton
+
+        return cross_entropy_triton.gradient_(logits, target, log_sum, d_statistics)
+    if not logits.shape[1]:
+        return logits
+    d = d_statistics[:, :, None]
+    wide = logits.to(wide_dtype(logits))
+    wide.sub_(log_sum[:, None]).exp_().mul_(d[0]).add_(d[2])
+    wide.scatter_add_(1, target.clamp(min=0)[:, None], d[1].masked_fill(target[:, None] < 0, 0.0))
+    return wide if wide.dtype == logits.dtype else logits.copy_(wide)
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """fp32, or fp64 for fp64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def chunk_rows(x: Tensor, columns: int, chunk_bytes: int | None = None) -> int:
+    """Rows whose logits fit into `chunk_bytes`; few enough chunks that GEMMs stay large.
+
+    By default 64 MiB of logits on a CPU, 1 GiB on a GPU: chunks of the size that Liger takes (V/H)
+    read and write the weight's gradient so often that it costs more than the GEMMs.
+    """
+    if chunk_bytes is None:
+        chunk_bytes = 1 << (30 if x.is_cuda else 26)
+    least = 2048 if x.is_cuda else 64
+    rows = chunk_bytes // max(columns * wide_dtype(x).itemsize, 1)
+    return max(rows // 64 * 64, least)
+
+
+def matmul_dtype(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """Under autocast, what F.linear would compute in; else the tensors as they are."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return (x, *others)
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return tuple(None if t is None else t.to(dtype) for t in (x, *others))

@@ -1,0 +1,65 @@
+"""Dropout masks of the kernels: given as a tensor, or hashed from one seed per cell where they are used.
+
+A cell is a row of the batch (in attention: a row and a head); see slapo_zoo.rng. The mask of element
+i of a cell depends on (seed, i) alone, so forward, backward and recomputation draw the same one, on
+every device and in every block size, and nothing of its size is stored.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.rng import hashed_cells
+
+
+def mask_like(x: Tensor, keep: Tensor | None, seeds: Tensor | None, p: float) -> Tensor | None:
+    """The mask of x, 0 or 1/(1-p) in its shape and dtype; None where nothing is dropped.
+
+    Args:
+        x: what is dropped.
+        keep: the mask itself, or None.
+        seeds: int64, one per cell; x is cut into as many equal runs. Used if `keep` is None.
+        p: probability that an element becomes 0.
+    """
+    if keep is not None or seeds is None or p == 0.0:
+        return keep
+    kept = hashed_cells(x.detach(), p, seeds)
+    return kept / (1.0 - p) if p < 1.0 else kept
+
+
+def dropout_of(module: Any, x: Tensor, cells: int = 0) -> dict[str, Any]:
+    """What a dropout module is about to draw for x, as the arguments `keep`, `seeds` and `p`.
+
+    A module whose forward was replaced (by a schedule, with a random stream of its own) is asked for
+    its mask; a plain one on a GPU gets one seed per cell from torch's generator. Nothing in eval().
+
+    Args:
+        module: nn.Dropout.
+        x: what is dropped; only its shape, dtype and device count.
+        cells: number of cells; by default the rows of x.
+    """
+    if not module.training or module.p == 0.0:
+        return {}
+    if "forward" in module.__dict__ or not x.is_cuda:
+        return {"keep": module(x.detach().new_ones(()).expand(x.shape))}
+    return new_seeds(cells or x.shape[0], module.p, x.device)
+
+
+def new_seeds(cells: int, p: float, device: Any) -> dict[str, Any]:
+    """Seeds from torch's generator, as the arguments `seeds` and `p`; nothing for p = 0."""
+    if p == 0.0:
+        return {}
+    return {"seeds": torch.randint(2**63 - 1, (cells,), device=device), "p": p}
+
+
+def keys_of(mask: Tensor | None, size: int) -> Tensor | None:
+    """A mask of `transformers` [B, 1, S or 1, T] --> which of its `size` keys are real [B, size].
+
+    The last query sees every real key, causal or not; a mask that hides more (packed sequences) has no
+    such form.
+    """
+    if mask is None:
+        return None
+    last = mask[:, 0, -1, :size]
+    return last if last.dtype == torch.bool else last == 0

@@ -1,0 +1,124 @@
+"""embedding_layer_norm: y = dropout(LayerNorm(word[ids] + position[...] + kind[...])).
+
+B batch rows, S tokens, N columns.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from slapo_zoo.kernel import kernel
+from slapo_zoo.kernels.dropout_mask import dropout_of, mask_like
+from slapo_zoo.kernels.layer_norm import layer_norm
+from slapo_zoo.kernels.layer_norm import reference as layer_norm_reference
+
+SHAPES = [(1, 3, 64), (3, 5, 100), (2, 33, 257), (0, 2, 32)]
+
+
+def reference(
+    ids: Tensor,
+    position_ids: Tensor,
+    kinds: Tensor | None,
+    word: Tensor,
+    position: Tensor,
+    kind: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float = 1e-12,
+    padding_idx: int = -1,
+    seeds: Tensor | None = None,
+    p: float = 0.0,
+) -> Tensor:
+    """The definition (transformers, modeling_bert.py: BertEmbeddings)."""
+    rows = word[ids]
+    if padding_idx >= 0:  # that row has no gradient
+        rows = torch.where((ids == padding_idx)[..., None], rows.detach(), rows)
+    z = rows + position[position_ids]
+    if kind is not None and kinds is not None:
+        z = z + kind[kinds]
+    y = layer_norm_reference(z, weight, bias, eps)
+    mask = mask_like(y, None, seeds, p)
+    return y if mask is None else y * mask
+
+
+def inputs(B: int, S: int, N: int, **like: Any) -> dict[str, Any]:
+    """Random arguments of one test shape; ids repeat, and some are padding."""
+    device = like.get("device")
+    word, position, kind = (torch.randn(n, N, **like) for n in (17, S, 2))
+    return {
+        "ids": torch.randint(17, (B, S), device=device), "padding_idx": 1,
+        "position_ids": torch.arange(S, device=device)[None],
+        "kinds": torch.randint(2, (B, S), device=device), "word": word, "position": position,
+        "kind": kind, "weight": torch.randn(N, **like) + 1.0, "bias": torch.randn(N, **like),
+        "seeds": torch.randint(2**63 - 1, (B,), device=device), "p": 0.25,
+    }  # fmt: skip
+
+
+def _forward(
+    module: Any,
+    input_ids: Tensor | None = None,
+    token_type_ids: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
+    past_key_values_length: int = 0,
+) -> Tensor:
+    """BertEmbeddings; its tables are called as modules, which may hold parts of a vocabulary."""
+    given: Any = inputs_embeds if input_ids is None else input_ids
+    B, S = given.shape[:2]
+    if position_ids is None:
+        position_ids = module.position_ids[:, past_key_values_length : S + past_key_values_length]
+    if token_type_ids is None:
+        token_type_ids = torch.zeros((B, S), dtype=torch.long, device=given.device)
+    z = module.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+    z = z + module.token_type_embeddings(token_type_ids)
+    z = z + module.position_embeddings(position_ids)
+    y = layer_norm(z, module.LayerNorm.weight, module.LayerNorm.bias, module.LayerNorm.eps)
+    mask = mask_like(y, **{"keep": None, "seeds": None, "p": 0.0} | dropout_of(module.dropout, y))
+    return y if mask is None else y * mask
+
+
+@kernel(
+    "embedding_layer_norm", reference, inputs, SHAPES, cpu="F.embedding, F.layer_norm",
+    serves={"BertEmbeddings": _forward},
+)  # fmt: skip
+def embedding_layer_norm(
+    ids: Tensor,
+    position_ids: Tensor,
+    kinds: Tensor | None,
+    word: Tensor,
+    position: Tensor,
+    kind: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float = 1e-12,
+    padding_idx: int = -1,
+    keep: Tensor | None = None,
+    seeds: Tensor | None = None,
+    p: float = 0.0,
+) -> Tensor:
+    """The embeddings of a BERT-like model; gradients of the tables by torch's sorted scatter.
+
+    Args:
+        ids: [B, S], of words.
+        position_ids: [B or 1, S].
+        kinds: [B, S], token types, or None.
+        word: [V, N].
+        position: [P, N].
+        kind: [K, N], or None.
+        weight: [N], of the norm.
+        bias: [N], of the norm.
+        eps: of the norm.
+        padding_idx: a word whose row has no gradient; -1 for none.
+        keep: a dropout mask, see dropout_mask.
+        seeds: [B], see dropout_mask.
+        p: see dropout_mask.
+    """
+    z = functional.embedding(ids, word, padding_idx if padding_idx >= 0 else None)
+    z = z + functional.embedding(position_ids, position)
+    if kind is not None and kinds is not None:
+        z = z + functional.embedding(kinds, kind)
+    y = layer_norm(z, weight, bias, eps)
+    mask = mask_like(y, keep, seeds, p)
+    return y if mask is None else y * mask

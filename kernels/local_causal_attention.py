@@ -1,0 +1,118 @@
+"""local_causal_attention: each query sees the last `window` keys, GPT-Neo's local layers.
+
+B batch rows, S tokens, H heads, D head size.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.kernel import kernel
+from slapo_zoo.kernels.blocked_attention import attention
+from slapo_zoo.kernels.dropout_mask import dropout_of, keys_of, mask_like
+
+SHAPES = [
+    (1, 2, 5, 16, 4),
+    (2, 3, 37, 8, 9),
+    (1, 2, 150, 16, 20),
+    (0, 2, 8, 16, 4),
+    (2, 2, 70, 24, 0),
+]
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    scale: float = 1.0,
+    key_mask: Tensor | None = None,
+    seeds: Tensor | None = None,
+    p: float = 0.0,
+) -> Tensor:
+    """The definition (transformers, modeling_gpt_neo.py: GPTNeoSelfAttention._attn).
+
+    Not its FlashAttention-2 path, which forgets the window.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(wide) @ k.to(wide).transpose(-1, -2) * scale
+    S, T = scores.shape[-2:]
+    seen = torch.ones(S, T, dtype=torch.bool, device=q.device).tril(T - S)
+    if window:
+        seen = seen ^ torch.ones_like(seen).tril(T - S - window)
+    scores = scores.masked_fill(~seen, torch.finfo(wide).min)
+    if key_mask is not None:
+        scores = scores.masked_fill(~key_mask[:, None, None], torch.finfo(wide).min)
+    weights = scores.softmax(-1).to(v.dtype)
+    mask = mask_like(weights, None, seeds, p)
+    return (weights if mask is None else weights * mask) @ v
+
+
+def inputs(B: int, H: int, S: int, D: int, window: int, **like: Any) -> dict[str, Any]:
+    """Random arguments of one test shape, with dropout; the last keys of a row are padding."""
+    q, k, v = (torch.randn(B, H, S, D, **like) for _ in range(3))
+    real = torch.full((B, 1), S)
+    if window == 0:  # with one, a query could see padding alone, which has no defined result
+        real[:1] = S - S // 4
+    key_mask = (torch.arange(S) < real).to(q.device)
+    seeds = torch.randint(2**63 - 1, (B * H,), device=like.get("device"))
+    return {"q": q / 2, "k": k / 2, "v": v, "window": window, "key_mask": key_mask, "seeds": seeds,
+            "p": 0.25}  # fmt: skip
+
+
+def _forward(
+    module: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    layer_past: Any = None,
+    use_cache: bool = False,
+    output_attentions: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """GPTNeoSelfAttention; as in its FlashAttention-2 form there are no weights to return."""
+    shape = (*hidden_states.shape[:-1], module.num_heads, module.head_dim)
+    projections = (module.q_proj, module.k_proj, module.v_proj)
+    q, k, v = (linear(hidden_states).view(shape).transpose(1, 2) for linear in projections)
+    if layer_past is not None:
+        k, v = layer_past.update(k, v, module.layer_id)
+    weights = (
+        q.detach().new_empty(()).expand(*q.shape[:3], k.shape[2])
+    )  # their shape is what counts
+    dropped = dropout_of(module.attn_dropout, weights, q.shape[0] * q.shape[1])
+    window = module.config.window_size if module.attention_type == "local" else 0
+    args = (window, 1.0, keys_of(attention_mask, k.shape[2]))
+    out = local_causal_attention(q, k, v, *args, **dropped).transpose(1, 2)
+    return module.resid_dropout(module.out_proj(out.flatten(2))), None
+
+
+@kernel(
+    "local_causal_attention", reference, inputs, SHAPES, cpu="blocks of the band",
+    serves={"GPTNeoSelfAttention": _forward},
+)  # fmt: skip
+def local_causal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    scale: float = 1.0,
+    key_mask: Tensor | None = None,
+    keep: Tensor | None = None,
+    seeds: Tensor | None = None,
+    p: float = 0.0,
+) -> Tensor:
+    """Out [B, H, S, D]; work and memory grow with S * window.
+
+    Args:
+        q: [B, H, S, D].
+        k: [B, H, T, D]; the queries are the last S of T positions.
+        v: [B, H, T, D].
+        window: keys that a query sees, itself included; 0 for all before it (the global layers).
+        scale: of the scores; GPT-Neo has 1.
+        key_mask: [B, T], False where a key is padding.
+        keep: [B, H, S, T], a dropout mask, see dropout_mask.
+        seeds: [B * H], see dropout_mask.
+        p: see dropout_mask.
+    """
+    args = (None, None, key_mask, keep, seeds, p)
+    return attention(q, k, v, scale, True, window, *args)

@@ -1,0 +1,188 @@
+"""The operator behind layer_norm, rms_norm, bias_dropout_residual_layer_norm and embedding_layer_norm.
+
+    z = mask * (x + x_bias) + residual;   y = (z - mean) * rstd * weight + bias
+
+Statistics in fp32. One pass forward; one backward, whose sums over rows are kept per program and added
+in a fixed order. M rows, N columns.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.kernel import in_triton, operator
+from slapo_zoo.kernels.dropout_mask import mask_like
+
+MOST_COLUMNS = 16384  # a row is held in registers
+
+
+def norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool = False,
+    x_bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    keep: Tensor | None = None,
+    seeds: Tensor | None = None,
+    p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """(y, z), both in the shape of x; z is x where nothing is added to it.
+
+    Args:
+        x: [..., N].
+        weight: [N].
+        bias: [N], or None.
+        eps: added to the variance.
+        rms: no mean is subtracted, and the variance is taken around 0.
+        x_bias: [N], or None.
+        residual: the shape of x, or None.
+        keep: a dropout mask, see dropout_mask.
+        seeds: see dropout_mask.
+        p: see dropout_mask.
+    """
+    rows = (None if t is None else t.reshape(-1, x.shape[-1]) for t in (x, residual, keep))
+    x_MN, residual_MN, keep_MN = rows
+    arguments = (x_MN, weight, bias, x_bias, residual_MN, keep_MN, seeds, p, eps, rms)
+    y, z, _, _ = _forward(*arguments)
+    return y.view(x.shape), z.view(x.shape) if _has_sum(arguments) else x
+
+
+def _has_sum(arguments: tuple) -> bool:
+    """Whether z differs from x."""
+    _, _, _, x_bias, residual, keep, seeds, p, _, _ = arguments
+    dropped = keep is not None or (seeds is not None and p > 0)
+    return x_bias is not None or residual is not None or dropped
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    x, weight, bias, x_bias, residual, keep, seeds, ctx.p, _, ctx.rms = inputs
+    _, z, mean, rstd = output
+    ctx.given = (x_bias is not None, residual is not None, bias is not None)
+    ctx.summed = _has_sum(inputs)
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.save_for_backward(z if ctx.summed else x, weight, mean, rstd, keep, seeds)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dy: Tensor | None, dz: Tensor | None, *_: Any) -> tuple:
+    z, weight, mean, rstd, keep, seeds = ctx.saved_tensors
+    has_x_bias, has_residual, has_bias = ctx.given
+    dy = torch.zeros_like(z) if dy is None else dy
+    dz = dz if ctx.summed else None
+    args = (dy, dz, z, weight, mean, rstd, keep, seeds, ctx.p, ctx.rms, has_x_bias)
+    d_sum, dx, dw, db, dx_bias = _backward(*args)
+    dropped = keep is not None or (seeds is not None and ctx.p > 0)
+    return (
+        dx if dropped else d_sum, dw, db if has_bias else None, dx_bias if has_x_bias else None,
+        d_sum if has_residual else None, *[None] * 5,
+    )  # fmt: skip
+
+
+def _fake(x, weight, bias, x_bias, residual, keep, seeds, p, eps, rms):
+    summed = _has_sum((x, weight, bias, x_bias, residual, keep, seeds, p, eps, rms))
+    z = x.new_empty(x.shape if summed else (0, x.shape[1]))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    stat = x.new_empty(x.shape[0], dtype=wide)
+    return x.new_empty(x.shape), z, stat.new_empty(0) if rms else stat, torch.empty_like(stat)
+
+
+@operator("norm", _fake, _setup, _gradients)
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    x_bias: Tensor | None,
+    residual: Tensor | None,
+    keep: Tensor | None,
+    seeds: Tensor | None,
+    p: float,
+    eps: float,
+    rms: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if in_triton(x):
+        from slapo_zoo.kernels import norm_triton
+
+        return norm_triton.forward(x, weight, bias, x_bias, residual, keep, seeds, p, eps, rms)
+    z = summed(x, x_bias, residual, mask_like(x, keep, seeds, p))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if rms:
+        mean = z.new_empty(0, dtype=wide)
+        square = torch.linalg.vector_norm(z, dim=-1, dtype=wide).square_()
+        rstd = square.div_(x.shape[-1]).add_(eps).rsqrt_()
+        y = (z * rstd[:, None]).mul_(weight).to(x.dtype)
+    else:
+        w, b = _wide(wide, weight, bias)
+        y, mean, rstd = torch.native_layer_norm(z, z.shape[-1:], w, b, eps)
+        mean, rstd = mean[:, 0].to(wide), rstd[:, 0].to(wide)
+    return y, x.new_empty(0, x.shape[1]) if z is x else z, mean, rstd
+
+
+def summed(
+    x: Tensor, x_bias: Tensor | None, residual: Tensor | None, mask: Tensor | None
+) -> Tensor:
+    """mask * (x + x_bias) + residual in as few passes as torch allows."""
+    x = x if x_bias is None else x + x_bias
+    if mask is None:
+        return x if residual is None else x + residual
+    return x * mask if residual is None else torch.addcmul(residual, x, mask)
+
+
+def _wide(dtype: torch.dtype, *tensors: Tensor | None) -> list:
+    """Parameters in fp32: torch's own LayerNorm then keeps fp32 statistics for bf16 inputs too."""
+    return [None if t is None else t.to(dtype) for t in tensors]
+
+
+def _fake_backward(dy, dz, z, weight, mean, rstd, keep, seeds, p, rms, has_x_bias):
+    dropped = keep is not None or (seeds is not None and p > 0)
+    dx = z.new_empty(z.shape if dropped else (0, z.shape[1]))
+    n = weight.shape[0]
+    db = weight.new_empty(0 if rms else n)
+    return (
+        z.new_empty(z.shape),
+        dx,
+        weight.new_empty(n),
+        db,
+        weight.new_empty(n if has_x_bias else 0),
+    )
+
+
+@operator("norm_backward", _fake_backward)
+def _backward(
+    dy: Tensor,
+    dz: Tensor | None,
+    z: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    keep: Tensor | None,
+    seeds: Tensor | None,
+    p: float,
+    rms: bool,
+    has_x_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of z, of x (empty where it is that of z), weight, bias and x_bias."""
+    if in_triton(z):
+        from slapo_zoo.kernels import norm_triton
+
+        return norm_triton.backward(dy, dz, z, weight, mean, rstd, keep, seeds, p, rms, has_x_bias)
+    n, wide = z.shape[-1], rstd.dtype
+    w = weight.to(wide)
+    about = (torch.zeros_like(rstd) if rms else mean)[:, None]
+    d_sum, dw, db = torch.ops.aten.native_layer_norm_backward(
+        dy.contiguous(), z.contiguous(), [n], about, rstd[:, None], w, torch.zeros_like(w),
+        [True, True, not rms],
+    )  # fmt: skip
+    if rms:  # torch subtracts the mean of dy * weight as well, for the mean that we have not
+        average = torch.mv(dy, weight.to(dy.dtype)).to(wide).mul_(rstd / n)
+        d_sum.add_(average[:, None])
+    if dz is not None:
+        d_sum = d_sum.add_(dz)
+    mask = mask_like(z, keep, seeds, p)
+    dx = z.new_empty(0, n) if mask is None else d_sum * mask
+    dx_bias = (d_sum if mask is None else dx).sum(0) if has_x_bias else w.new_empty(0)
+    db = w.new_empty(0) if rms else db
+    dw, db, dx_bias = (t.to(weight.dtype) for t in (dw, db, dx_bias))
+    return d_sum, dx, dw, db, dx_bias

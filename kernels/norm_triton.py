@@ -1,0 +1,211 @@
+"""Triton part of norm.py: whole rows in registers, ROWS of them at a time."""
+
+# pyright: reportCallIssue=false, reportArgumentType=false
+# A launch takes options that the signature of the kernel has not, and plain numbers as constants.
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slapo_zoo.kernels.triton_dropout import scaled_keep, threshold_and_scale
+
+PROGRAMS = (
+    264  # in the backward: two per multiprocessor of an H100; also the number of partial sums
+)
+
+
+@triton.jit
+def _mask(m, n, at, ok, M, N, keep, seeds, cell, threshold, scale, MASK: tl.constexpr):
+    """The dropout mask of a tile; a cell is `cell` rows."""
+    if MASK == "keep":
+        return tl.load(keep + at, mask=ok, other=0.0).to(tl.float32)
+    key = tl.load(seeds + m // cell, mask=m < M, other=0)
+    counter = (m % cell)[:, None].to(tl.int64) * N + n[None, :]
+    return scaled_keep(counter, key[:, None], threshold, scale)
+
+
+@triton.jit
+def _forward_kernel(
+    y, z, means, rstds, x, weight, bias, x_bias, residual, keep, seeds,
+    M, N, cell, threshold, scale, eps,
+    RMS: tl.constexpr, BIAS: tl.constexpr, X_BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    n = tl.arange(0, BLOCK_N)
+    ok = (m[:, None] < M) & (n[None, :] < N)
+    at = m[:, None].to(tl.int64) * N + n[None, :]
+    h = tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
+    if X_BIAS:
+        h += tl.load(x_bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if MASK != "none":
+        h *= _mask(m, n, at, ok, M, N, keep, seeds, cell, threshold, scale, MASK)
+    if RESIDUAL:
+        h += tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)
+    if X_BIAS or RESIDUAL or MASK != "none":
+        tl.store(z + at, h, mask=ok)
+        h = h.to(z.dtype.element_ty).to(tl.float32)  # the backward sees the rounded sum
+    if RMS:
+        centred = h
+    else:
+        mean = tl.sum(h, 1) / N
+        centred = tl.where(ok, h - mean[:, None], 0.0)
+        tl.store(means + m, mean, mask=m < M)
+    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / N + eps)
+    tl.store(rstds + m, rstd, mask=m < M)
+    out = centred * rstd[:, None]
+    out *= tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if BIAS:
+        out += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + at, out, mask=ok)
+
+
+@triton.jit
+def _backward_kernel(  # noqa: C901 - each branch is a constant when it is compiled
+    d_sum, dx, dw, db, dx_bias, dy, dz, z, weight, means, rstds, keep, seeds,
+    M, N, cell, threshold, scale,
+    RMS: tl.constexpr, DZ: tl.constexpr, X_BIAS: tl.constexpr, MASK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Program i takes every k-th tile of rows; its sums over them go to row i of dw, db, dx_bias."""
+    n = tl.arange(0, BLOCK_N)
+    w = tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    sum_w = tl.zeros((BLOCK_N,), tl.float32)
+    sum_b = tl.zeros((BLOCK_N,), tl.float32)
+    sum_x = tl.zeros((BLOCK_N,), tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0)):
+        m = tile * ROWS + tl.arange(0, ROWS)
+        ok = (m[:, None] < M) & (n[None, :] < N)
+        at = m[:, None].to(tl.int64) * N + n[None, :]
+        g = tl.load(dy + at, mask=ok, other=0.0).to(tl.float32)
+        h = tl.load(z + at, mask=ok, other=0.0).to(tl.float32)
+        rstd = tl.load(rstds + m, mask=m < M, other=0.0)[:, None]
+        if RMS:
+            normal = h * rstd
+        else:
+            mean = tl.load(means + m, mask=m < M, other=0.0)[:, None]
+            normal = tl.where(ok, (h - mean) * rstd, 0.0)
+            sum_b += tl.sum(g, 0)
+        sum_w += tl.sum(g * normal, 0)
+        g *= w
+        along = tl.sum(g * normal, 1) / N
+        d = g - normal * along[:, None]
+        if not RMS:
+            d -= (tl.sum(g, 1) / N)[:, None]
+        d *= rstd
+        if DZ:
+            d += tl.load(dz + at, mask=ok, other=0.0).to(tl.float32)
+        tl.store(d_sum + at, d, mask=ok)
+        if MASK != "none":
+            d *= _mask(m, n, at, ok, M, N, keep, seeds, cell, threshold, scale, MASK)
+            tl.store(dx + at, d, mask=ok)
+        if X_BIAS:
+            sum_x += tl.sum(d, 0)
+    at = tl.program_id(0).to(tl.int64) * N + n
+    tl.store(dw + at, sum_w, mask=n < N)
+    if not RMS:
+        tl.store(db + at, sum_b, mask=n < N)
+    if X_BIAS:
+        tl.store(dx_bias + at, sum_x, mask=n < N)
+
+
+def tile(N: int) -> dict[str, int]:
+    """About 16 elements per thread; a warp takes whole rows where they are short."""
+    block = triton.next_power_of_2(max(N, 16))
+    rows = max(1, 2048 // block)
+    return {
+        "ROWS": rows,
+        "BLOCK_N": block,
+        "num_warps": min(max(rows * block // 512, 4), 16),
+        "enable_fp_fusion": True,
+    }
+
+
+def _mask_options(M: int, keep, seeds, p: float) -> tuple[str, tuple]:
+    mask = "keep" if keep is not None else "seeds" if seeds is not None and p > 0 else "none"
+    cell = M // max(len(seeds), 1) if mask == "seeds" else 1
+    return mask, (max(cell, 1), *threshold_and_scale(p))
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    x_bias: Tensor | None,
+    residual: Tensor | None,
+    keep: Tensor | None,
+    seeds: Tensor | None,
+    p: float,
+    eps: float,
+    rms: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The arguments of norm.py; z is empty where it is x."""
+    M, N = x.shape
+    x, weight, bias, x_bias, residual, keep = _contiguous(x, weight, bias, x_bias, residual, keep)
+    mask, sizes = _mask_options(M, keep, seeds, p)
+    summed = x_bias is not None or residual is not None or mask != "none"
+    y, z = torch.empty_like(x), x.new_empty((M if summed else 0, N))
+    mean = x.new_empty(0 if rms else M, dtype=torch.float32)
+    rstd = x.new_empty(M, dtype=torch.float32)
+    if x.numel():
+        options = tile(N)
+        args = (y, z, mean, rstd, x, weight, bias, x_bias, residual, keep, seeds)
+        _forward_kernel[(triton.cdiv(M, options["ROWS"]),)](
+            *args, M, N, *sizes, eps, RMS=rms, BIAS=bias is not None, X_BIAS=x_bias is not None,
+            RESIDUAL=residual is not None, MASK=mask, **options,
+        )  # fmt: skip
+    return y, z, mean, rstd
+
+
+def backward(
+    dy: Tensor,
+    dz: Tensor | None,
+    z: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    keep: Tensor | None,
+    seeds: Tensor | None,
+    p: float,
+    rms: bool,
+    has_x_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of z, x (empty where it is that of z), weight, bias and x_bias."""
+    M, N = z.shape
+    dy, dz, z, weight, keep = _contiguous(dy, dz, z, weight, keep)
+    mask, sizes = _mask_options(M, keep, seeds, p)
+    d_sum, dx = torch.empty_like(z), z.new_empty((M if mask != "none" else 0, N))
+    options = tile(N)
+    programs = min(PROGRAMS, triton.cdiv(M, options["ROWS"]))
+    counts = (N, 0 if rms else N, N if has_x_bias else 0)
+    partial = [z.new_empty((programs, n), dtype=torch.float32) for n in counts]
+    if z.numel():
+        args = (d_sum, dx, *partial, dy, dz, z, weight, mean, rstd, keep, seeds)
+        _backward_kernel[(programs,)](
+            *args, M, N, *sizes, RMS=rms, DZ=dz is not None, X_BIAS=has_x_bias, MASK=mask, **options
+        )
+    dw, db, dx_bias = (t.sum(0).to(weight.dtype) for t in partial)
+    return d_sum, dx, dw, db, dx_bias
+
+
+def _contiguous(*tensors: Tensor | None) -> list:
+    return [None if t is None else t.contiguous() for t in tensors]
+
+
+_TYPES = dict.fromkeys(("y", "z", "x", "weight", "bias", "x_bias", "residual", "keep", "d_sum", "dx", "dy", "dz"), "*bf16")  # fmt: skip
+_TYPES |= dict.fromkeys(("means", "rstds", "dw", "db", "dx_bias"), "*fp32") | {"seeds": "*i64"}
+_TYPES |= {
+    "M": "i32",
+    "N": "i32",
+    "cell": "i32",
+    "threshold": "i32",
+    "scale": "fp32",
+    "eps": "fp32",
+}
+AOT = [  # kernel, types of its arguments, constants
+    (kernel, _TYPES, {"RMS": rms, "BIAS": not rms, "X_BIAS": add, "RESIDUAL": add, "DZ": add,
+                      "MASK": "seeds" if add else "none", **tile(N)})
+    for kernel in (_forward_kernel, _backward_kernel)
+    for N, rms, add in ((768, False, False), (1024, True, False), (1024, False, True), (4096, False, True))
+]  # fmt: skip

@@ -1,0 +1,53 @@
+"""relu_dropout: y = dropout(relu(x)), the activation of T5's feed-forward. B batch rows, N columns."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.kernel import kernel
+from slapo_zoo.kernels.activation import activation
+from slapo_zoo.kernels.dropout_mask import dropout_of, mask_like
+
+SHAPES = [(1, 7, 64), (3, 5, 100), (2, 16, 257), (0, 4, 32)]
+
+
+def reference(x: Tensor, seeds: Tensor | None = None, p: float = 0.0) -> Tensor:
+    """The definition (transformers, modeling_t5.py: T5DenseActDense)."""
+    y = torch.where(x > 0, x, torch.zeros_like(x))
+    mask = mask_like(x, None, seeds, p)
+    return y if mask is None else y * mask
+
+
+def inputs(B: int, S: int, N: int, **like: Any) -> dict[str, Any]:
+    """Random arguments of one test shape, with dropout."""
+    seeds = torch.randint(2**63 - 1, (B,), device=like.get("device"))
+    return {"x": torch.randn(B, S, N, **like), "seeds": seeds, "p": 0.25}
+
+
+def _forward(module: Any, hidden_states: Tensor) -> Tensor:
+    h = module.wi(hidden_states)
+    return module.wo(relu_dropout(h, **dropout_of(module.dropout, h)).to(module.wo.weight.dtype))
+
+
+def _cannot(module: Any) -> str:
+    act = type(module.act).__name__
+    return "" if act == "ReLU" else f"its activation is {act}, not ReLU"
+
+
+@kernel(
+    "relu_dropout", reference, inputs, SHAPES, cpu="F.relu", cannot=_cannot,
+    serves={"T5DenseActDense": _forward},
+)  # fmt: skip
+def relu_dropout(
+    x: Tensor, keep: Tensor | None = None, seeds: Tensor | None = None, p: float = 0.0
+) -> Tensor:
+    """y = relu(x) * mask, one pass each way.
+
+    Args:
+        x: [B, ..., N].
+        keep: a dropout mask, see dropout_mask.
+        seeds: [B], see dropout_mask.
+        p: see dropout_mask.
+    """
+    return activation("relu_dropout", "relu", x, keep=keep, seeds=seeds, p=p)

@@ -1,0 +1,54 @@
+"""rms_norm: y = x / rms(x) * weight over the last axis, T5's norm. N columns."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.kernel import kernel, runs_triton
+from slapo_zoo.kernels.norm import MOST_COLUMNS, norm
+
+SHAPES = [(1, 64), (7, 100), (130, 257), (0, 32), (3, 3)]
+
+
+def reference(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """The definition (Zhang & Sennrich 2019, arXiv:1910.07467; modeling_t5.py: T5LayerNorm)."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = x * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if weight.dtype in (torch.float16, torch.bfloat16):
+        y = y.to(weight.dtype)
+    return weight * y
+
+
+def inputs(M: int, N: int, **like: Any) -> dict[str, Any]:
+    """Random arguments of one test shape."""
+    return {"x": torch.randn(M, N, **like), "weight": torch.randn(N, **like) + 1.0}
+
+
+def _forward(module: Any, hidden_states: Tensor) -> Tensor:
+    x = hidden_states
+    if module.weight.dtype in (torch.float16, torch.bfloat16):
+        x = x.to(module.weight.dtype)
+    return rms_norm(x, module.weight, module.variance_epsilon)
+
+
+def _cannot(module: Any) -> str:
+    many = module.weight.shape[0] > MOST_COLUMNS
+    return f"its rows are longer than {MOST_COLUMNS}" if many else ""
+
+
+@kernel(
+    "rms_norm", reference, inputs, SHAPES, serves={"T5LayerNorm": _forward}, cannot=_cannot,
+    cpu="LayerNorm's backward and a correction",
+)  # fmt: skip
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """RMSNorm over the last axis, in the dtype of x.
+
+    Args:
+        x: [..., N].
+        weight: [N].
+        eps: added to the mean of squares.
+    """
+    if x.is_cuda and not runs_triton("rms_norm", x):
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+    return norm(x, weight, None, eps, rms=True)[0]

@@ -1,0 +1,146 @@
+"""sparse_mlm_head_loss: the loss of a masked-language model from the rows that are masked.
+
+About 15 % of the rows count, and `transformers` runs the head on all. B batch rows, S tokens, H hidden
+size, V classes.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from slapo_zoo.kernel import kernel
+from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
+from slapo_zoo.kernels.logits_on_demand import LogitsOnDemand
+
+SHAPES = [(1, 5, 16, 40), (3, 7, 24, 131), (2, 33, 16, 97)]
+
+
+def reference(
+    hidden: Tensor,
+    labels: Tensor,
+    transform: Callable[[Tensor], Tensor],
+    weight: Tensor,
+    bias: Tensor | None = None,
+    num_items: Tensor | int | None = None,
+) -> Tensor:
+    """The definition (transformers, modeling_bert.py: BertForMaskedLM), logits of all tokens."""
+    h = transform(hidden)
+    logits = h @ weight.T if bias is None else h @ weight.T + bias
+    wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+    if num_items is None:
+        return functional.cross_entropy(wide, labels.flatten())
+    return functional.cross_entropy(wide, labels.flatten(), reduction="sum") / num_items
+
+
+def inputs(B: int, S: int, H: int, V: int, **like: Any) -> dict[str, Any]:
+    """Random arguments of one test shape; a third of the tokens is masked."""
+    labels = torch.randint(V, (B, S), device=like.get("device"))
+    labels.flatten()[1::3] = -100
+    labels.flatten()[2::3] = -100
+    hidden, weight = torch.randn(B, S, H, **like), torch.randn(V, H, **like) / 4
+    return {"hidden": hidden, "labels": labels, "transform": torch.tanh, "weight": weight,
+            "bias": torch.randn(V, **like)}  # fmt: skip
+
+
+def _bert(model: Any) -> tuple[Callable[[Tensor], Tensor], Any]:
+    return model.cls.predictions.transform, model.cls.predictions.decoder
+
+
+def _roberta(model: Any) -> tuple[Callable[[Tensor], Tensor], Any]:
+    head = model.lm_head
+    return lambda x: head.layer_norm(functional.gelu(head.dense(x))), head.decoder
+
+
+def _albert(model: Any) -> tuple[Callable[[Tensor], Tensor], Any]:
+    head = model.predictions
+    return lambda x: head.LayerNorm(head.activation(head.dense(x))), head.decoder
+
+
+HEADS = {"BertForMaskedLM": _bert, "RobertaForMaskedLM": _roberta, "AlbertForMaskedLM": _albert}
+
+
+def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of the whole model; without labels it is the model's own."""
+    from transformers.modeling_outputs import MaskedLMOutput
+
+    given = inspect.signature(type(model).forward).bind(model, *args, **kwargs).arguments
+    given = {k: v for k, v in given.items() if k not in ("self", "kwargs")} | given.get(
+        "kwargs", {}
+    )
+    labels = given.pop("labels", None)
+    if labels is None:
+        return type(model).forward(model, *args, **kwargs)
+    as_tuple = given.pop("return_dict", None) is False
+    num_items = given.pop("num_items_in_batch", None)
+    base = getattr(model, model.base_model_prefix)
+    outputs = base(**given, return_dict=True)
+    hidden = outputs[0]
+    transform, decoder = HEADS[_known(model)](model)
+    args = (hidden, labels.to(hidden.device), transform, decoder.weight, decoder.bias, num_items)
+    loss = sparse_mlm_head_loss(*args)
+    shape = (*hidden.shape[:-1], decoder.weight.shape[0])
+    logits = LogitsOnDemand.of(shape, hidden, lambda: decoder(transform(hidden)))
+    result = MaskedLMOutput(
+        loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+    )  # pyright: ignore[reportArgumentType]
+    return result.to_tuple() if as_tuple else result
+
+
+def _known(model: Any) -> str:
+    return next(c.__name__ for c in type(model).__mro__ if c.__name__ in HEADS)
+
+
+def _cannot(model: Any) -> str:
+    decoder = HEADS[_known(model)](model)[1]
+    if decoder.weight.shape[0] != model.config.vocab_size:
+        return "its decoder holds a part of the vocabulary; see vocab_parallel_linear_cross_entropy"
+    return "its decoder has hooks, which would not run" if decoder._forward_hooks else ""
+
+
+@kernel(
+    "sparse_mlm_head_loss", reference, inputs, SHAPES, cannot=_cannot, cpu="masked rows only",
+    serves=dict.fromkeys(HEADS, _forward),
+)  # fmt: skip
+def sparse_mlm_head_loss(
+    hidden: Tensor,
+    labels: Tensor,
+    transform: Callable[[Tensor], Tensor],
+    weight: Tensor,
+    bias: Tensor | None = None,
+    num_items: Tensor | int | None = None,
+    capacity: int | None = None,
+) -> Tensor:
+    """The mean loss over masked tokens; equal to that of all logits, gradients included.
+
+    Args:
+        hidden: [B, S, H], the last hidden states.
+        labels: [B, S], -100 where not masked.
+        transform: [N, H] --> [N, H'], the head before its decoder; it must act row by row.
+        weight: [V, H'].
+        bias: [V].
+        num_items: what the sum is divided by; by default the number of masked tokens.
+        capacity: a fixed number of rows to run on, so that no shape depends on the labels (CUDA
+            graphs); more masked tokens than that are an error.
+    """
+    rows, targets = hidden.flatten(0, -2), labels.flatten()
+    if capacity is None and torch.compiler.is_compiling():
+        capacity = targets.shape[0]  # the chunks leave out what does not count, on a CPU
+    if capacity is None:
+        at = (targets != -100).nonzero()[:, 0]
+        rows, targets = rows.index_select(0, at), targets[at]
+    elif capacity < targets.shape[0]:
+        rows, targets = _at_most(rows, targets, capacity)
+    return linear_cross_entropy(transform(rows), weight, targets, bias, num_items=num_items)
+
+
+def _at_most(rows: Tensor, targets: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """The masked rows and as many others as it takes to make `capacity`."""
+    masked = targets != -100
+    problem = f"more than capacity={capacity} masked tokens\n  hint: raise it, or pass None"
+    torch._assert_async(masked.sum() <= capacity, problem)  # pyright: ignore[reportPrivateImportUsage]
+    order = (~masked).to(torch.int8).argsort(stable=True)[:capacity]
+    return rows.index_select(0, order), targets[order]

@@ -1,0 +1,208 @@
+"""t5_attention: softmax(q k' + bias(distance)) v with T5's table of distances; no scale.
+
+B batch rows, S queries, T keys, H heads, D head size.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.kernel import kernel, runs_triton
+from slapo_zoo.kernels.blocked_attention import attention
+from slapo_zoo.kernels.dropout_mask import keys_of, mask_like, new_seeds
+
+SHAPES = [(1, 2, 5, 5, 16, False), (2, 3, 37, 37, 8, True), (1, 2, 150, 150, 16, False),
+          (2, 2, 9, 21, 16, False), (0, 2, 8, 8, 16, True)]  # fmt: skip
+
+
+MATERIALISED = 1 << 25  # bytes of weights up to which a CPU keeps them; beyond, memory is O(S + T)
+
+
+def relative_buckets(
+    distance: Tensor, bidirectional: bool, num_buckets: int = 32, max_distance: int = 128
+) -> Tensor:
+    """T5's bucket of a distance j - i: exact while small, then logarithmic (modeling_t5.py)."""
+    half = num_buckets // 2 if bidirectional else num_buckets
+    exact = half // 2
+    far = distance.abs() if bidirectional else -distance.clamp(max=0)
+    # in fp32 and in this order of operations: the borders fall where those of transformers do
+    log = torch.log(far.float() / exact) / math.log(max_distance / exact) * (half - exact)
+    large = (exact + log.clamp(min=0).long()).clamp(max=half - 1)
+    bucket = torch.where(far < exact, far, large)
+    return bucket + (distance > 0).long() * half if bidirectional else bucket
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor | None = None,
+    bidirectional: bool = True,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    max_distance: int = 128,
+    seeds: Tensor | None = None,
+    p: float = 0.0,
+) -> Tensor:
+    """The definition (Raffel et al. 2019, arXiv:1910.10683; modeling_t5.py: T5Attention)."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = (q @ k.transpose(-1, -2)).to(wide)
+    S, T = scores.shape[-2:]
+    if weight is not None:
+        i, j = (
+            torch.arange(S, device=q.device)[:, None] + (T - S if causal else 0),
+            torch.arange(T, device=q.device),
+        )
+        buckets = relative_buckets(j - i, bidirectional, len(weight), max_distance)
+        scores = scores + weight[buckets].permute(2, 0, 1).to(wide)
+    if causal:
+        seen = torch.ones(S, T, dtype=torch.bool, device=q.device).tril(T - S)
+        scores = scores.masked_fill(~seen, torch.finfo(wide).min)
+    if key_mask is not None:
+        scores = scores.masked_fill(~key_mask[:, None, None], torch.finfo(wide).min)
+    weights = scores.softmax(-1).to(v.dtype)
+    mask = mask_like(weights, None, seeds, p)
+    return (weights if mask is None else weights * mask) @ v
+
+
+def inputs(B: int, H: int, S: int, T: int, D: int, causal: bool, **like: Any) -> dict[str, Any]:
+    """Random arguments of one test shape, with dropout; the first row has padding at its end."""
+    q, k, v = (torch.randn(B, H, n, D, **like) for n in (S, T, T))
+    real = torch.tensor([[T - T // 4]] + [[T]] * (B - 1))[:B].to(q.device)
+    seeds = torch.randint(2**63 - 1, (B * H,), device=like.get("device"))
+    return {"q": q / 2, "k": k / 2, "v": v, "weight": torch.randn(32, H, **like), "causal": causal,
+            "bidirectional": not causal, "key_mask": torch.arange(T, device=q.device) < real,
+            "seeds": seeds, "p": 0.25}  # fmt: skip
+
+
+def _forward(
+    module: Any,
+    hidden_states: Tensor,
+    mask: Tensor | None = None,
+    key_value_states: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None, None]:
+    """T5Attention. What it hands to the next layer as `position_bias` is the table, not [1, H, S, T].
+
+    So all attentions of a model are served, or none. With a cache that holds tokens the model's own
+    forward runs, in every layer alike.
+    """
+    if past_key_values is not None and past_key_values.get_seq_length(module.layer_idx):
+        args = (hidden_states, mask, key_value_states, position_bias, past_key_values)
+        return type(module).forward(module, *args, **kwargs)
+    source = hidden_states if key_value_states is None else key_value_states
+    q = _heads(module, module.q(hidden_states))
+    k, v = _heads(module, module.k(source)), _heads(module, module.v(source))
+    if past_key_values is not None:
+        k, v = _remember(module, past_key_values, k, v, key_value_states is not None)
+    if position_bias is None and module.has_relative_attention_bias:
+        position_bias = module.relative_attention_bias.weight
+    out = t5_attention(
+        q, k, v, position_bias, not module.is_decoder, module.is_causal and key_value_states is None,
+        keys_of(mask, k.shape[2]), module.relative_attention_max_distance,
+        **(_dropout(module, q, k) if module.training else {}),
+    )  # fmt: skip
+    return module.o(out.transpose(1, 2).flatten(2)), position_bias, None
+
+
+def _heads(module: Any, x: Tensor) -> Tensor:
+    return x.view(*x.shape[:-1], -1, module.key_value_proj_dim).transpose(1, 2)
+
+
+def _remember(module: Any, cache: Any, k: Tensor, v: Tensor, cross: bool) -> tuple[Tensor, Tensor]:
+    """Put keys and values into an empty cache, as T5Attention does."""
+    from transformers import EncoderDecoderCache
+
+    if isinstance(cache, EncoderDecoderCache):
+        if cross:
+            cache.is_updated[module.layer_idx] = True
+        cache = cache.cross_attention_cache if cross else cache.self_attention_cache
+    return cache.update(k, v, module.layer_idx)
+
+
+def _dropout(module: Any, q: Tensor, k: Tensor) -> dict[str, Any]:
+    """The mask of the model's own random stream where a schedule gave it one, else fresh seeds."""
+    (B, H, S, _), core = q.shape, module._modules.get("core_attn")
+    if core is None or not module.dropout:
+        return new_seeds(B * H, module.dropout, q.device)
+    weights = q.detach().new_empty(()).expand(B, H, S, k.shape[2])
+    return {"keep": core.stream.keep_mask(weights, module.dropout, core.site, core.heads)}
+
+
+@kernel(
+    "t5_attention", reference, inputs, SHAPES, cpu="blocks of queries",
+    serves={"T5Attention": _forward},
+)  # fmt: skip
+def t5_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor | None = None,
+    bidirectional: bool = True,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    max_distance: int = 128,
+    keep: Tensor | None = None,
+    seeds: Tensor | None = None,
+    p: float = 0.0,
+) -> Tensor:
+    """Out [B, H, S, D] in O(S + T) memory (see MATERIALISED); the gradient of the table is the same bits every time.
+
+    Args:
+        q: [B, H, S, D].
+        k: [B, H, T, D]; if causal, the queries are the last S of T positions.
+        v: [B, H, T, D].
+        weight: [buckets, H], of `relative_attention_bias`; None in cross-attention.
+        bidirectional: whether the buckets tell later keys from earlier ones (the encoder).
+        causal: no query sees a later key (the decoder).
+        key_mask: [B, T], False where a key is padding.
+        max_distance: beyond it, all distances share a bucket.
+        keep: [B, H, S, T], a dropout mask, see dropout_mask.
+        seeds: [B * H], see dropout_mask.
+        p: see dropout_mask.
+    """
+    table, classes = None, None
+    if weight is not None:
+        S, T = q.shape[2], k.shape[2]
+        table, classes = _by_class(
+            weight, S, T, T - S if causal else 0, bidirectional, max_distance
+        )
+    size = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * q.dtype.itemsize
+    if not runs_triton("t5_attention", q) and size <= MATERIALISED:
+        return _in_one_piece(q, k, v, table, classes, causal, key_mask, keep, seeds, p)
+    args = (table, classes, key_mask, keep, seeds, p, False)
+    return attention(q, k, v, 1.0, causal, 0, *args)
+
+
+def _in_one_piece(q, k, v, table, classes, causal, key_mask, keep, seeds, p) -> Tensor:
+    """Weights that fit the caches are kept for the backward: cheaper than making them twice."""
+    scores = q @ k.transpose(-1, -2)
+    S, T = scores.shape[-2:]
+    if table is not None:
+        bias = table.to(scores.dtype)[:, classes.long()].unfold(-1, T, 1).flip(1)
+        scores = scores + bias
+    if causal:
+        hidden = torch.ones(S, T, dtype=torch.bool, device=q.device).triu(T - S + 1)
+        scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+    if key_mask is not None:
+        scores = scores.masked_fill(~key_mask[:, None, None], torch.finfo(scores.dtype).min)
+    weights = scores.softmax(-1)
+    mask = mask_like(weights, keep, seeds, p)
+    return (weights if mask is None else weights * mask) @ v
+
+
+def _by_class(
+    weight: Tensor, S: int, T: int, offset: int, bidirectional: bool, max_distance: int
+) -> tuple[Tensor, Tensor]:
+    """The table [H, C] in an order in which the class never falls with the distance."""
+    n = weight.shape[0]
+    distance = torch.arange(S + T - 1, device=weight.device) - (S - 1 + offset)
+    bucket = relative_buckets(distance, bidirectional, n, max_distance)
+    half = n // 2 if bidirectional else n
+    order = torch.arange(n, device=weight.device)
+    order = torch.where(order < half, half - 1 - order, order)  # its own inverse
+    return weight[order].t().contiguous(), order[bucket].to(torch.int32)

@@ -1,0 +1,3 @@
+"""Schedule cards: a schedule as data in a folder or a repository of the Hub, replayed safely."""
+
+from slapo_zoo.cards.program import Program as Program

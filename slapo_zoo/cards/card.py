@@ -1,0 +1,166 @@
+"""A card: a program, what was measured with it, and the page that shows both."""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slapo_zoo.cards import files, readme, strict_json
+from slapo_zoo.cards.program import Program
+from slapo_zoo.errors import CardError
+
+UNMEASURED = "unmeasured"
+MEASURES = ("device", "step_ms_p50", "tokens_per_s", "peak_memory_gib", "baselines")
+LICENCE = "apache-2.0"
+
+
+@dataclass(frozen=True)
+class Card:
+    """One folder of a published schedule.
+
+    Args:
+        program: of schedule.json.
+        mesh: sizes `tp pp dp` that it was made for.
+        base_model: id on the Hub, or the family where the card is of no single checkpoint.
+        verify: verdict and figures of a verification, or {"verdict": "unmeasured"}.
+        bench: MEASURES --> value or "unmeasured".
+        tuning: chosen values by device; data for kernels and the tuner.
+        software: versions that it was made with.
+        repo_id: where it is published.
+    """
+
+    program: Program
+    mesh: Mapping[str, int]
+    base_model: str
+    verify: Mapping[str, Any] = field(default_factory=lambda: {"verdict": UNMEASURED})
+    bench: Mapping[str, Any] = field(default_factory=lambda: dict.fromkeys(MEASURES, UNMEASURED))
+    tuning: Mapping[str, Any] = field(default_factory=dict)
+    software: Mapping[str, str] = field(default_factory=dict)
+    repo_id: str = "org/name@sha"
+
+    def metadata(self) -> dict[str, Any]:
+        """The YAML block of README.md."""
+        program, sizes = self.program, {name: self.mesh[name] for name in ("tp", "pp", "dp")}
+        layout = [f"{name}-{size}" for name, size in sizes.items()]
+        found: dict[str, Any] = {
+            "library_name": "slapo_zoo",
+            "license": LICENCE,
+            "tags": ["slapo-zoo", "schedule", program.model_type, *layout],
+            "schedule": {
+                "format": program.document()["format"],
+                "architecture": program.model_class,
+                "hash": program.hash,
+                "structure_hash": program.structure,
+                "constraints": list(program.constraints),
+                "params": sizes,
+                "hardware": self.bench.get("device", UNMEASURED),
+                "software": dict(self.software),
+                "measured": {k: v for k, v in self.bench.items() if k != "device"},
+                "verified": self.verify.get("verdict", UNMEASURED),
+            },
+        }
+        return found | ({"base_model": [self.base_model]} if "/" in self.base_model else {})
+
+    def page(self) -> str:
+        """README.md."""
+        program = self.program
+        exact = "exactly the module tree it was made for"
+        values = {
+            "title": f"{program.model_class}, tp={self.mesh['tp']}, pp={self.mesh['pp']}",
+            "model_class": program.model_class,
+            "model_type": program.model_type,
+            "mesh": dict(self.mesh),
+            "base_model": self.base_model,
+            "repo_id": self.repo_id,
+            "constraints": program.constraints,
+            "structure": exact if program.structure else "any size that meets these constraints",
+            "primitives": sorted(Counter(name for _, name, _ in program.steps).items()),
+            "measured": [(name, self.bench.get(name, UNMEASURED)) for name in MEASURES],
+            "verdict": self.verify.get("verdict", UNMEASURED),
+        }
+        return readme.render(self.metadata(), values)
+
+    def contents(self) -> dict[str, bytes]:
+        """Every file of the folder, by name."""
+        reports = dict(zip(files.REPORTS, (self.verify, self.bench, self.tuning), strict=True))
+        return {
+            files.README: self.page().encode(),
+            files.PROGRAM: self.program.to_bytes(),
+            **{
+                name: (json.dumps(dict(r), indent=1) + "\n").encode() for name, r in reports.items()
+            },
+        }
+
+    def write(self, folder: Path) -> None:
+        """Write the folder; files of other names in it are an error, before anything is written."""
+        contents = self.contents()
+        _check_page(self.program, contents[files.README])
+        folder.mkdir(parents=True, exist_ok=True)
+        files.names_of(folder)
+        for name, data in contents.items():
+            part = folder / f".git-part-{name}"  # a name that no card has
+            part.write_bytes(data)
+            os.replace(part, folder / name)
+
+
+def read_card(folder: Path, root: Path | None = None) -> Card:
+    """Read and check a whole card; nothing of it is executed.
+
+    Args:
+        folder: of the card.
+        root: of the Hub's cache, see `files.read`.
+
+    Raises:
+        CardError: something in it is not as a card has it, or its hash is another.
+    """
+    names = files.names_of(folder) if root is None else [p.name for p in folder.iterdir()]
+    for needed in (files.PROGRAM, files.README):
+        if needed not in names:
+            hint = "make one with `slapo-zoo card make`"
+            raise CardError("card", str(folder), f"{needed} is missing", hint)
+    program = Program.parse(files.read(folder, files.PROGRAM, root))
+    metadata = _check_page(program, files.read(folder, files.README, root))
+    reports = {
+        name: _report(strict_json.parse(files.read(folder, name, root), name), name)
+        for name in files.REPORTS
+        if name in names
+    }
+    verify, bench, tuning = (reports.get(name, {}) for name in files.REPORTS)
+    schedule, base = metadata["schedule"], metadata.get("base_model") or [program.model_type]
+    return Card(
+        program, _sizes(schedule.get("params")), str(base[0] if isinstance(base, list) else base),
+        verify, bench, tuning, _texts(schedule.get("software")),
+    )  # fmt: skip
+
+
+def _check_page(program: Program, page: bytes) -> dict[str, Any]:
+    metadata = readme.metadata_of(page)
+    schedule = metadata.get("schedule")
+    found = schedule.get("hash") if isinstance(schedule, dict) else None
+    if found != program.hash:
+        problem = f"README.md says {found!r:.90}, schedule.json has {program.hash!r}"
+        hint = "one of them was changed after the card was made; do not use it, or make it anew"
+        raise CardError("card", "hash", problem, hint)
+    return metadata
+
+
+def _report(document: Any, name: str) -> dict[str, Any]:
+    if not isinstance(document, dict):
+        problem = f"found {type(document).__name__}, expected an object"
+        raise CardError(name, "document", problem, "write {} for none")
+    return document
+
+
+def _sizes(params: Any) -> dict[str, int]:
+    sizes: dict[str, Any] = {name: params.get(name) if isinstance(params, dict) else None for name in ("tp", "pp", "dp")}  # fmt: skip
+    if any(type(size) is not int or not 1 <= size <= 2**20 for size in sizes.values()):
+        problem = f"found {sizes}, expected sizes of tp, pp and dp"
+        raise CardError("README.md", "schedule.params", problem, "name all three")
+    return sizes
+
+
+def _texts(value: Any) -> dict[str, str]:
+    return {str(k): str(v) for k, v in value.items()} if isinstance(value, dict) else {}

@@ -1,0 +1,91 @@
+"""A card is verified before it is replayed, and by its author before it is published."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from slapo_zoo.apart import verify_apart
+from slapo_zoo.cards.card import Card, read_card
+from slapo_zoo.cards.program import Program
+from slapo_zoo.errors import CardError
+from slapo_zoo.mesh import Mesh
+from slapo_zoo.seeds import get_logger
+from slapo_zoo.weights.together import together
+
+LEVELS = ("quick", "off")
+
+
+def require_correct(
+    program: Program, config: Any, mesh: Mesh, level: str, knobs: Mapping[str, Any]
+) -> None:
+    """CardError where a schedule does not compute what the plain model computes.
+
+    Rank 0 verifies it on a small model of the family, in a process of its own; all ranks learn the
+    outcome. A schedule that fits no small model is let through with a warning: `unmeasured`.
+
+    Args:
+        program: of the card.
+        config: of the model.
+        mesh: of all ranks.
+        level: "quick" or "off".
+        knobs: pipeline_order and stages_per_rank.
+    """
+    if level not in LEVELS:
+        raise CardError("from_pretrained", f"verify={level!r}", "unknown", f"one of {LEVELS}")
+    if level == "off":
+        return
+    request = json.dumps(request_for(program, config, (mesh.tp, mesh.pp, mesh.dp), knobs))
+
+    def first() -> dict[str, Any]:
+        return _once(request)
+
+    found = together(mesh, "verify", first if mesh.rank == 0 else dict)[0]
+    if found["verdict"] == "unmeasured":
+        get_logger("slapo_zoo").warning("the card was not verified: %s", found["text"])
+    elif found["verdict"] != "verified":
+        hint = 'do not use it; or pass verify="off" if you know better'
+        raise CardError("card", "verify", f"its schedule is wrong\n{found['text']}", hint)
+
+
+def request_for(
+    program: Program, config: Any, sizes: tuple[int, int, int], knobs: Mapping[str, Any],
+    quick: bool = True,
+) -> dict[str, Any]:  # fmt: skip
+    """What the process that verifies is told."""
+    return {
+        "config": config.to_dict(), "cls": program.model_class, "mesh": sizes, "quick": quick,
+        "program": program.to_bytes().decode(), "knobs": dict(knobs),
+    }  # fmt: skip
+
+
+@cache
+def _once(request: str) -> dict[str, Any]:
+    """The same card on the same model is verified once per process."""
+    return verify_apart(json.loads(request))
+
+
+def verify_card(folder: Path, config: Any, quick: bool = True) -> dict[str, Any]:
+    """Verify the card of a folder and write the outcome into it.
+
+    Args:
+        folder: of the card.
+        config: of the model it is for.
+        quick: on a small model of the family.
+
+    Returns:
+        the contents of verify.json.
+    """
+    card = read_card(folder)
+    sizes = (card.mesh["tp"], card.mesh["pp"], card.mesh["dp"])
+    found = verify_apart(request_for(card.program, config, sizes, {}, quick))
+    with_verdict(card, found).write(folder)
+    return found
+
+
+def with_verdict(card: Card, document: Mapping[str, Any]) -> Card:
+    """The card with the outcome of a verification, bound to its program."""
+    kept = {name: value for name, value in document.items() if name != "text"}
+    return replace(card, verify={**kept, "program": card.program.hash})

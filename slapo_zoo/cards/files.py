@@ -1,0 +1,56 @@
+"""The files of a card folder: a closed set of names, regular files, bounded, inside the folder."""
+
+import os
+import stat
+from pathlib import Path
+
+from slapo_zoo.errors import CardError
+
+PROGRAM, README = "schedule.json", "README.md"
+REPORTS = ("verify.json", "bench.json", "tuning.json")
+PYTHON = "schedule.py"  # read with trust_remote_code and a sha only
+MAX_FILE = 2**20
+
+
+def names_of(folder: Path) -> list[str]:
+    """The files of a card; CardError when something else lies there."""
+    if not folder.is_dir():
+        problem = "no such folder"
+        raise CardError("card", str(folder), problem, "pass a folder or org/name@sha")
+    found = sorted(path.name for path in folder.iterdir() if not path.name.startswith(".git"))
+    known = {PROGRAM, README, *REPORTS}
+    strange = [n for n in found if n not in known and not n.endswith(".png") and n != PYTHON]
+    if strange:
+        hint = f"a card holds {', '.join(sorted(known))} and pictures (.png), nothing else"
+        raise CardError("card", str(folder), f"found {', '.join(strange[:5])!r:.200}", hint)
+    return found
+
+
+def read(folder: Path, name: str, root: Path | None = None) -> bytes:
+    """The bytes of a file of a card.
+
+    Args:
+        folder: of the card.
+        name: of the file.
+        root: the Hub's cache keeps links to files elsewhere below it; None allows no link.
+    """
+    path = folder / name
+    if root is not None:
+        path = path.resolve()
+        if not path.is_relative_to(root.resolve()):
+            raise CardError("card", name, "a link that leads out of the cache", "fetch it anew")
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        link = path.is_symlink()
+        problem = "a symbolic link" if link else f"cannot be read: {error.strerror}"
+        raise CardError("card", str(path), problem, "a card holds regular files") from None
+    info = os.fstat(handle)
+    if not stat.S_ISREG(info.st_mode):
+        os.close(handle)
+        raise CardError("card", str(path), "no regular file", "a card holds regular files")
+    with open(handle, "rb") as file:
+        if info.st_size > MAX_FILE:
+            problem = f"{info.st_size} bytes, expected at most {MAX_FILE}"
+            raise CardError("card", str(path), problem, "a card is small")
+        return file.read(MAX_FILE + 1)

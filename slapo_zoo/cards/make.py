@@ -1,0 +1,120 @@
+"""A program for others, from a scheduled model on meta."""
+
+import copy
+import hashlib
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_zoo import hf
+from slapo_zoo.arithmetic import Named
+from slapo_zoo.cards.card import Card
+from slapo_zoo.cards.program import Program
+from slapo_zoo.cards.schema import PUBLISHABLE
+from slapo_zoo.directive import Directive
+from slapo_zoo.errors import CardError
+from slapo_zoo.mesh import Mesh
+from slapo_zoo.outline import Outline
+from slapo_zoo.schedule import Schedule
+from slapo_zoo.table import Table, table_for
+
+
+def zoo_card(
+    config: Any, auto_class: Any, mesh: Mesh, base_model: str, any_size: bool = False, **knobs: Any
+) -> Card:
+    """The card of the zoo's own schedule of a model; nothing was measured with it yet.
+
+    Args:
+        config: of the model.
+        auto_class: which head.
+        mesh: that it is made for.
+        base_model: id on the Hub, or the family.
+        any_size: see `make_program`.
+        knobs: sequence_parallel, checkpoint_ratio.
+    """
+    outline = Outline(config, auto_class, mesh, torch.float32, **knobs)
+    program = make_program(outline.schedule, outline.model.config, outline.cls, any_size)
+    base = base_model if base_model.count("/") == 1 else config.model_type
+    sizes = {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.dp}
+    return Card(program, sizes, base, software=software())
+
+
+def structure_of(config: Any, cls: type) -> str:
+    """The structure of the unscheduled model of a config."""
+    seam = table_for(config.model_type).seam
+    return structure_hash(hf.build_on_meta(cls, copy.deepcopy(config), torch.float32, seam))
+
+
+def software() -> dict[str, str]:
+    """Versions of what a schedule depends on."""
+    return {name: version(name) for name in ("slapo-zoo", "torch", "transformers")}
+
+
+def structure_hash(model: nn.Module) -> str:
+    """Over the paths and classes of all modules, and the names and whole shapes of parameters."""
+    lines = [f"{path} {type(module).__name__}" for path, module in model.named_modules()]
+    named = model.named_parameters(remove_duplicate=False)
+    lines += [f"{name} {tuple(p.shape)}" for name, p in named]
+    return "sha256:" + hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+def make_program(schedule: Schedule, config: Any, cls: type, any_size: bool = False) -> Program:
+    """The history of a schedule as a program; sizes of the model stay arithmetic where known.
+
+    Args:
+        schedule: of a family of the zoo.
+        config: of the model.
+        cls: of the model.
+        any_size: for every model of the class that has as many blocks; otherwise exactly for models
+            of this structure.
+
+    Raises:
+        CardError: a step holds a live object, or a primitive that no card may name.
+    """
+    used = set[str]()
+    table = table_for(config.model_type)
+    steps = tuple(
+        (pattern, directive.name, _written(pattern, directive, used))
+        for pattern, directive in schedule.history
+    )
+    numbers = _numbers(table, config, used)
+    constraints = [f"stages == {len(schedule.state.cuts) + 1}"]
+    if any_size and type(getattr(config, "num_hidden_layers", None)) is int:
+        constraints.append(f"num_hidden_layers == {config.num_hidden_layers}")
+    if "num_heads" in used:
+        constraints.append("tp <= num_heads")
+    structure = None if any_size else structure_of(config, cls)
+    program = Program(
+        config.model_type, cls.__name__, structure, numbers, tuple(constraints), steps
+    )  # fmt: skip
+    return Program.parse(program.to_bytes())  # what we publish is what we accept
+
+
+def _written(pattern: str, directive: Directive, used: set[str]) -> Mapping[str, Any]:
+    reason = directive.local()
+    left_out = PUBLISHABLE.get(directive.name)
+    if left_out is None:
+        reason = reason or "a card may not name this primitive"
+    elif found := [name for name in directive.arguments() if name in left_out]:
+        reason = reason or f"a card may not hold {', '.join(found)}"
+    if reason:
+        hint = "leave the directive out, or keep the schedule in Python"
+        raise CardError("card", f"sch[{pattern!r}].{directive}", reason, hint)
+    return {name: _value(value, used) for name, value in directive.arguments().items()}
+
+
+def _value(value: Any, used: set[str]) -> Any:
+    if isinstance(value, Named):
+        used.add(value.name)
+        return {"=": value.name}
+    return [_value(v, used) for v in value] if isinstance(value, tuple) else value
+
+
+def _numbers(table: Table, config: Any, used: set[str]) -> dict[str, str]:
+    """How the numbers that steps name follow from a config; what a function computes is fixed."""
+    dims = {name: of for name, of in table.dims.items() if name in used}
+    texts = {n: str(of(config)) if callable(of) else of for n, of in dims.items()}
+    return {n: text for n, text in texts.items() if text != n}

@@ -1,0 +1,190 @@
+"""schedule.json: the program of a card, checked before anything of it is used."""
+
+import difflib
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slapo_zoo import arithmetic
+from slapo_zoo.cards import strict_json
+from slapo_zoo.cards.schema import PUBLISHABLE, schema, validator
+from slapo_zoo.errors import CardError, ScheduleError
+from slapo_zoo.schedule import FORMAT, Step, from_json
+
+MESH_NUMBERS = ("tp", "pp", "dp", "stages")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A schedule as data: nothing in it is executed, every name is looked up in a closed set.
+
+    Args:
+        model_type: family, as in the config of `transformers`.
+        model_class: head class.
+        structure: hash of the module tree it was made for, or None: any that meets the constraints.
+        numbers: name --> integer arithmetic over numbers of the mesh, earlier ones and, where there
+            is none of a name, of the config.
+        constraints: comparisons that must hold, over the same names.
+        steps: (pattern, primitive, arguments); an argument `{"=": "head_dim"}` is arithmetic.
+    """
+
+    model_type: str
+    model_class: str
+    structure: str | None
+    numbers: Mapping[str, str]
+    constraints: tuple[str, ...]
+    steps: tuple[tuple[str, str, Mapping[str, Any]], ...]
+
+    @staticmethod
+    def parse(data: bytes, where: str = "schedule.json") -> "Program":
+        """Read and check the bytes of a file; CardError names the first thing that is wrong."""
+        document = strict_json.parse(data, where)
+        _check(document, where)
+        program = Program(
+            document["model"]["model_type"], document["model"]["class"], document["structure"],
+            document["numbers"], tuple(document["constraints"]),
+            tuple((p, name, arguments) for p, name, arguments in document["steps"]),
+        )  # fmt: skip
+        program._check_arithmetic(where)
+        return program
+
+    def document(self) -> dict[str, Any]:
+        """The JSON document."""
+        return {
+            "format": FORMAT,
+            "model": {"model_type": self.model_type, "class": self.model_class},
+            "structure": self.structure,
+            "numbers": dict(self.numbers),
+            "constraints": list(self.constraints),
+            "steps": [list(step) for step in self.steps],
+        }
+
+    def to_bytes(self) -> bytes:
+        """For people: one step per line."""
+        head = {key: value for key, value in self.document().items() if key != "steps"}
+        lines = ",\n".join("  " + json.dumps(step) for step in self.document()["steps"])
+        return (json.dumps(head, indent=1)[:-2] + f',\n "steps": [\n{lines}\n ]\n}}\n').encode()
+
+    @property
+    def hash(self) -> str:
+        """Over the canonical form: spaces and the order of keys do not count."""
+        return (
+            "sha256:" + hashlib.sha256(strict_json.canonical(_plain(self.document()))).hexdigest()
+        )
+
+    def resolve(self, config: Any, mesh: Mapping[str, int]) -> list[Step]:
+        """The directives for one model and mesh.
+
+        Args:
+            config: of `transformers`; only its integers are seen.
+            mesh: sizes `tp pp dp` and `stages`.
+
+        Raises:
+            CardError: of another family, or a constraint that does not hold here.
+        """
+        if config.model_type != self.model_type:
+            problem = f"it was made for {self.model_type!r}, the model is {config.model_type!r}"
+            raise CardError("card", "model_type", problem, "choose a card of the model's family")
+        numbers = self._numbers(config, mesh)
+        for text in self.constraints:
+            if not _ask(arithmetic.holds, text, numbers):
+                names = sorted(arithmetic.names_in(arithmetic.parse_comparison(text)))
+                found = ", ".join(f"{name} = {numbers[name]}" for name in names)
+                hint = "choose a mesh and a model for which it holds, or another card"
+                raise CardError("card", f"constraint {text!r}", f"found {found}", hint)
+        steps = [[p, n, {k: _resolve(v, numbers) for k, v in a.items()}] for p, n, a in self.steps]
+        try:
+            return from_json(json.dumps({"format": FORMAT, "steps": steps}))
+        except (ScheduleError, TypeError) as error:
+            raise _card_error(error, "steps") from None
+
+    def lines(self) -> list[str]:
+        """The program for people, numbers by name."""
+        lines = [f"constraint {text}" for text in self.constraints]
+        lines += [f"{name} = {text}" for name, text in sorted(self.numbers.items())]
+        for pattern, name, arguments in self.steps:
+            written = ", ".join(f"{key}={_shown(value)}" for key, value in arguments.items())
+            lines.append(f"sch[{pattern!r}].{name}({written})")
+        return lines
+
+    def diff(self, other: "Program", name: str = "this", other_name: str = "other") -> str:
+        """Lines that differ, as a unified diff; empty when there are none."""
+        sides = self.lines(), other.lines()
+        return "\n".join(difflib.unified_diff(*sides, name, other_name, lineterm="", n=1))
+
+    def _numbers(self, config: Any, mesh: Mapping[str, int]) -> dict[str, int]:
+        names = {n for text in self._sums() for n in arithmetic.names_in(arithmetic.parse(text))}
+        for text in self.constraints:
+            names |= arithmetic.names_in(arithmetic.parse_comparison(text))
+        known = {n: getattr(config, n, None) for n in names - {*MESH_NUMBERS}}
+        numbers = {n: v for n, v in known.items() if type(v) is int} | {**mesh}
+        for name, text in self.numbers.items():
+            numbers[name] = _ask(arithmetic.evaluate, text, numbers)
+        return numbers
+
+    def _sums(self) -> list[str]:
+        """The text of every sum: of the numbers, and in arguments."""
+        inside = [
+            text for _, _, arguments in self.steps for text in _sums_in([*arguments.values()])
+        ]
+        return [*self.numbers.values(), *inside]
+
+    def _check_arithmetic(self, where: str) -> None:
+        try:
+            for text in set(self._sums()):
+                arithmetic.parse(text)
+            for text in self.constraints:
+                arithmetic.parse_comparison(text)
+        except ScheduleError as error:
+            raise _card_error(error, where) from None
+
+
+def _check(document: Any, where: str) -> None:
+    """Against the schema; the error names the place."""
+    error = next(validator().iter_errors(document), None)
+    while error is not None and error.context:
+        error = error.context[0]
+    if error is not None:
+        place = ".".join(str(part) for part in error.absolute_path) or "document"
+        hint = f"see the schema of {schema()['title']}; primitives: {', '.join(PUBLISHABLE)}"
+        raise CardError(where, f"{place:.200}", f"{error.message:.300}", hint)
+
+
+def _ask(question: Any, text: str, numbers: Mapping[str, int]) -> Any:
+    try:
+        return question(text, numbers)
+    except ScheduleError as error:
+        raise _card_error(error, "card") from None
+
+
+def _card_error(error: Exception, where: str) -> CardError:
+    if isinstance(error, ScheduleError):
+        return CardError(where, error.what, error.problem, error.hint)
+    return CardError(where, "", str(error), "see the arguments of the primitive")
+
+
+def _sums_in(value: Any) -> list[str]:
+    if isinstance(value, Mapping):
+        return [value["="]]
+    return [text for v in value for text in _sums_in(v)] if isinstance(value, list | tuple) else []
+
+
+def _resolve(value: Any, numbers: Mapping[str, int]) -> Any:
+    if isinstance(value, Mapping):
+        return _ask(arithmetic.evaluate, value["="], numbers)
+    return [_resolve(v, numbers) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return value["="]
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_shown, value))})"
+    return repr(value)
+
+
+def _plain(value: Any) -> Any:
+    """Tuples and mappings of any kind as lists and dicts."""
+    return json.loads(json.dumps(value))

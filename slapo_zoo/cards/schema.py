@@ -1,0 +1,125 @@
+"""The JSON Schema of `schedule.json`, from the fields of the primitives that a card may name.
+
+The set is closed here, and not by registration: what a third party registers in a process is not
+what a stranger's file may call.
+"""
+
+import dataclasses
+import json
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from slapo_zoo.arithmetic import MAX_TEXT
+from slapo_zoo.directive import PRIMITIVES
+from slapo_zoo.schedule import FORMAT
+
+# primitive --> the arguments that are left out, because they may be live objects
+PUBLISHABLE: dict[str, tuple[str, ...]] = {
+    "checkpoint": ("subgraph",),
+    "core_attention": (),
+    "cut_pipeline_stage": (),
+    "decompose": (),
+    "expert_parallel": (),
+    "fork_rng": (),
+    "overlap": (),
+    "replace": ("subgraph", "concrete_args", "target_ops"),
+    "shard": (),
+    "shard_attribute": (),
+    "sum_gradient": (),
+    "sync": (),
+    "sync_batch_norm": (),
+    "unfused": (),
+}
+MAX_STEPS = 10_000
+END = r"$(?!\n)"  # `$` alone lets a line end through
+# A path is names and globs; few of these, because each multiplies what a match has to try.
+PATH: dict[str, Any] = {
+    "type": "string",
+    "pattern": r"^[A-Za-z0-9_.*]{0,256}(:[A-Za-z][A-Za-z0-9]{0,80})?" + END,
+    "not": {"pattern": r"__|^([^*]*\*){9}|\*\*[^*]*\*\*[^*]*\*\*"},
+}
+NAME: dict[str, Any] = {
+    "type": "string",
+    "pattern": r"^[A-Za-z0-9_.+>-]{0,120}" + END,
+    "not": {"pattern": "__"},
+}
+_VALUE: dict[str, Any] = {
+    "type": ["integer", "number", "boolean", "null", "string", "object", "array"],
+    "if": {"type": "string"},
+    "then": NAME,
+    "maxItems": 64,
+    "items": {"$ref": "#/$defs/value"},
+    "properties": {"=": {"type": "string", "maxLength": MAX_TEXT}},
+    "required": ["="],
+    "additionalProperties": False,
+}
+
+
+def build_schema() -> dict[str, Any]:
+    """The schema, as committed beside this file."""
+    text = {"type": "string", "maxLength": MAX_TEXT}
+    digest = {"type": "string", "pattern": "^sha256:[0-9a-f]{64}" + END}
+    name = {"type": "string", "pattern": "^[A-Za-z][A-Za-z0-9_-]{0,80}" + END}
+    model = _object({"model_type": name, "class": name})
+    numbers = {"type": "object", "maxProperties": 64, "additionalProperties": text,
+               "propertyNames": {"pattern": "^[a-z][a-z0-9_]{0,40}" + END}}  # fmt: skip
+    steps = {"type": "array", "maxItems": MAX_STEPS, "items": {"$ref": "#/$defs/step"}}
+    properties = {
+        "format": {"const": FORMAT},
+        "model": model,
+        "structure": {"anyOf": [digest, {"type": "null"}]},
+        "numbers": numbers,
+        "constraints": {"type": "array", "maxItems": 64, "items": text},
+        "steps": steps,
+    }
+    step = {
+        "type": "array",
+        "prefixItems": [PATH, {"enum": list(PUBLISHABLE)}, {"type": "object"}],
+        "items": False,
+        "minItems": 3,
+        "allOf": [_arguments_of(name, left_out) for name, left_out in PUBLISHABLE.items()],
+    }
+    definitions = {"value": _VALUE, "step": step}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": FORMAT,
+        **_object(properties),
+        "$defs": definitions,
+    }
+
+
+def _object(properties: dict[str, Any], required: list[str] | None = None) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": sorted(properties) if required is None else required,
+        "additionalProperties": False,
+    }
+
+
+def _arguments_of(name: str, left_out: tuple[str, ...]) -> dict[str, Any]:
+    """If a step names the primitive, then its arguments are the fields of the primitive."""
+    cls: Any = PRIMITIVES[name]
+    fields = [f for f in dataclasses.fields(cls) if f.name not in left_out]
+    needed = [f.name for f in fields if f.default is dataclasses.MISSING]
+    arguments = _object({f.name: {"$ref": "#/$defs/value"} for f in fields}, needed)
+    return {
+        "if": {"prefixItems": [True, {"const": name}]},
+        "then": {"prefixItems": [True, True, arguments]},
+    }
+
+
+@cache
+def schema() -> dict[str, Any]:
+    """The committed schema."""
+    file = resources.files("slapo_zoo.cards").joinpath("schedule.schema.json")
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+@cache
+def validator() -> Any:
+    """Checks a document against the schema."""
+    from jsonschema import Draft202012Validator
+
+    return Draft202012Validator(schema())

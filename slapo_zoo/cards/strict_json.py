@@ -1,0 +1,97 @@
+"""JSON from strangers: bounded in size, depth and numbers; no repeated key, no NaN, ASCII names."""
+
+import json
+import math
+import re
+from typing import Any
+
+from slapo_zoo.errors import CardError
+
+MAX_BYTES, MAX_DEPTH, MAX_STRING, MAX_INTEGER = 2**20, 16, 4096, 2**53
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_BRACKET = re.compile(r"[\[{\]}]")
+
+
+class RefusedError(ValueError):
+    """What is wrong with a value, found while parsing."""
+
+
+def parse(data: bytes, where: str) -> Any:
+    """The document; CardError when it is none, or goes beyond a limit."""
+    try:
+        return _parse(data)
+    except RefusedError as error:
+        problem = str(error)
+    except UnicodeDecodeError as error:
+        problem = f"not UTF-8 at byte {error.start}"
+    except json.JSONDecodeError as error:
+        problem = f"{error.msg} in line {error.lineno}"
+    raise CardError(where, "JSON", problem, "a card holds plain, bounded JSON")
+
+
+def _parse(data: bytes) -> Any:
+    if len(data) > MAX_BYTES:
+        raise RefusedError(f"{len(data)} bytes, expected at most {MAX_BYTES}")
+    text = data.decode("utf-8")
+    if _depth(text) > MAX_DEPTH:
+        raise RefusedError(f"nested deeper than {MAX_DEPTH}")
+    document = json.loads(
+        text, object_pairs_hook=_pairs, parse_int=_integer, parse_float=_decimal,
+        parse_constant=_constant,
+    )  # fmt: skip
+    longest = max(map(len, strings(document)), default=0)
+    if longest > MAX_STRING:
+        raise RefusedError(f"a text of {longest} characters, expected at most {MAX_STRING}")
+    return document
+
+
+def _pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(items)
+    if len(found) < len(items):
+        names = [name for name, _ in items]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RefusedError(f"the key {twice!r:.80} stands there twice")
+    return found
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > 17 or abs(int(digits)) > MAX_INTEGER:
+        raise RefusedError(f"the integer {digits[:20]}... is beyond 2**53")
+    return int(digits)
+
+
+def _decimal(digits: str) -> float:
+    value = float(digits) if len(digits) <= 40 else math.inf
+    return value if math.isfinite(value) else _constant(digits[:20])
+
+
+def _constant(name: str) -> Any:
+    raise RefusedError(f"found {name}, which is no JSON number here")
+
+
+def _depth(text: str) -> int:
+    """Deepest nesting of brackets outside strings; no parser runs before this."""
+    depth = deepest = 0
+    for bracket in _BRACKET.findall(_STRING.sub("", text)):
+        depth += 1 if bracket in "[{" else -1
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def strings(document: Any) -> list[str]:
+    """Every text in a document, keys included."""
+    if isinstance(document, str):
+        return [document]
+    if isinstance(document, dict):
+        return [s for key, value in document.items() for s in [key, *strings(value)]]
+    if isinstance(document, list):
+        return [s for value in document for s in strings(value)]
+    return []
+
+
+def canonical(document: Any) -> bytes:
+    """One spelling of a document: sorted keys, no spaces, UTF-8; what a hash is taken of."""
+    text = json.dumps(
+        document, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
+    return text.encode("utf-8")

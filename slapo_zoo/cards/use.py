@@ -1,0 +1,114 @@
+"""What `schedule="..."` of the loader means: "zoo", a folder, a card of the Hub."""
+
+import importlib.util
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from slapo_zoo.cards import files
+from slapo_zoo.cards.card import Card, read_card
+from slapo_zoo.cards.check import require_correct
+from slapo_zoo.cards.hub import Reference, pull
+from slapo_zoo.cards.make import structure_of
+from slapo_zoo.cards.program import Program
+from slapo_zoo.errors import CardError
+from slapo_zoo.mesh import Mesh
+from slapo_zoo.seeds import get_logger
+from slapo_zoo.weights.together import together
+
+
+def load_card(name: str) -> Card:
+    """A card from a folder or the Hub."""
+    if Path(name).is_dir():
+        return read_card(Path(name))
+    pulled = pull(Reference.parse(name))
+    card = read_card(pulled.folder, pulled.root)
+    if str(pulled.reference) != name:
+        say = get_logger("slapo_zoo").info
+        say("%s is the commit %s; name it to be sure of it", name, pulled.reference.revision)
+    return card
+
+
+def is_card(schedule: Any) -> bool:
+    """Whether `schedule=` names a card; "zoo" and "auto" are words of the loader."""
+    return isinstance(schedule, str | Path) and str(schedule) not in ("zoo", "auto")
+
+
+def steps_for(
+    name: str, config: Any, cls: type, mesh: Mesh, stages: int, trusted: bool = False,
+    verify: str = "quick", **knobs: Any,
+) -> Any:  # fmt: skip
+    """The steps of a card for one model and mesh, or the function of a trusted `schedule.py`.
+
+    Nothing is applied yet: constraints and structure are checked first, and the loader replays the
+    steps on meta before it reads a weight.
+
+    Args:
+        name: a folder, or org/name@revision.
+        config: of the model.
+        cls: of the model.
+        mesh: of all ranks.
+        stages: of the pipeline, over all ranks.
+        trusted: whether `schedule.py` may run.
+        verify: "quick": on a small model of the family first; or "off".
+        knobs: of the pipeline: pipeline_order, stages_per_rank.
+
+    Raises:
+        CardError: it does not fit, or does not compute what the plain model computes.
+    """
+    if trusted:
+        return python_schedule(name, trusted)
+    program = program_for_all(name, mesh)
+    sizes = {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.dp, "stages": stages}
+    steps = program.resolve(config, sizes)
+    check_structure(program, config, cls)
+    require_correct(program, config, mesh, verify, knobs)
+    return steps
+
+
+def check_structure(program: Program, config: Any, cls: type) -> None:
+    """CardError when the program was made for another class or module tree."""
+    if cls.__name__ != program.model_class:
+        problem = f"it was made for {program.model_class}, the model is {cls.__name__}"
+        raise CardError("card", "class", problem, "pass auto_class=, or choose another card")
+    if program.structure not in (None, structure_of(config, cls)):
+        problem = "the module tree or its shapes are not those it was made for"
+        hint = "take a card of this size, or one made with --any-size"
+        raise CardError("card", "structure", problem, hint)
+
+
+def program_for_all(name: str, mesh: Mesh) -> Program:
+    """The program of a card; rank 0 reads it, and every rank gets the same bytes."""
+
+    def first() -> bytes:
+        return load_card(name).program.to_bytes() if mesh.rank == 0 else b""
+
+    return Program.parse(together(mesh, "schedule card", first)[0])
+
+
+def python_schedule(name: str, trusted: bool) -> Callable[[Any], Any]:
+    """`schedule(sch)` of a `schedule.py`: code of its author, run in this process.
+
+    Args:
+        name: org/name@sha.
+        trusted: the user's trust_remote_code.
+
+    Raises:
+        CardError: not trusted, not pinned to a sha, or the file has no function `schedule`.
+    """
+    reference = Reference.parse(name)
+    if not trusted or not reference.is_pinned:
+        problem = "its schedule is Python, which can do whatever you can"
+        hint = "read it; then pass trust_remote_code=True and org/name@<40-hex sha>"
+        raise CardError("card", name, problem, hint)
+    pulled = pull(reference, with_python=True)
+    warnings.warn(f"running {files.PYTHON} of {reference}: it was trusted", stacklevel=2)
+    spec: Any = importlib.util.spec_from_file_location("trusted_schedule", pulled.folder / files.PYTHON)  # fmt: skip
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = getattr(module, "schedule", None)
+    if not callable(found):
+        problem = f"{files.PYTHON} has no function schedule(sch)"
+        raise CardError("card", name, problem, "ask its author")
+    return found

@@ -1,0 +1,53 @@
+"""Inputs of the right kind and size for any head of the zoo, with and without labels."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LANGUAGE_HEADS = ("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")
+
+
+def example_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor]:
+    """An input of the model's kind: images for pixel_values, else tokens."""
+    config = model.config
+    if model.main_input_name == "pixel_values":
+        size = getattr(config, "image_size", 224)
+        return {"pixel_values": torch.zeros(batch_size, config.num_channels, size, size)}
+    choices = (2,) if "MultipleChoice" in type(model).__name__ else ()
+    ids = torch.zeros((batch_size, *choices, seq_len), dtype=torch.int64)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    decodes = config.is_encoder_decoder and "Encoder" not in type(model).__name__
+    return {**batch, "decoder_input_ids": ids} if decodes else batch
+
+
+def random_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor]:
+    """The same with numbers of a fixed seed, and labels."""
+    batch, g = example_batch(model, batch_size, seq_len), torch.Generator().manual_seed(0)
+    for name, value in batch.items():
+        if name.endswith("input_ids"):
+            vocabulary = model.config.get_text_config().vocab_size
+            batch[name] = torch.randint(3, vocabulary, value.shape, generator=g)
+        elif value.is_floating_point():
+            batch[name] = torch.randn(value.shape, generator=g)
+    return with_labels(model, batch)
+
+
+def training_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor]:
+    """An input with labels."""
+    return with_labels(model, example_batch(model, batch_size, seq_len))
+
+
+def with_labels(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Labels of the kind that the model's head takes; none for a head without a loss."""
+    head = type(model).__name__
+    rows = torch.zeros(len(next(iter(batch.values()))), dtype=torch.int64)
+    if head.endswith(LANGUAGE_HEADS):
+        return {**batch, "labels": batch["input_ids"]}
+    if head.endswith("ForTokenClassification"):
+        return {**batch, "labels": torch.zeros_like(batch["input_ids"])}
+    if head.endswith("ForQuestionAnswering"):
+        return {**batch, "start_positions": rows, "end_positions": rows}
+    if head.endswith(("Classification", "MultipleChoice")):
+        return {**batch, "labels": rows}
+    return batch

@@ -1,0 +1,72 @@
+"""generate() of `transformers` on a mesh: every rank calls it alike and gets the same tokens.
+
+With tp alone it is the unmodified generate(): each rank's KV cache, dynamic or static, holds its own heads. A
+pipeline keeps no cache: every new token runs the whole sequence (and an encoder) through all stages once more,
+so it serves evaluation between training steps, not serving. Ranks that sample need equal torch seeds.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from slapo_zoo.errors import SlapoError
+
+CACHES = ("past_key_values", "cache_params")
+
+
+class SourceTokens(dict):
+    """What an encoder would read, in place of what it would return; beams repeat its rows."""
+
+
+class LateEncoder(nn.Module):
+    """Stands for the encoder of a model in stages: it runs with the decoder, in each forward."""
+
+    def forward(self, **kwargs: Any) -> SourceTokens:
+        """The arguments themselves."""
+        return SourceTokens({k: v for k, v in kwargs.items() if isinstance(v, Tensor)})
+
+
+def with_source(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch whose encoder states are those that `LateEncoder` gave --> one with their source."""
+    source = batch.get("encoder_outputs")
+    if not isinstance(source, SourceTokens):
+        return dict(batch)
+    return {**{k: v for k, v in batch.items() if k != "encoder_outputs"}, **source}
+
+
+def refuse_cache(batch: Mapping[str, Any]) -> None:
+    """SlapoError for a KV cache in a forward of a pipeline."""
+    if found := [name for name in CACHES if batch.get(name) is not None]:
+        problem = "stages keep no KV cache, each forward runs the whole sequence"
+        raise SlapoError("forward", found[0], problem, "leave it out, or use pp=1")
+
+
+class Generates:
+    """Mixed into the class of a scheduled model."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As in `transformers`, on every rank alike; see the module for what a pipeline costs."""
+        model: Any = self
+        if model.mesh.pp > 1:
+            if kwargs.get("use_cache"):
+                problem = f"pp={model.mesh.pp} keeps no KV cache"
+                raise SlapoError("generate", "use_cache=True", problem, "leave it out, or use pp=1")
+            kwargs["use_cache"] = False
+        if model.mesh.tp * model.mesh.pp > 1:  # compiled graphs would hold our collectives
+            kwargs.setdefault("disable_compile", True)
+        return super().generate(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
+        """The encoder; of a model in stages, a stand-in that `generate` calls before it decodes."""
+        model: Any = self
+        if model.mesh.pp > 1 and model.can_generate():
+            return LateEncoder()
+        return super().get_encoder(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _get_static_cache_init_shape(self) -> Any:
+        """None: the cache takes its sizes from the first keys, which are those of our heads."""
+        model: Any = self
+        if model.mesh.tp > 1:
+            return None
+        return super()._get_static_cache_init_shape()  # pyright: ignore[reportAttributeAccessIssue]

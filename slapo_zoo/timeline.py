@@ -1,0 +1,177 @@
+"""What every rank does when in one step of a pipeline: computed from an order, or recorded.
+
+An *order* is a list of actions per rank. `simulate` gives each action its time from known costs; a step
+that ran gives the same spans from a clock. Both are then counted alike: bubble, memory, gaps.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "F", "B", "I", "W"
+NAMES = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    BACKWARD_INPUT: "backward of inputs",
+    BACKWARD_WEIGHT: "backward of weights",
+}
+
+
+class Action(NamedTuple):
+    """One part of the work on one micro-batch in one stage, written as `2F0`."""
+
+    stage: int
+    kind: str
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+class Span(NamedTuple):
+    """An action of a rank and its time in seconds."""
+
+    rank: int
+    action: Action
+    begin: float
+    end: float
+
+
+class Gap(NamedTuple):
+    """Time in which a rank computes nothing: "communication" once its input exists, else "idle"."""
+
+    rank: int
+    kind: str
+    begin: float
+    end: float
+
+
+class Stuck(Exception):  # noqa: N818 - a finding; who asked makes the error of it
+    """No rank can go on. `positions` holds the index of the next action of each unfinished rank."""
+
+    def __init__(self, positions: dict[int, int]):
+        super().__init__(f"no rank can go on at {positions}")
+        self.positions = positions
+
+
+def needs(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
+    """What must have run before: of each tuple any one."""
+    stage, kind, micro_batch = action
+    if kind == FORWARD:
+        return [(Action(stage - 1, FORWARD, micro_batch),)] if stage else []
+    if kind == BACKWARD_WEIGHT:
+        return [(Action(stage, BACKWARD_INPUT, micro_batch),)]
+    own: list[tuple[Action, ...]] = [(Action(stage, FORWARD, micro_batch),)]
+    if stage + 1 == num_stages:
+        return own
+    later = (Action(stage + 1, kind, micro_batch) for kind in (BACKWARD, BACKWARD_INPUT))
+    return [*own, tuple(later)]
+
+
+def simulate(
+    order: Sequence[Sequence[Action]], cost: Callable[[Action], float], transfer: float = 0.0
+) -> list[Span]:
+    """Run an order on paper: an action begins when its rank is free and its inputs have arrived.
+
+    Args:
+        order: actions of each rank.
+        cost: seconds of an action.
+        transfer: seconds from one rank to another.
+
+    Raises:
+        Stuck: an action waits for one that comes later, or never.
+    """
+    num_stages = 1 + max(action.stage for actions in order for action in actions)
+    done: dict[Action, tuple[float, int]] = {}
+    position, clock, spans = [0] * len(order), [0.0] * len(order), []
+    while True:
+        before = len(spans)
+        for rank, actions in enumerate(order):
+            while position[rank] < len(actions):
+                action = actions[position[rank]]
+                ready = [
+                    min((done[a] for a in either if a in done), default=None)
+                    for either in needs(action, num_stages)
+                ]
+                if None in ready:
+                    break
+                arrivals = [at + transfer * (home != rank) for at, home in filter(None, ready)]
+                begin = max(clock[rank], *arrivals, 0.0)
+                clock[rank] = begin + cost(action)
+                done[action] = clock[rank], rank
+                spans.append(Span(rank, action, begin, clock[rank]))
+                position[rank] += 1
+        left = {r: i for r, i in enumerate(position) if i < len(order[r])}
+        if not left:
+            return spans
+        if len(spans) == before:
+            raise Stuck(left)
+
+
+def makespan(spans: Sequence[Span]) -> float:
+    """Seconds from the first action of any rank to the last."""
+    return max(span.end for span in spans) - min(span.begin for span in spans)
+
+
+def busy(spans: Sequence[Span]) -> dict[int, float]:
+    """Seconds in which each rank computes."""
+    total: dict[int, float] = {}
+    for span in spans:
+        total[span.rank] = total.get(span.rank, 0.0) + span.end - span.begin
+    return total
+
+
+def bubble(spans: Sequence[Span]) -> float:
+    """The share of all ranks' time, from the first action to the last, in which none is computed."""
+    each = busy(spans)
+    whole = len(each) * makespan(spans)
+    return 1.0 - sum(each.values()) / whole if whole else 0.0
+
+
+def most_in_flight(
+    actions: Sequence[Action], size: Callable[[int], float] = lambda stage: 1.0
+) -> float:
+    """The largest sum of activations that one rank holds at a time.
+
+    Args:
+        actions: of the rank, in order.
+        size: of one micro-batch's activations in a stage. They live from the forward to the
+            backward (of weights, where it runs apart).
+    """
+    now = most = 0.0
+    for action in actions:
+        if action.kind == FORWARD:
+            now += size(action.stage)
+            most = max(most, now)
+        elif action.kind in (BACKWARD, BACKWARD_WEIGHT):
+            now -= size(action.stage)
+    return most
+
+
+def gaps(spans: Sequence[Span]) -> list[Gap]:
+    """What lies between the spans of each rank, from the first action of all to the last.
+
+    A wait for an input is idle until the rank that makes it has finished, and communication from
+    then on. Clocks of different machines are as equal as their time service keeps them.
+    """
+    begin, end = min(s.begin for s in spans), max(s.end for s in spans)
+    num_stages = 1 + max(span.action.stage for span in spans)
+    made = {span.action: span for span in spans}
+    found: list[Gap] = []
+
+    def wait(rank: int, since: float, until: float, arrived: float) -> None:
+        edge = min(max(arrived, since), until)
+        found.extend(
+            Gap(rank, kind, a, b)
+            for kind, a, b in (("idle", since, edge), ("communication", edge, until))
+            if b > a
+        )
+
+    for rank in sorted({span.rank for span in spans}):
+        clock = begin
+        for span in sorted((s for s in spans if s.rank == rank), key=lambda s: s.begin):
+            sources = [made[a].end for either in needs(span.action, num_stages) for a in either
+                       if a in made and made[a].rank != rank]  # fmt: skip
+            wait(rank, clock, span.begin, max(sources, default=span.begin))
+            clock = max(clock, span.end)
+        wait(rank, clock, end, end)
+    return found

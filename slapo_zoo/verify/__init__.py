@@ -1,0 +1,1 @@
+"""Is a scheduled model the plain one? Outputs, gradients, a step, replicas, dropout, files."""

@@ -1,0 +1,229 @@
+"""From a wrong result to the first module that is wrong, and the directives that touched it.
+
+One training step is recorded on all ranks, and one of the plain model in fp64 and fp32 (with the
+attention core as a child, so that q, k and v are seen). The events are compared in the order in
+which they happen, forward; if all agree, gradients in the opposite order, backward.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.verify.events import Event, Seen
+from slapo_zoo.verify.forms import form_of
+from slapo_zoo.verify.runs import RankResult
+
+SLACK, FLOOR = 8.0, 64 * torch.finfo(torch.float32).eps
+MOST = 1e30  # masks hold the lowest number of their dtype
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where a scheduled model first leaves the plain one.
+
+    Args:
+        path: of the module.
+        phase: "forward", "backward" or "parameters".
+        what: which tensor of it.
+        rank: the first rank on which it shows.
+        suspects: paths whose directives can have caused it, the likeliest first.
+    """
+
+    path: str
+    phase: str
+    what: str
+    rank: int
+    suspects: tuple[str, ...]
+
+
+class Blame:
+    """Compares the events of all ranks with those of the plain model.
+
+    Args:
+        found: of all ranks.
+        truth: events of the fp64 run of the whole batch.
+        plain: the same in fp32, for its own error.
+        partial: paths whose gradients are terms of a sum, as the schedule says.
+    """
+
+    def __init__(
+        self, found: Sequence[RankResult], truth: Mapping[Event, Seen],
+        plain: Mapping[Event, Seen], partial: frozenset[str] = frozenset(),
+    ):  # fmt: skip
+        self.found, self.truth, self.plain, self.partial = found, truth, plain, partial
+        self.order = list(truth)
+        self.makers: dict[int, Event] = {}
+        for event in self.order:
+            if event.when == "out":
+                self.makers.setdefault(truth[event].source, event)
+        self.rows = max((seen.rows for seen in truth.values()), default=1)
+        grads = [float(s.grad.abs().max()) for s in truth.values() if s.grad is not None and s.grad.numel()]  # fmt: skip
+        self.largest_grad = max(grads, default=0.0)
+
+    def first(self, wrong_parameters: Sequence[str]) -> Divergence | None:
+        """The first divergence; None when every module agrees.
+
+        Args:
+            wrong_parameters: names of parameters whose gradients are wrong.
+        """
+        return self._forward() or self._backward(wrong_parameters)
+
+    def _forward(self) -> Divergence | None:
+        for index, event in enumerate(self.order):
+            wrong = self._wrong(event, gradient=False)
+            if wrong is not None:
+                return Divergence(
+                    event.path, "forward", _describe(event), wrong, self._causes(index)
+                )
+        return None
+
+    def _backward(self, wrong_parameters: Sequence[str]) -> Divergence | None:
+        owners: dict[str, list[str]] = {}
+        for name in wrong_parameters:
+            owners.setdefault(name.rpartition(".")[0], []).append(name)
+        left = [e.path for e in self.order if e.when == "out"]
+        for index in reversed(range(len(self.order))):
+            event = self.order[index]
+            if event.when != "out":
+                continue
+            # what several modules return was made by the first; its gradient is complete only there
+            makes = self.makers.get(self.truth[event].source) == event
+            wrong = self._wrong(event, gradient=True) if makes else None
+            if wrong is not None:
+                what = f"gradient of its {_describe(event)}"
+                consumers = self._consumers(index)
+                return Divergence(event.path, "backward", what, wrong, (*consumers, event.path))
+            left.pop()
+            if event.path in owners and event.path not in left:
+                what = f"gradient of {owners[event.path][0]}"
+                return Divergence(event.path, "parameters", what, 0, (event.path, _parent(event.path)))  # fmt: skip
+        for path, names in owners.items():
+            return Divergence(path, "parameters", f"gradient of {names[0]}", 0, (path,))
+        return None
+
+    def _wrong(self, event: Event, gradient: bool) -> int | None:
+        """The first rank whose tensor does not belong to the plain model's, or None."""
+        seen = self.truth[event]
+        want = seen.grad if gradient else seen.value
+        own = self.plain[event].grad if gradient else self.plain[event].value
+        if want is None or own is None:
+            return None
+        want, own = _plain(want), _plain(own)
+        for ranks, parts, rows in self._parts(event, gradient):
+            place = _rows(want, self.rows, rows)
+            scale = max(float(want.abs().max()) if want.numel() else 0.0, 1e-3 * self.largest_grad * gradient)  # fmt: skip
+            error = float((own - want).abs().max()) if want.numel() else 0.0
+            allowed = SLACK * error + FLOOR * scale
+
+            def close(x: Tensor, place: Tensor = place, allowed: float = allowed) -> bool:
+                if not place.numel():
+                    return True
+                return bool((x - place).abs().max() <= allowed)
+
+            partial = gradient and event.path in self.partial
+            if None in parts or not form_of(parts, place, close, partial):  # pyright: ignore[reportArgumentType]
+                return ranks[_odd_one(parts, place)]
+        return None
+
+    def _parts(
+        self, event: Event, gradient: bool
+    ) -> Iterator[tuple[list[int], list[Tensor | None], tuple[int, int]]]:
+        """For each micro-batch of each stage: the ranks, their tensors, and the rows."""
+        places: dict[tuple[int, int, int], dict[int, Seen]] = {}
+        ran: set[tuple[int, int, int]] = set()
+        for rank, result in enumerate(self.found):
+            tp_coord, *others = result.coords
+            for row in sorted({e.first_row for e in result.events}):
+                mine = event._replace(first_row=row)
+                key: Any = (*others, row)
+                if mine in result.events:
+                    places.setdefault(key, {})[tp_coord] = result.events[mine]
+                    ran.add(key)
+            del rank
+        size = 1 + max(result.coords[0] for result in self.found)
+        for key, by_coord in places.items():
+            seen = [by_coord.get(r) for r in range(size)]
+            chosen = [None if s is None else (s.grad if gradient else s.value) for s in seen]
+            values = [None if v is None else _plain(v) for v in chosen]
+            if all(v is None for v in values):
+                continue
+            ranks = [i for i, r in enumerate(self.found) if r.coords[1:] == key[:2]]
+            first = next(s for s in seen if s is not None)
+            yield ranks, values, (key[2], first.rows)
+
+    def _causes(self, index: int) -> tuple[str, ...]:
+        """Paths that can have made the tensor of a forward event."""
+        event = self.order[index]
+        if event.when == "out":
+            return (event.path, *self._children(index), _parent(event.path))
+        found = [event.path, _parent(event.path)]
+        for earlier in reversed(self.order[:index]):
+            if earlier.when == "out" and _parent(earlier.path) == _parent(event.path):
+                found.append(earlier.path)
+        return tuple(dict.fromkeys(found))
+
+    def _children(self, index: int) -> list[str]:
+        """Modules that ran within a call, the last one first."""
+        path = self.order[index].path
+        inside = [e.path for e in reversed(self.order[:index]) if _parent(e.path) == path]
+        return list(dict.fromkeys(inside))
+
+    def _consumers(self, index: int) -> list[str]:
+        """Modules that got the very tensor of an event; failing that, what ran next beside it."""
+        source = self.truth[self.order[index]].source
+        later = self.order[index + 1 :]
+        took = [e.path for e in later if e.when == "in" and self.truth[e].source == source]
+        if not took:
+            parent = _parent(self.order[index].path)
+            beside = [e.path for e in later if e.when == "in" and _parent(e.path) == parent]
+            took = [*beside[:1], parent]
+        return list(dict.fromkeys(took))
+
+
+def _plain(x: Tensor) -> Tensor:
+    """Numbers of one dtype; "minus infinity" of a mask is another number in each dtype."""
+    return x.double().clamp(-MOST, MOST)
+
+
+def _rows(want: Tensor, all_rows: int, rows: tuple[int, int]) -> Tensor:
+    """The rows of a micro-batch; a tensor without a batch axis as it is."""
+    first, count = rows
+    if not want.ndim or not count or count == all_rows or want.shape[0] % all_rows:
+        return want
+    each = want.shape[0] // all_rows
+    return want[first * each : (first + count) * each]
+
+
+def _odd_one(parts: Sequence[Tensor | None], want: Tensor) -> int:
+    """The tp coordinate that stands out, or 0."""
+    for i, part in enumerate(parts):
+        if part is None:
+            return i
+    shapes = [tuple(p.shape) for p in parts if p is not None]
+    if len(set(shapes)) == 1 and shapes[0] == tuple(want.shape):
+        errors = [float((p - want).abs().max()) for p in parts if p is not None and p.numel()]  # fmt: skip
+        close = [e < 1e-3 * max(errors) for e in errors]
+        return next((i for i, ok in enumerate(close) if not ok), 0)
+    return 0
+
+
+def _describe(event: Event) -> str:
+    side = "argument" if event.when == "in" else "output"
+    return f"{side} {event.leaf}" + (f" of call {event.call}" if event.call else "")
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def directives_at(schedule: Any, paths: Sequence[str]) -> list[tuple[str, str]]:
+    """(path, directive) for every directive that touched one of the paths, in their order."""
+    found = []
+    for path in paths:
+        for landed, (pattern, directive) in zip(schedule.landed, schedule.history, strict=True):
+            if path in landed:
+                found.append((path, f"sch[{pattern!r}].{directive}"))
+    return found

@@ -1,0 +1,74 @@
+"""What a verification in a process of its own does: a request on stdin, a document on stdout.
+
+{"config": {...}, "cls": "GPT2LMHeadModel", "mesh": [2, 1, 1], "program": null, "quick": true,
+ "folder": null, "knobs": {}}
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from slapo_zoo import hf
+from slapo_zoo.cards.program import Program
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.verify.core import verify
+from slapo_zoo.verify.report import UNMEASURED, Report
+
+MANY_PARAMETERS = 2e8  # a card that fits no small model is verified on one up to this size
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """The document of one request, with the report as text."""
+    import transformers
+
+    hf.register_models()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    config = transformers.AutoConfig.for_model(**request["config"])
+    folder = request.get("folder")
+    arguments: dict[str, Any] = {
+        "auto_class": request["cls"], "mesh": tuple(request["mesh"]),
+        "folder": Path(folder) if folder else None, **request.get("knobs", {}),
+    }  # fmt: skip
+    quick = request.get("quick", True)
+    if request.get("program") is None:
+        report = verify(config, quick=quick, **arguments)
+    else:
+        program = Program.parse(request["program"].encode())
+        report = _of_program(program, config, quick, arguments)
+    if report is None:
+        return {"verdict": UNMEASURED, "text": "it fits no small model, and this one is large"}
+    return {**report.document(), "text": str(report)}
+
+
+def _of_program(
+    program: Program, config: Any, quick: bool, arguments: dict[str, Any]
+) -> Report | None:
+    """On a small model where the program fits one, else on the given one."""
+    from slapo_zoo.verify.shrink import shrink_for
+
+    sizes: dict[str, int] = dict(zip(("tp", "pp", "dp"), arguments["mesh"], strict=True))
+    stages = 1 + sum(name == "cut_pipeline_stage" for _, name, _ in program.steps)
+    sizes["stages"] = stages
+    if quick and (found := shrink_for(program, config, sizes, arguments["auto_class"])):
+        small, steps = found
+        report = verify(small, schedule=steps, quick=False, **arguments)
+        return Report(**{**vars(report), "config": "shrunken"})
+    if quick and hf.count_parameters(config, arguments["auto_class"]) > MANY_PARAMETERS:
+        return None
+    return verify(config, schedule=program.resolve(config, sizes), quick=False, **arguments)
+
+
+def main() -> None:
+    """Read a request; the last line of the output is the document."""
+    try:
+        found = answer(json.load(sys.stdin))
+    except SlapoError as error:
+        parts = error.where, str(error.what), error.problem, error.hint
+        found = {"error_of": parts}
+    sys.stdout.write(f"\n{json.dumps(found)}\n")
+
+
+if __name__ == "__main__":
+    main()

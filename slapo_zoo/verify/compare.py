@@ -1,0 +1,175 @@
+"""Values against values: the tolerance is the reference's own error (docs/decisions/0003)."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.verify.runs import LEARNING_RATE, RankResult, Result
+
+FLOOR = 8 * torch.finfo(torch.float32).eps
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is not as it should be.
+
+    Args:
+        check: which of CHECKS.
+        what: the tensor or file.
+        problem: what was found against what was expected.
+        rank: where, or None for all.
+    """
+
+    check: str
+    what: str
+    problem: str
+    rank: int | None = None
+
+
+@dataclass
+class Comparison:
+    """All findings, and the largest error of each check in units of what is allowed."""
+
+    findings: list[Finding]
+    worst: dict[str, float]
+    counts: dict[str, int]
+
+    @staticmethod
+    def empty() -> "Comparison":
+        """Nothing was compared yet."""
+        return Comparison([], {}, {})
+
+    def note(self, check: str, what: str, problem: str, rank: int | None = None) -> None:
+        """Something is wrong."""
+        self.findings.append(Finding(check, what, problem, rank))
+
+    def did(self, check: str, ratio: float = 0.0) -> None:
+        """One comparison of a check was made; `ratio` is its error by the allowed one."""
+        self.counts[check] = self.counts.get(check, 0) + 1
+        self.worst[check] = max(self.worst.get(check, 0.0), ratio)
+
+
+class Tolerance:
+    """At most twice as far from the fp64 truth as the plain runs are, plus a floor for rounding.
+
+    Args:
+        truth: the fp64 run.
+        plains: runs of the same in the dtype under test.
+    """
+
+    def __init__(self, truth: Result, plains: Sequence[Result]):
+        self.truth, self.plains = truth, plains
+
+    def own_error(self, what: Callable[[Result], Any]) -> float:
+        """How far the plain runs are from the truth."""
+        want = torch.as_tensor(what(self.truth)).double()
+        return max(_distance(what(plain), want) for plain in self.plains)
+
+    def check(
+        self, into: Comparison, check: str, name: str, found: Any, what: Callable[[Result], Any],
+        scale: float = 0.0, rank: int | None = None,
+    ) -> None:  # fmt: skip
+        """Compare one value.
+
+        Args:
+            into: where the outcome goes.
+            check: which of CHECKS.
+            name: of the value.
+            found: under test.
+            what: takes the value from a run.
+            scale: magnitude of the values that it was computed from, for the floor.
+            rank: that found it.
+        """
+        want = torch.as_tensor(what(self.truth)).double()
+        found = torch.as_tensor(found).double()
+        if found.shape != want.shape:
+            problem = f"found shape {list(found.shape)}, expected {list(want.shape)}"
+            into.note(check, name, problem, rank)
+            return
+        largest = float(want.abs().max()) if want.numel() else 0.0
+        allowed = 2 * self.own_error(what) + FLOOR * max(largest, scale)
+        error = _distance(found, want)
+        into.did(check, error / allowed if allowed else 0.0)
+        if not error <= allowed:  # also where it is NaN
+            problem = f"error {error:.2e}, allowed {allowed:.2e}, largest value {largest:.2e}"
+            into.note(check, name, problem, rank)
+
+
+def _distance(found: Any, want: Tensor) -> float:
+    found = torch.as_tensor(found).double()
+    return float((found - want).abs().max()) if want.numel() else 0.0
+
+
+def compare(
+    into: Comparison, found: Sequence[RankResult], truth: Result, plains: Sequence[Result]
+) -> None:
+    """Outputs and loss on every rank; gradients, their norm and weights after one step."""
+    near = Tolerance(truth, plains)
+    for rank, result in enumerate(found):
+        for name in truth.outputs:
+            if name not in result.outputs:
+                into.note("outputs", name, "the model returned none", rank)
+                continue
+            near.check(into, "outputs", name, result.outputs[name], lambda r, n=name: r.outputs[n], rank=rank)  # fmt: skip
+        if truth.grads:
+            near.check(into, "loss", "loss", result.loss, lambda r: r.loss, rank=rank)
+            near.check(into, "gradients", "norm", result.norm, lambda r: r.norm, rank=rank)
+    if truth.grads:
+        _gradients(into, near, found[0])
+        _weights(into, near, found[0])
+
+
+def _gradients(into: Comparison, near: Tolerance, result: RankResult) -> None:
+    largest = largest_of(near.truth.grads)
+    _same_names(into, "gradients", result.grads, near.truth.grads)
+    for name in near.truth.grads.keys() & result.grads.keys():
+        near.check(into, "gradients", name, result.grads[name], lambda r, n=name: r.grads[n], largest)  # fmt: skip
+
+
+def _weights(into: Comparison, near: Tolerance, result: RankResult) -> None:
+    """After one step; a gradient that is 0 in truth is noise that AdamW amplifies."""
+    truth = near.truth
+    largest = largest_of(truth.grads)
+    noise = {n for n, g in truth.grads.items() if float(g.abs().max()) < 1e-12 * largest}
+    errors = [near.own_error(lambda r, n=n: r.weights[n]) for n in truth.weights if n not in noise]
+    usual = 2 * max(errors, default=0.0) + FLOOR
+    for name in truth.weights.keys() & result.weights.keys():
+        allowed = 2 * LEARNING_RATE if name in noise else usual
+        error = _distance(result.weights[name], truth.weights[name].double())
+        into.did("optimizer step", error / allowed)
+        if not error <= allowed:
+            into.note("optimizer step", name, f"error {error:.2e}, allowed {allowed:.2e}")
+
+
+def largest_of(tensors: Mapping[str, Tensor]) -> float:
+    """The largest magnitude."""
+    return max((float(t.abs().max()) for t in tensors.values() if t.numel()), default=0.0)
+
+
+def _same_names(into: Comparison, check: str, found: Iterable[str], want: Iterable[str]) -> None:
+    missing, more = sorted(set(want) - set(found)), sorted(set(found) - set(want))
+    for name in missing:
+        into.note(check, name, "there is none")
+    for name in more:
+        into.note(check, name, "the plain model has none of that name")
+
+
+def replicas(into: Comparison, found: Sequence[RankResult], check: str = "replicas") -> None:
+    """What several ranks hold is the same on all, bit for bit, after the step."""
+    for name in sorted({n for result in found for n in result.digests}):
+        seen: dict[str, tuple[int, str]] = {}
+        for rank, result in enumerate(found):
+            if name not in result.digests:
+                continue
+            digest, part = result.digests[name]
+            first, want = seen.setdefault(part, (rank, digest))
+            into.did(check)
+            if digest != want:
+                into.note(check, name, f"differs from that of rank {first}", rank)
+    for rank, result in enumerate(found):
+        into.did("ties")
+        for name in result.untied:
+            into.note("ties", name, "is a tensor of its own: the tie is lost", rank)

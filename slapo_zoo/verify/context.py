@@ -1,0 +1,301 @@
+"""Verify: a block of scheduling steps must leave what any module computes as it was."""
+
+import copy
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from slapo_zoo import consolidate, gradients
+from slapo_zoo.errors import ScheduleError
+from slapo_zoo.placement import TensorSpec
+from slapo_zoo.rng import drawn_from
+from slapo_zoo.schedule import Schedule
+from slapo_zoo.verify.blame import Blame, Divergence, directives_at
+from slapo_zoo.verify.compare import Comparison, Tolerance, largest_of
+from slapo_zoo.verify.events import Recorder
+from slapo_zoo.verify.report import Report, figures, software
+from slapo_zoo.verify.runs import RankResult
+from slapo_zoo.verify.safe import agreed_collectives
+from slapo_zoo.vocab_logits import VocabLogits
+from slapo_zoo.weights.together import together
+
+WHERE, SEED, INPUT = "Verify", 0, "input "
+
+
+class Verify:
+    """Compare what a module computes before and after a block of scheduling steps.
+
+    Outputs and every gradient, of parameters and inputs, are compared on all ranks, in the dtype of the model, with a tolerance
+    of twice its own error against fp64. Dropout is switched off. The module is left as it was: its
+    values, gradients, buffers, mode, and torch's generator.
+
+        with Verify(sch, [x]):
+            sch["fc1"].shard("weight", 0).sync("bwd_post", "all_reduce")
+            sch["fc2"].shard("weight", 1).sync("fwd_post", "all_reduce")
+
+    Args:
+        sch: a schedule whose model has values.
+        example_inputs: positional arguments of the model as a list or tuple, keyword arguments as
+            a dict, or one tensor; the same on all ranks.
+        device: where the model runs meanwhile; "cuda" without a CUDA device: where it is.
+        eval_mode: False runs it in training mode.
+        enable: False does nothing at all.
+
+    Attributes:
+        report: after the block, what was compared.
+
+    Raises:
+        VerifyError: at the end of the block, with the first module that differs.
+        ScheduleError: the model has no values yet.
+    """
+
+    def __init__(
+        self, sch: Schedule, example_inputs: Any, device: str = "cuda", eval_mode: bool = True,
+        enable: bool = True,
+    ):  # fmt: skip
+        self.sch, self.inputs, self.device = sch, example_inputs, device
+        self.eval_mode, self.enable = eval_mode, enable
+        self.report: Report | None = None
+
+    def __enter__(self) -> "Verify":
+        if self.enable:
+            self._begin = time.perf_counter()
+            self._before = [self._run(torch.float64), self._run(None), self._run(None, shake=True)]
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not self.enable:
+            return
+        before, self._before = self._before, []
+        if error is None:
+            together(self.sch.mesh, WHERE, lambda: None)  # all ranks got here
+            self._compare(before)
+
+    def _run(self, dtype: torch.dtype | None, shake: bool = False) -> RankResult:
+        sch = self.sch
+        if any(p.is_meta for p in sch.model.parameters()):
+            hint = "build it first, or use slapo-zoo verify"
+            raise ScheduleError(WHERE, "model", "it has no values: it is on meta", hint)
+        with _undisturbed(sch.model):
+            device = _device(self.device)
+            for tensor in _tensors(sch.model):
+                floating = tensor.is_floating_point()
+                tensor.data = tensor.data.to(device=device, dtype=dtype if floating else None)
+            if shake:
+                _shake(sch.model)
+            sch.model.train(not self.eval_mode)
+            args, kwargs = _arguments(self.inputs, device, dtype)
+            return _observe(sch, args, kwargs)
+
+    def _compare(self, before: Sequence[RankResult]) -> None:
+        try:
+            mine = self._run(None)
+        except Exception as error:
+            together(self.sch.mesh, WHERE, lambda: None)
+            raise self._error(error) from error
+        every = together(self.sch.mesh, WHERE, lambda: mine)
+        comparison = Comparison.empty()
+        truth, *plains = before
+        near = Tolerance(truth, plains)
+        for rank, found in enumerate(every):
+            _compare_all(comparison, near, "outputs", found.outputs, truth.outputs, rank)
+        if truth.grads and self.sch.mesh.rank == 0:
+            _compare_all(comparison, near, "gradients", every[0].grads, truth.grads)
+        comparison = together(self.sch.mesh, WHERE, lambda: comparison)[0]
+        divergence = self._blame(every, truth, plains[0], comparison)
+        self.report = self._reported(comparison, divergence, None)
+        self.report.raise_if_wrong(WHERE)
+
+    def _blame(
+        self, every: Sequence[RankResult], truth: RankResult, plain: RankResult, found: Comparison
+    ) -> Divergence | None:
+        if not found.findings:
+            return None
+        wrong = [f.what for f in found.findings if f.check == "gradients"]
+        names = [name for name in wrong if not name.startswith(INPUT)]
+        divergence = Blame(every, truth.events, plain.events).first(names)
+        if divergence is None and wrong:  # of an input: whatever took it
+            first = next(iter(truth.events.values())).source
+            took = (e.path for e, seen in truth.events.items() if seen.source == first)
+            paths = tuple(dict.fromkeys(took))
+            divergence = Divergence(paths[0], "backward", f"gradient of {wrong[0]}", 0, paths)
+        return divergence
+
+    def _error(self, error: Exception) -> Exception:
+        """It does not run any more: the module that was running is the divergence."""
+        paths = getattr(error, "slapo_modules", ())
+        if not paths:
+            return error
+        divergence = Divergence(paths[0], "error", "its call", self.sch.mesh.rank, paths)
+        text = f"{type(error).__name__}: {error}"
+        report = self._reported(Comparison.empty(), divergence, text)
+        self.report = report
+        try:
+            report.raise_if_wrong(WHERE)
+        except AssertionError as raised:
+            return raised
+        return error
+
+    def _reported(
+        self, comparison: Comparison, divergence: Divergence | None, error: str | None
+    ) -> Report:
+        mesh = self.sch.mesh
+        suspects = divergence.suspects if divergence else ()
+        return Report(
+            type(self.sch.model).__name__, {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.dp}, "given",
+            figures(comparison), comparison.findings, divergence,
+            directives_at(self.sch, suspects), error, SEED,
+            round(time.perf_counter() - self._begin, 2), software(),
+        )  # fmt: skip
+
+
+def _compare_all(
+    into: Comparison, near: Tolerance, check: str, found: Mapping[str, Tensor],
+    want: Mapping[str, Tensor], rank: int | None = None,
+) -> None:  # fmt: skip
+    """Tensors of one name; a parameter that a directive put elsewhere has none to compare with."""
+    largest = largest_of(want)
+    take = {"outputs": lambda r, n: r.outputs[n], "gradients": lambda r, n: r.grads[n]}[check]
+    if check == "outputs" and found.keys() != want.keys():
+        into.note(check, "number of outputs", f"found {len(found)}, expected {len(want)}", rank)
+    for name in want.keys() & found.keys():
+        near.check(into, check, name, found[name], lambda r, n=name: take(r, n), largest, rank)
+
+
+def _observe(sch: Schedule, args: Any, kwargs: Any) -> RankResult:
+    """Outputs, gradients of a fixed random sum of them, and the events of all modules."""
+    mesh, model = sch.mesh, sch.model
+    result = RankResult(coords=(mesh.coord("tp"), mesh.coord("pp"), mesh.coord("dp")))
+    recorder = Recorder(model)
+    with agreed_collectives(mesh, recorder), _NoDropout(), recorder:
+        leaves = [_whole(x) for x in tree_leaves(_as_tree(model(*args, **kwargs)))]
+        outputs = {str(i): x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
+        loss = _loss(outputs)
+        if loss is not None:
+            loss.backward()
+    result.outputs = {name: x.detach() for name, x in outputs.items()}
+    result.grads, result.events = _full_gradients(sch), recorder.events
+    for i, x in enumerate(tree_leaves((args, kwargs))):
+        if isinstance(x, Tensor) and x.grad is not None:
+            result.grads[f"{INPUT}{i}"] = x.grad
+    return result
+
+
+def _as_tree(output: Any) -> Any:
+    return dict(output) if hasattr(output, "keys") else output
+
+
+def _whole(x: Any) -> Any:
+    return x.gathered() if isinstance(x, VocabLogits) else x
+
+
+def _loss(outputs: Mapping[str, Tensor]) -> Tensor | None:
+    """A sum of all outputs with fixed random factors: every element counts."""
+    terms = []
+    for i, x in enumerate(outputs.values()):
+        if x.requires_grad and x.numel():
+            with drawn_from(SEED + i):
+                factors = torch.randn(x.shape, dtype=torch.float64)
+            terms.append((x * factors.to(x)).sum() / x.numel() ** 0.5)
+    return torch.stack(terms).sum() if terms else None
+
+
+def _full_gradients(sch: Schedule) -> dict[str, Tensor]:
+    """Gradients of whole parameters, on rank 0."""
+    state, mesh = sch.state, sch.mesh
+    named = dict(sch.model.named_parameters())
+    names = state.partial_gradients | (state.sequence_gradients if state.tokens_divided else set())
+    partial = [named[n] for n in sorted(names) if n in named]
+    gradients.all_reduce_gradients(partial, mesh.group("tp") if partial else None)
+    specs, local = [], {}
+    for name, p in named.items():
+        placed = state.placed.get(name)
+        shape = placed.shape if placed else tuple(p.shape)
+        dtype = str(p.dtype).removeprefix("torch.")
+        specs.append(TensorSpec(name, shape, dtype, placed.placement if placed else None))
+        local[name] = torch.zeros_like(p) if p.grad is None else p.grad.detach()
+    return consolidate.gather(local, specs, mesh)
+
+
+class _NoDropout(TorchFunctionMode):
+    """Within it, F.dropout is the identity."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.dropout:
+            return args[0] if args else (kwargs or {})["input"]
+        return func(*args, **(kwargs or {}))
+
+
+def _shake(model: nn.Module) -> None:
+    """Move every value by about one unit in its last place: a second sample of rounding."""
+    with drawn_from(SEED):
+        for p in model.parameters():
+            noise = torch.rand(p.shape, dtype=torch.float64).sub_(0.5).mul_(2)
+            p.data = p.data + p.data * noise.to(p.data) * torch.finfo(p.dtype).eps
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+@dataclass
+class _Kept:
+    data: Tensor
+    grad: Tensor | None
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Afterwards every value, gradient, buffer, mode and rate is the very one that was there."""
+    kept = {id(t): (t, _Kept(t.data, t.grad)) for t in _tensors(model)}
+    for buffer in model.buffers():  # batch norm writes into them
+        buffer.data = buffer.data.clone()
+    modes = {module: module.training for module in model.modules()}
+    rates = {m: copy.copy(m.p) for m in model.modules() if isinstance(m, nn.Dropout)}
+    for tensor, _ in kept.values():
+        tensor.grad = None
+    for module in rates:
+        module.p = 0.0
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for tensor, was in kept.values():
+            tensor.grad = None
+            tensor.data, tensor.grad = was.data, was.grad
+        for module, mode in modes.items():
+            module.training = mode
+        for module, rate in rates.items():
+            module.p = rate
+
+
+def _device(name: str) -> torch.device | None:
+    if torch.device(name).type == "cuda" and not torch.cuda.is_available():
+        return None
+    return torch.device(name)
+
+
+def _arguments(
+    inputs: Any, device: torch.device | None, dtype: torch.dtype | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments, where and in what dtype the model is."""
+
+    def place(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        floating = x.is_floating_point()
+        x = x.detach().to(device=device, dtype=dtype if floating else None, copy=True)
+        return x.requires_grad_(floating)
+
+    if isinstance(inputs, Mapping):
+        return (), tree_map(place, dict(inputs))
+    listed = inputs if isinstance(inputs, list | tuple) else [inputs]
+    return tuple(tree_map(place, list(listed))), {}

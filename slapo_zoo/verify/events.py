@@ -1,0 +1,133 @@
+"""What every module got and returned in one training step, and the gradients of what it returned."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from slapo_zoo.stages import Foreign
+from slapo_zoo.vocab_logits import VocabLogits
+
+
+class Event(NamedTuple):
+    """One tensor that entered or left a module.
+
+    Args:
+        path: of the module.
+        when: "in" or "out".
+        call: which call of the module in one forward.
+        leaf: which argument or output.
+        first_row: of the micro-batch, in the whole batch.
+    """
+
+    path: str
+    when: str
+    call: int
+    leaf: str
+    first_row: int = 0
+
+
+class Seen:
+    """A tensor of an event, its rows, and later its gradient."""
+
+    def __init__(self, value: Tensor, rows: int, source: int):
+        self.value, self.rows, self.source = value, rows, source
+        self.grad: Tensor | None = None
+
+
+class Recorder:
+    """Records while it is entered.
+
+    Args:
+        model: its hooks run after those of the schedule, so they see what the schedule made.
+        stream: tells the rows of the current micro-batch.
+        units: of a pipeline; what lies beside them also runs on stand-ins, so it is left out.
+    """
+
+    def __init__(self, model: nn.Module, stream: Any = None, units: Sequence[str] = ()):
+        self.model, self.stream, self.units = model, stream, units
+        self.events: dict[Event, Seen] = {}
+        self.inside: list[str] = []  # paths of the calls that have not returned
+        self.left = ""  # path of the call that returned last
+        self._calls: dict[tuple[str, int], int] = {}
+        self._last_row = 0
+        self._hooks: list[Any] = []
+        self._alive: list[Any] = []  # so that no other tensor gets the id of one seen
+
+    def __enter__(self) -> "Recorder":
+        for path, module in self.model.named_modules():
+            if path and not isinstance(module, Foreign) and self._counts(path):
+                before, after = self._around(path)
+                self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                self._hooks.append(module.register_forward_hook(after, with_kwargs=True))
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            places = (*self.inside[-1:], self.left)
+            error.slapo_modules = tuple(p for p in places if p)  # pyright: ignore[reportAttributeAccessIssue]
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._alive.clear()
+
+    def _counts(self, path: str) -> bool:
+        return not self.units or any(f"{path}.".startswith(f"{unit}.") for unit in self.units)
+
+    def _around(self, path: str) -> tuple[Any, Any]:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            key = (path, self._row())
+            if key[1] != self._last_row:  # the last stage ended its forward by an exception
+                self.inside.clear()
+            self._last_row = key[1]
+            self._calls[key] = self._calls.get(key, -1) + 1
+            self.inside.append(path)
+            named = {str(i): x for i, x in enumerate(args)} | kwargs
+            self._note(path, "in", named)
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if path in self.inside:
+                del self.inside[self.inside.index(path) :]
+            self.left = path
+            self._note(path, "out", _named(output))
+
+        return before, after
+
+    def _row(self) -> int:
+        return self.stream.first_row if self.stream is not None else 0
+
+    def _note(self, path: str, when: str, named: dict[str, Any]) -> None:
+        first_row = self._row()
+        rows = self.stream.num_rows if self.stream is not None else 0
+        call = self._calls.get((path, first_row), 0)
+        for leaf, x in named.items():
+            if not isinstance(x, Tensor):
+                continue
+            event = Event(path, when, call, leaf, first_row)
+            if event in self.events:
+                continue
+            with torch._C.DisableTorchFunctionSubclass():
+                x = x.local() if isinstance(x, VocabLogits) else x
+                seen = Seen(x.detach().clone(), rows, id(x))
+                self._alive.append(x)
+                self.events[event] = seen
+                if x.requires_grad and when == "out":
+                    x.register_hook(_keep_gradient(seen))
+
+
+def _keep_gradient(seen: Seen) -> Any:
+    def keep(grad: Tensor) -> None:
+        seen.grad = grad.detach().clone()
+
+    return keep
+
+
+def _named(output: Any) -> dict[str, Any]:
+    if isinstance(output, Tensor):
+        return {"0": output}
+    if hasattr(output, "items"):
+        return dict(output.items())
+    if isinstance(output, tuple | list):
+        return {str(i): x for i, x in enumerate(output)}
+    return {}

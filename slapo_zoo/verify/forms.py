@@ -1,0 +1,88 @@
+"""How the tensors of the tp ranks make up one tensor of the plain model.
+
+A module of a correct schedule leaves on the ranks: the same tensor; runs of one axis in the order of
+the ranks (padded, shared by neighbours, or q|k|v run by run); or runs of tokens. A sum over ranks that
+is still to be taken is none of these, except where the schedule says so.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+Close = Callable[[Tensor], bool]
+
+
+def form_of(parts: Sequence[Tensor], want: Tensor, close: Close, partial: bool = False) -> str:
+    """The form in which the parts are `want`, or the empty string.
+
+    Args:
+        parts: of the tp ranks, in order.
+        want: the plain model's.
+        close: whether a tensor of the shape of `want` is near enough to it.
+        partial: the parts may be terms of a sum.
+    """
+    if all(part.shape == want.shape and close(part) for part in parts):
+        return "the same on all"
+    for name, whole in _candidates(parts, want):
+        if whole.shape == want.shape and close(whole):
+            return name
+    if partial and all(part.shape == want.shape for part in parts) and close(sum(parts)):  # pyright: ignore[reportArgumentType]
+        return "terms of a sum"
+    return ""
+
+
+def _candidates(parts: Sequence[Tensor], want: Tensor) -> Iterator[tuple[str, Tensor]]:
+    distinct = _without_repeats(parts)
+    for axis in reversed(range(want.ndim)):
+        for some in (parts, distinct) if len(distinct) < len(parts) else (parts,):
+            whole = _joined(some, axis, want)
+            if whole is not None:
+                yield f"runs of axis {axis}", whole
+        for groups in (2, 3):
+            if want.shape[axis] % groups == 0 and all(
+                p.ndim == want.ndim and p.shape[axis] % groups == 0 for p in parts
+            ):
+                chunks = zip(*(p.chunk(groups, axis) for p in parts), strict=True)
+                yield (
+                    f"{groups} groups of runs of axis {axis}",
+                    torch.cat([torch.cat(chunk, axis) for chunk in chunks], axis)
+                    if _fit(parts, axis)
+                    else want.new_empty(0),
+                )
+    yield from _tokens_of_flat_rows(parts, want)
+
+
+def _joined(parts: Sequence[Tensor], axis: int, want: Tensor) -> Tensor | None:
+    """The parts one after the other; padding beyond the end (less than a unit each) is cut off."""
+    if not all(part.ndim == want.ndim for part in parts) or not _fit(parts, axis):
+        return None
+    whole = torch.cat(list(parts), axis)
+    if not 0 <= whole.shape[axis] - want.shape[axis] < len(parts):
+        return None
+    return whole.narrow(axis, 0, want.shape[axis])
+
+
+def _fit(parts: Sequence[Tensor], axis: int) -> bool:
+    """Whether the parts differ in one axis only."""
+    shapes = {tuple(s for i, s in enumerate(p.shape) if i != axis) for p in parts}
+    return len(shapes) == 1
+
+
+def _without_repeats(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Neighbours that hold the same (KV heads) count once."""
+    kept = [parts[0]]
+    for part in parts[1:]:
+        if part.shape != kept[-1].shape or not torch.equal(part, kept[-1]):
+            kept.append(part)
+    return kept
+
+
+def _tokens_of_flat_rows(parts: Sequence[Tensor], want: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """OPT flattens [rows, tokens, ...] to [rows * tokens, ...]; each rank holds some tokens of all rows."""
+    n, flat = len(parts), parts[0].shape[0] if parts[0].ndim else 0
+    if want.ndim < 2 or any(p.shape != parts[0].shape for p in parts) or flat * n != want.shape[0]:
+        return
+    for rows in (r for r in range(2, flat + 1) if flat % r == 0):
+        split = [part.reshape(rows, flat // rows, *part.shape[1:]) for part in parts]
+        yield "runs of the tokens of each row", torch.cat(split, 1).reshape(want.shape)

@@ -1,0 +1,124 @@
+"""What a verification found: for programs (verify.json) and for people."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.verify.blame import Divergence
+from slapo_zoo.verify.checks import CHECKS
+from slapo_zoo.verify.compare import Comparison, Finding
+
+VERIFIED, FAILED, UNMEASURED = "verified", "failed", "unmeasured"
+SHOWN = 3  # findings of one check that the text lists
+NAMED = 8  # directives
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome.
+
+    Args:
+        model: class of the model.
+        mesh: sizes of tp, pp and dp.
+        config: how the verified model was made: "given" or "shrunken".
+        checks: check --> comparisons made, and the largest error by what is allowed; of those that
+            could not be made, "unmeasured".
+        findings: what is wrong.
+        divergence: the first module that is wrong, or None.
+        directives: (path, directive) that touched it, the likeliest first.
+        error: what the schedule raised instead of running, or None.
+        seed: of weights, batch and dropout.
+        seconds: wall time.
+        software: versions.
+    """
+
+    model: str
+    mesh: Mapping[str, int]
+    config: str
+    checks: Mapping[str, Any]
+    findings: Sequence[Finding] = ()
+    divergence: Divergence | None = None
+    directives: Sequence[tuple[str, str]] = ()
+    error: str | None = None
+    seed: int = 0
+    seconds: float = 0.0
+    software: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything that was measured is right."""
+        return not self.findings and self.error is None
+
+    def document(self) -> dict[str, Any]:
+        """verify.json."""
+        found = asdict(self)
+        found["findings"] = found["findings"][:100]
+        return {"verdict": VERIFIED if self.ok else FAILED, **found}
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{k}={v}" for k, v in self.mesh.items())
+        head = f"{self.model} on {sizes} ({self.config} config): {self.document()['verdict']}"
+        lines = [f"{head} in {self.seconds:.1f} s"]
+        for check, meaning in CHECKS.items():
+            lines.append(f"  {self._mark(check)} {check:<15} {meaning}{self._figures(check)}")
+            lines += self._wrong(check)
+        if self.error:
+            lines.append(f"  it does not run: {self.error}")
+        return "\n".join(lines + self._where())
+
+    def _mark(self, check: str) -> str:
+        if any(f.check == check for f in self.findings):
+            return "✗"
+        return "✓" if isinstance(self.checks.get(check), Mapping) else "·"
+
+    def _figures(self, check: str) -> str:
+        found = self.checks.get(check)
+        if not isinstance(found, Mapping):
+            return f" ({UNMEASURED})"
+        return f" ({found['compared']} compared, largest error {found['worst']:.2f} of the allowed)"
+
+    def _wrong(self, check: str) -> list[str]:
+        wrong = [f for f in self.findings if f.check == check]
+        lines = [
+            f"      {f.what}{'' if f.rank is None else f' on rank {f.rank}'}: {f.problem}"
+            for f in wrong[:SHOWN]
+        ]
+        return lines + ([f"      and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else [])
+
+    def _where(self) -> list[str]:
+        if self.divergence is None:
+            return []
+        d = self.divergence
+        lines = [f"  first divergence, {d.phase}: {d.path}, {d.what}, on rank {d.rank}"]
+        lines.append(f"    caused in: {', '.join(s for s in d.suspects if s)}")
+        if not self.directives:
+            return [*lines, "    no directive touches these modules: one may be missing"]
+        lines.append("    directives there, the likeliest first (or one is missing):")
+        return lines + [f"      {path}: {text}" for path, text in self.directives[:NAMED]]
+
+    def raise_if_wrong(self, where: str) -> None:
+        """VerifyError with this text, if anything is wrong."""
+        if not self.ok:
+            raise VerifyError(where, "", str(self), "repair the directives named above")
+
+
+class VerifyError(SlapoError, AssertionError):
+    """A schedule does not compute what the plain model computes."""
+
+
+def software() -> dict[str, str]:
+    """Versions that the figures depend on."""
+    return {name: version(name) for name in ("slapo-zoo", "torch", "transformers")}
+
+
+def figures(comparison: Comparison) -> dict[str, Any]:
+    """Per check: how many comparisons, and the largest error by what is allowed."""
+    found: dict[str, Any] = dict.fromkeys(CHECKS, UNMEASURED)
+    for check, count in comparison.counts.items():
+        found[check] = {"compared": count, "worst": round(comparison.worst[check], 4)}
+    for finding in comparison.findings:
+        if not isinstance(found[finding.check], dict):
+            found[finding.check] = {"compared": 1, "worst": 0.0}
+    return found

@@ -1,0 +1,208 @@
+"""The runs that are compared: the plain model in one process, and one rank of the scheduled one."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_zoo import collectives
+from slapo_zoo.numerics import digest, part_of
+from slapo_zoo.verify.batch import has_loss
+from slapo_zoo.verify.events import Recorder
+from slapo_zoo.verify.safe import agreed_collectives
+from slapo_zoo.verify.subject import Subject, changes_for_comparison
+
+LEARNING_RATE, EPS, DECAY, MAX_NORM = 1e-3, 1e-5, 0.1, 1.0
+
+
+@dataclass
+class Result:
+    """What one run computed; tensors are full ones under their HuggingFace names."""
+
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    loss: float = 0.0
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    norm: float = 0.0
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    events: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RankResult(Result):
+    """The same of one rank; full gradients and weights are on rank 0 only.
+
+    Args:
+        coords: of tp, pp and dp.
+        digests: local parameter --> hash of its bytes after the step, and which part it is.
+        untied: names that should share memory and do not.
+        collectives: kind --> how many over tp in the step.
+    """
+
+    coords: tuple[int, int, int] = (0, 0, 0)
+    digests: dict[str, tuple[str, str]] = field(default_factory=dict)
+    untied: list[str] = field(default_factory=list)
+    collectives: dict[str, int] = field(default_factory=dict)
+
+
+def cast(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Floating inputs follow the dtype of the model."""
+    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+
+
+def tensors_of(output: Any) -> dict[str, Tensor]:
+    """The tensors of a HuggingFace output by name; caches and tuples of layers are left out."""
+    return {k: v.detach().clone() for k, v in output.items() if isinstance(v, Tensor)}
+
+
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
+    """The optimizer of every run; a large eps keeps it from amplifying noise in tiny gradients."""
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=DECAY, eps=EPS)
+
+
+def plain(subject: Subject, dtype: torch.dtype, attention: str, reverse: bool = False) -> Result:
+    """Plain `transformers`, one process, the whole batch at once.
+
+    Args:
+        subject: what is verified.
+        dtype: of parameters and inputs.
+        attention: "sdpa" or "eager".
+        reverse: take the rows in the opposite order: the same values, added in another order.
+    """
+    model = subject.cls.from_pretrained(
+        subject.folder, dtype=dtype, attn_implementation=attention,
+        **changes_for_comparison(subject.config),
+    )  # fmt: skip
+    batch, result = cast(subject.batch(), dtype), Result()
+    batch = {k: v.flip(0) for k, v in batch.items()} if reverse else batch
+    with torch.no_grad():
+        outputs = tensors_of(model.eval()(**batch))
+    result.outputs = {k: v.flip(0) if reverse and v.ndim else v for k, v in outputs.items()}
+    if not has_loss(subject.cls.__name__):
+        return result
+    optimizer = optimizer_of(model.train())
+    loss = model(**batch).loss
+    loss.backward()
+    result.loss = float(loss.detach())
+    result.grads = {
+        n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for n, p in model.named_parameters()
+    }
+    result.norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
+    optimizer.step()
+    result.weights = {n: p.detach() for n, p in model.named_parameters()}
+    return result
+
+
+def load(subject: Subject, changes: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """This rank of the scheduled model."""
+    from slapo_zoo.auto import AutoScheduledModel
+
+    tp, pp, dp = subject.sizes
+    return AutoScheduledModel.from_pretrained(
+        subject.folder, tp=tp, pp=pp, dp=dp, seed=subject.seed, auto_class=subject.cls,
+        schedule=subject.schedule, dtype=dtype, **subject.knobs, **changes,
+    )  # fmt: skip
+
+
+def scheduled(
+    subject: Subject, changes: Mapping[str, Any], dtype: torch.dtype = torch.float32,
+    save: Path | None = None,
+) -> RankResult:  # fmt: skip
+    """This rank of the scheduled model on the mesh; all ranks call it together.
+
+    Args:
+        subject: what is verified.
+        changes: fields of the config that differ from the folder's.
+        dtype: of the parameters.
+        save: folder for the weights after the step.
+    """
+    model = load(subject, changes, dtype)
+    result = RankResult(coords=_coords(model))
+    whole = cast(subject.batch(), dtype)
+    with agreed_collectives(model.mesh):
+        with torch.no_grad():
+            model.eval()
+            result.outputs = tensors_of(model(**whole))
+        if has_loss(subject.cls.__name__):
+            _train(model, subject, whole, result)
+    if save is not None:
+        model.save_pretrained(save)
+    return result
+
+
+def recorded(
+    subject: Subject, changes: Mapping[str, Any], dtype: torch.dtype = torch.float32
+) -> RankResult:
+    """One training step (a forward, for a model without a loss) with all its events."""
+    model = load(subject, changes, dtype)
+    result = RankResult(coords=_coords(model))
+    whole = cast(subject.batch(), dtype)
+    pipeline = model._slapo.pipeline
+    units = () if pipeline is None else pipeline.units
+    recorder = Recorder(model, model.schedule.state.random, units)
+    result.events = recorder.events
+    with agreed_collectives(model.mesh, recorder), recorder:
+        if has_loss(subject.cls.__name__):
+            batch = subject.part(whole, model.mesh.coord("dp"))
+            model.train().train_step(batch, micro_batches=subject.micro_batches)
+        else:
+            model.eval()(**whole)
+    return result
+
+
+def _coords(model: Any) -> tuple[int, int, int]:
+    tp, pp, dp = (model.mesh.coord(mesh_dim) for mesh_dim in ("tp", "pp", "dp"))
+    return tp, pp, dp
+
+
+def _train(model: Any, subject: Subject, whole: dict[str, Tensor], result: RankResult) -> None:
+    batch = subject.part(whole, model.mesh.coord("dp"))
+    optimizer = optimizer_of(model.train())
+    with counted(model.mesh, result.collectives):
+        result.loss = float(model.train_step(batch, micro_batches=subject.micro_batches))
+    result.grads = model.consolidated_state_dict(grads=True)
+    result.norm = float(model.clip_grad_norm_(MAX_NORM))
+    optimizer.step()
+    result.weights = model.consolidated_state_dict()
+    result.digests = digests(model)
+    result.untied = untied(model)
+
+
+def digests(model: Any) -> dict[str, tuple[str, str]]:
+    """A hash of the bytes of every parameter that this rank holds, and which part it is."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: (digest(p), part_of(model, name)) for name, p in named}
+
+
+def untied(model: Any) -> list[str]:
+    """Tied names of this rank that are tensors of their own."""
+    from slapo_zoo.hf import tied_names
+
+    here = dict(model.named_parameters(remove_duplicate=False))
+    ties = tied_names(model).items()
+    return [a for a, b in ties if a in here and b in here and here[a] is not here[b]]
+
+
+@contextmanager
+def counted(mesh: Any, counts: dict[str, int]) -> Iterator[None]:
+    """Count the collectives over tp that this rank calls within, by kind."""
+    if mesh.tp == 1:
+        yield
+        return
+    group, found = mesh.group("tp"), Counter[str]()
+
+    def count(kind: str, whole: Tensor, over: Any) -> None:
+        if over is group:  # each rank has its own, also where ranks are threads of one process
+            found[kind] += 1
+
+    collectives.OBSERVERS.append(count)
+    try:
+        yield
+    finally:
+        collectives.OBSERVERS.remove(count)
+        counts.update(found)

@@ -1,0 +1,53 @@
+"""Collectives that are checked before they run: with gloo a mismatch would end the process."""
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slapo_zoo import collectives
+from slapo_zoo.errors import ScheduleError
+
+
+@contextmanager
+def agreed_collectives(mesh: Any, recorder: Any = None) -> Iterator[None]:
+    """Within, ranks that are about to call different collectives raise instead.
+
+    Every collective over tp is preceded by a small one of a fixed shape, in which the ranks say
+    what they are about to do.
+
+    Args:
+        mesh: of this rank.
+        recorder: knows which module runs.
+
+    Raises:
+        ScheduleError: kinds, shapes or dtypes differ between ranks.
+    """
+    group = mesh.group("tp")
+    if group is None:
+        yield
+        return
+
+    def check(kind: str, whole: Tensor, over: Any) -> None:
+        if over is not group:  # of another rank that is a thread of this process, or of dp
+            return
+        what = f"{kind} of {list(whole.shape)} {whole.dtype}"
+        mine = torch.tensor([zlib.crc32(what.encode())], device=whole.device)
+        each = [torch.zeros_like(mine) for _ in range(mesh.tp)]
+        dist.all_gather(each, mine, group=group)
+        if any(int(other) != int(mine) for other in each):
+            where = recorder.inside[-1] if recorder and recorder.inside else "a collective"
+            differ = [i for i, other in enumerate(each) if int(other) != int(mine)]
+            problem = f"tp rank {mesh.coord('tp')} calls {what}, tp ranks {differ} another one"
+            hint = "ranks hold different sizes here: divide evenly, or pad"
+            raise ScheduleError(where, "collective", problem, hint)
+
+    collectives.OBSERVERS.append(check)
+    try:
+        yield
+    finally:
+        collectives.OBSERVERS.remove(check)

@@ -1,0 +1,117 @@
+"""What a user of the Hub does, each in a process of its own: `python hub_scenarios.py NAME FOLDER`.
+
+HF_ENDPOINT is read when the client is imported, so the unmodified client wants a fresh process.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+from slapo_zoo import AutoScheduledModel, Mesh
+from slapo_zoo.cards.card import read_card
+from slapo_zoo.cards.hub import Reference, pull, push
+from slapo_zoo.cards.make import zoo_card
+from slapo_zoo.cards.use import load_card
+from slapo_zoo.errors import CardError
+
+REPO = "me/gpt2-tiny"
+
+
+def tiny():
+    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 65, "n_positions": 32}
+    return transformers.GPT2Config(**sizes, architectures=["GPT2LMHeadModel"])
+
+
+def refused(action, *args, **kwargs):
+    try:
+        action(*args, **kwargs)
+    except CardError as error:
+        return str(error)
+    raise AssertionError("it was accepted")
+
+
+def publish(folder):
+    """A card, a second version, a model's own; conflicts."""
+    zoo_card(tiny(), None, Mesh(), "gpt2").write(folder)
+    first = push(folder, REPO, tag="v1")
+    zoo_card(tiny(), None, Mesh(), "gpt2", checkpoint_ratio=0.5).write(folder)
+    late = refused(push, folder, REPO, parent="1" * 40)
+    twice = refused(push, folder, REPO, tag="v1")
+    second = push(folder, REPO, tag="v2")
+    model = AutoScheduledModel.from_config(tiny())
+    live = model.push_schedule_to_hub("me/live", any_size=True)
+    model.push_to_hub("me/model")
+    (folder / "plot.png").write_bytes(b"\x89PNG" + bytes(5000))
+    picture = push(folder, "me/picture")
+    return {"first": str(first), "second": str(second), "live": live, "late": late,
+            "twice": twice, "picture": str(picture)}  # fmt: skip
+
+
+def load(folder):
+    """From an empty cache: by sha, by tag, through the loader; what is not there."""
+    known = json.loads((folder / "published.json").read_text())
+    by_sha, by_tag = load_card(known["first"]), load_card(f"{REPO}@v1")
+    model = AutoScheduledModel.from_config(tiny(), schedule=known["second"])
+    bigger = transformers.GPT2Config(**{**tiny().to_dict(), "n_embd": 64})
+    any_size = AutoScheduledModel.from_config(bigger, schedule=known["live"])
+    both = AutoScheduledModel.from_pretrained("me/model", schedule="me/model@main")
+    plain = transformers.GPT2LMHeadModel.from_pretrained("me/model").state_dict()
+    picture = pull(Reference.parse(known["picture"]))
+    return {
+        "same": by_sha == by_tag,
+        "hash": by_sha.program.hash,
+        "program": str(model.schedule),
+        "weights": all(torch.equal(p, plain[n]) for n, p in both.named_parameters()),
+        "both": str(both.schedule) == str(AutoScheduledModel.from_config(tiny()).schedule),
+        "loss": float(model.train_step({k: torch.ones(2, 8, dtype=torch.int64) for k in ("input_ids", "labels")})),
+        "any_size": len(any_size.schedule.history),
+        "pictures": sorted(p.name for p in picture.folder.iterdir()),
+        "none": refused(load_card, "me/none@v1"),
+        "tag": refused(load_card, f"{REPO}@v9"),
+        "sha": refused(load_card, f"{REPO}@{'0' * 40}"),
+        "structure": refused(AutoScheduledModel.from_config, bigger, schedule=known["first"]),
+        "no card": refused(load_card, "me/weights@main"),
+    }  # fmt: skip
+
+
+def moved(folder):
+    """After the tag was moved, and a file of the repository tampered with."""
+    known = json.loads((folder / "published.json").read_text())
+    return {
+        "moved": refused(load_card, f"{REPO}@v1"),
+        "by sha": load_card(known["first"]).program.hash,
+        "tampered": refused(load_card, "me/tampered@main"),
+        "read": read_card(pull(Reference.parse(known["first"])).folder, Path("/")).program.hash,
+    }
+
+
+def offline(folder):
+    """HF_HUB_OFFLINE=1, from the cache."""
+    known = json.loads((folder / "published.json").read_text())
+    return {
+        "by sha": load_card(known["first"]).program.hash,
+        "by tag": load_card(f"{REPO}@v1").program.hash,
+        "not there": refused(load_card, f"{REPO}@v2"),
+        "no sha": refused(load_card, f"{REPO}@{'2' * 40}"),
+    }
+
+
+def python(folder):
+    """A schedule in Python: trusted and pinned, or not at all."""
+    known = json.loads((folder / "published.json").read_text())
+    at = {"config": tiny()}
+    main = refused(AutoScheduledModel.from_config, **at, schedule="me/python@main", trust_remote_code=True)  # fmt: skip
+    untrusted = refused(AutoScheduledModel.from_config, **at, schedule=known["python"])
+    ran = folder / "ran"
+    before = ran.exists()
+    model = AutoScheduledModel.from_config(**at, schedule=known["python"], trust_remote_code=True)
+    return {"main": main, "untrusted": untrusted, "before": before, "ran": ran.exists(),
+            "program": str(model.schedule)}  # fmt: skip
+
+
+if __name__ == "__main__":
+    outcome = globals()[sys.argv[1]](Path(sys.argv[2]))
+    Path(sys.argv[2], f"{sys.argv[1]}.json").write_text(json.dumps(outcome))

@@ -1,0 +1,139 @@
+"""The unmodified client of the Hub against a server on the loopback interface."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hub_server import Hub, Repository
+
+HERE = Path(__file__).parent
+REPO = "me/gpt2-tiny"
+
+
+@pytest.fixture(scope="module")
+def hub():
+    with Hub() as hub:
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("hub")
+
+
+def run(hub, folder, name, home, offline="0"):
+    """The outcome of a scenario in a fresh process."""
+    env = {
+        **os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(folder / home), "HF_TOKEN": "hf_test",
+        "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": offline, "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }  # fmt: skip
+    place = folder / "card" if name == "publish" else folder
+    place.mkdir(exist_ok=True)
+    command = [sys.executable, str(HERE / "hub_scenarios.py"), name, str(place)]
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((place / f"{name}.json").read_text()), done.stderr
+
+
+@pytest.fixture(scope="module")
+def published(hub, folder):
+    known, _ = run(hub, folder, "publish", "author")
+    code = f"def schedule(sch):\n    open({str(folder / 'ran')!r}, 'w').close()\n    sch['transformer.h.0'].checkpoint()\n"
+    hub.repositories["me/weights"], hub.repositories["me/python"] = Repository(), Repository()
+    weights, python = hub.repositories["me/weights"], hub.repositories["me/python"]
+    weights.branches["main"] = weights.add({"config.json": b"{}"})
+    python.branches["main"] = python.add({"schedule.py": code.encode()})
+    known["python"] = f"me/python@{python.branches['main']}"
+    (folder / "published.json").write_text(json.dumps(known))
+    return known
+
+
+@pytest.fixture(scope="module")
+def loaded(hub, folder, published):
+    return run(hub, folder, "load", "reader")
+
+
+def test_a_commit_is_atomic_and_nobody_is_overtaken(hub, published):
+    repository = hub.repositories[REPO]
+    first = repository.commits[published["first"].partition("@")[2]]
+    assert set(first) == {"README.md", "schedule.json", "verify.json", "bench.json", "tuning.json"}
+    assert "published meanwhile" in published["late"]
+    assert "TagExists" in published["twice"]
+    assert len({published[name] for name in ("first", "second", "live")}) == 3
+
+
+def test_large_files_go_by_lfs(hub, published):
+    stored = hub.repositories["me/picture"]
+    files = stored.commits[stored.branches["main"]]
+    assert len(files["plot.png"]) == 5004
+    assert len(files["schedule.json"]) > 1000
+    assert any(path.startswith("/lfs/") for _, path in hub.requests)
+
+
+def test_a_fresh_process_loads_by_sha_and_by_tag(loaded, published):
+    found, said = loaded
+    assert found["same"]
+    assert published["first"].partition("@")[2] in said, "a tag is resolved to a sha and shown"
+    assert "checkpoint()" in found["program"]
+    assert found["loss"] > 1
+    assert found["any_size"] > 10
+    assert "plot.png" not in found["pictures"], "only the files that a card needs are fetched"
+
+
+def test_weights_are_published_with_their_schedule(loaded, hub):
+    stored = hub.repositories["me/model"]
+    files = stored.commits[stored.branches["main"]]
+    assert {"model.safetensors", "config.json", "schedule.json", "README.md"} <= set(files)
+    assert loaded[0]["weights"]
+    assert loaded[0]["both"]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("none", "check its name"),
+        ("tag", "no such branch or tag"),
+        ("sha", "check the sha or tag"),
+        ("structure", "not those it was made for"),
+        ("no card", "schedule.json is missing"),
+    ],
+)
+def test_what_is_not_there_or_does_not_fit(loaded, case, words):
+    assert words in loaded[0][case]
+
+
+def test_a_moved_tag_and_a_tampered_file(hub, folder, loaded, published):
+    repository = hub.repositories[REPO]
+    first = published["first"].partition("@")[2]
+    repository.tags["v1"] = published["second"].partition("@")[2]
+    tampered = hub.repositories["me/tampered"] = Repository()
+    files = dict(repository.commits[first])
+    files["schedule.json"] = files["schedule.json"].replace(b'"axis": 0', b'"axis": 1', 1)
+    tampered.branches["main"] = tampered.add(files)
+    found, _ = run(hub, folder, "moved", "reader")
+    assert "it was moved" in found["moved"]
+    assert found["by sha"] == found["read"] == loaded[0]["hash"]
+    assert "changed after the card was made" in found["tampered"]
+
+
+def test_offline_from_the_cache(hub, folder, loaded, published):
+    found, _ = run(hub, folder, "offline", "reader", offline="1")
+    assert found["by sha"] == found["by tag"] == loaded[0]["hash"]
+    assert "was not fetched before" in found["not there"]
+    assert "take one from the cache" in found["no sha"]
+
+
+def test_python_runs_only_when_trusted_and_pinned(hub, folder, published):
+    found, said = run(hub, folder, "python", "stranger")
+    assert "trust_remote_code=True" in found["main"]
+    assert "schedule.json is missing" in found["untrusted"]
+    assert found["ran"]
+    assert not found["before"]
+    assert "checkpoint()" in found["program"]
+    assert "it was trusted" in said

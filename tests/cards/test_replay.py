@@ -1,0 +1,130 @@
+"""A card replays on the meshes that its constraints allow, at parity; elsewhere it says why not."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from parity import Case, checkpoint, compare, references, scheduled
+from slapo_zoo import AutoScheduledModel, Mesh, Schedule, cards
+from slapo_zoo.cards import Program, collection
+from slapo_zoo.cards.card import read_card
+from slapo_zoo.cards.make import make_program, zoo_card
+from slapo_zoo.cards.schema import build_schema, schema
+from slapo_zoo.errors import CardError
+from slapo_zoo.locate import config_of
+from slapo_zoo.outline import Outline
+from slapo_zoo.table import families
+
+CASES = {
+    "GPT2LMHeadModel": Case("GPT2LMHeadModel", ("tokens",)),
+    "T5ForConditionalGeneration": Case("T5ForConditionalGeneration", ("tokens",)),
+}
+
+
+def card_for(case, root, mesh, folder, **knobs):
+    config = transformers.AutoConfig.from_pretrained(checkpoint(case, root))
+    zoo_card(config, case.cls, mesh, "tiny", **knobs).write(folder)
+    return str(folder)
+
+
+def with_card(case, folder, layout, card):
+    return scheduled(case, folder, layout, schedule=card, verify="off")
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("layout", [(2, 2, 1), (1, 2, 2)])
+def test_a_card_of_tp4_pp2_trains_on_another_mesh(name, layout, tmp_path, ranks):
+    case = CASES[name]
+    card = card_for(case, tmp_path, Mesh(tp=4, pp=2), tmp_path / "card")
+    folder = checkpoint(case, tmp_path)
+    truth, plains = references(case, folder)
+    results = ranks.run(with_card, 4, case, folder, layout, card)
+    compare(results[0][0], plains, truth)
+
+
+def refused(config, card, layout):
+    tp, pp = layout
+    with pytest.raises(CardError) as caught:
+        AutoScheduledModel.from_config(config, tp=tp, pp=pp, schedule=card)
+    return str(caught.value)
+
+
+def test_a_mesh_that_the_constraints_forbid_is_refused_on_every_rank(tmp_path, ranks):
+    card = card_for(CASES["GPT2LMHeadModel"], tmp_path, Mesh(tp=4, pp=2), tmp_path / "card")
+    config = transformers.AutoConfig.from_pretrained(checkpoint(CASES["GPT2LMHeadModel"], tmp_path))
+    for said in ranks.run(refused, 2, config, card, (2, 1)):
+        assert "constraint 'stages == 2': found stages = 1" in said
+
+
+def test_another_size_or_class_is_refused_unless_the_card_is_for_any_size(tmp_path):
+    config = transformers.GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=65, architectures=["GPT2LMHeadModel"])  # fmt: skip
+    larger = transformers.GPT2Config(**{**config.to_dict(), "n_embd": 64, "n_head": 8})
+    exact, free = (zoo_card(config, None, Mesh(tp=2), "gpt2", any_size=a) for a in (False, True))
+    exact.write(tmp_path / "exact")
+    free.write(tmp_path / "free")
+    with pytest.raises(CardError, match="not those it was made for"):
+        AutoScheduledModel.from_config(larger, schedule=str(tmp_path / "exact"))
+    with pytest.raises(CardError, match="made for GPT2LMHeadModel"):
+        AutoScheduledModel.from_config(config, auto_class="GPT2Model", schedule=tmp_path / "exact")
+    steps = free.program.resolve(larger, {"tp": 2, "pp": 1, "dp": 1, "stages": 1})
+    wanted = Outline(larger, None, Mesh(tp=2), torch.float32)
+    assert str(Outline(larger, None, Mesh(tp=2), torch.float32, schedule=steps).schedule) == str(
+        wanted.schedule
+    )
+
+
+@pytest.mark.parametrize("family", families())
+def test_the_zoo_s_card_is_the_zoo_s_schedule(family, tmp_path):
+    """Written, read, resolved and replayed: the same program, of every family."""
+    config, head = config_of(family)
+    mesh = Mesh(tp=2, pp=2)
+    card = zoo_card(config, head, mesh, family)
+    card.write(tmp_path)
+    again = read_card(tmp_path)
+    assert again == card
+    assert again.program.hash == Program.parse(card.program.to_bytes()).hash
+    sizes = {"tp": 2, "pp": 2, "dp": 1, "stages": 2}
+    steps = again.program.resolve(config, sizes)
+    outline = Outline(config, head, mesh, torch.float32)
+    assert [(p, str(d)) for p, d in steps] == [(p, str(d)) for p, d in outline.schedule.history]
+
+
+def test_a_live_schedule_cannot_be_published():
+    config = transformers.GPT2Config(n_layer=2, architectures=["GPT2LMHeadModel"])
+    model = transformers.GPT2LMHeadModel(config)
+    sch = Schedule(model, Mesh())
+    sch["transformer"].hook("fwd_pre", print)
+    with pytest.raises(CardError, match="live object"):
+        make_program(sch, config, type(model))
+
+
+def test_the_committed_schema_is_that_of_the_primitives(request):
+    if request.config.getoption("update_golden"):
+        file = Path(cards.__file__).with_name("schedule.schema.json")
+        file.write_text(json.dumps(build_schema(), indent=1) + "\n", encoding="utf-8")
+        schema.cache_clear()
+    assert schema() == build_schema(), "on purpose? then run with --update-golden"
+
+
+def test_the_hash_does_not_see_spaces_or_order():
+    config = transformers.GPT2Config(n_layer=2, architectures=["GPT2LMHeadModel"])
+    program = zoo_card(config, None, Mesh(), "gpt2").program
+    text = program.to_bytes()
+    assert Program.parse(text.replace(b" ", b"\n ", 3)).hash == program.hash
+    changed = text.replace(b'"axis": 0', b'"axis": 1', 1)
+    assert changed != text
+    assert Program.parse(changed).hash != program.hash
+
+
+def test_published_cards_are_what_the_code_says():
+    """hub_cards/<family>: `python3 ci/run.py cards` writes them."""
+    folder = Path(__file__).parents[2] / "hub_cards"
+    wanted = dict(collection.cards())
+    assert {path.name for path in folder.iterdir() if path.is_dir()} >= set(wanted)
+    for family, card in wanted.items():
+        found = read_card(folder / family)
+        assert found.program == card.program, f"{family}: run `python3 ci/run.py cards`"
+        assert found.mesh == card.mesh

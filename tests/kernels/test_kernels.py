@@ -1,0 +1,72 @@
+"""Every registered kernel on its CPU path and under Triton's interpreter."""
+
+import pytest
+import torch
+
+from kernel_checks import (
+    CASES,
+    IDS,
+    KERNEL_NAMES,
+    check_deterministic,
+    check_one_graph,
+    check_operators,
+    check_reference,
+    check_strided,
+)
+from slapo_zoo.kernel import KERNELS
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def dtype_ids(*names):
+    return [pytest.param(DTYPES[name], id=name) for name in names]
+
+
+@pytest.mark.parametrize("dtype", dtype_ids("fp32", "bf16"))
+@pytest.mark.parametrize("name, shape", CASES, ids=IDS)
+def test_cpu_path(name, shape, dtype):
+    check_reference(name, shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", dtype_ids("fp32", "fp16"))
+@pytest.mark.parametrize("name, shape", CASES, ids=IDS)
+def test_triton_path(interpreter, name, shape, dtype):
+    interpreter.run(check_reference, name, shape, dtype)
+
+
+@pytest.mark.parametrize("name", KERNEL_NAMES)
+def test_strided_inputs(interpreter, name):
+    shape = KERNELS[name].shapes[1]
+    check_strided(name, shape, torch.float32)
+    interpreter.run(check_strided, name, shape, torch.float32)
+
+
+@pytest.mark.parametrize("name", KERNEL_NAMES)
+def test_deterministic(interpreter, name):
+    shape = KERNELS[name].shapes[1]
+    check_deterministic(name, shape)
+    interpreter.run(check_deterministic, name, shape)
+
+
+@pytest.mark.parametrize("name", KERNEL_NAMES)
+def test_opcheck(interpreter, name):
+    shape = KERNELS[name].shapes[1]
+    check_operators(name, shape)
+    assert interpreter.run(check_operators, name, shape), "no operator of ours ran"
+
+
+@pytest.mark.parametrize("name", KERNEL_NAMES)
+def test_one_graph(interpreter, name):
+    shape = KERNELS[name].shapes[1]
+    check_one_graph(name, shape)
+    interpreter.run(check_one_graph, name, shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name, shape", CASES, ids=IDS)
+def test_on_a_gpu(name, shape):
+    from slapo_zoo.kernel import force
+
+    with force("triton"):
+        check_reference(name, shape, torch.bfloat16, "cuda")
+        check_reference(name, shape, torch.float32, "cuda")

@@ -1,0 +1,151 @@
+"""Losses of a divided vocabulary on 2 to 4 ranks; memory of the losses without logits."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from slapo_zoo.collectives import group_size
+from slapo_zoo.placement import Placement
+from slapo_zoo.tensors import local_part
+from slapo_zoo.weights.ledger import AnonymousPeak, anonymous_bytes
+
+V, N, H = 37, 11, 8  # 37 columns on 2, 3 and 4 ranks: padding on the last, targets on every one
+
+
+def whole():
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(N, H), torch.randn(V, H), torch.randn(V)
+    target = torch.cat([torch.tensor([0, V - 1, 18, 19]), torch.randint(V, (N - 4,))])
+    target[[5, 9]] = -100
+    return x, weight, bias, target, torch.rand(N)
+
+
+def run_parallel(smoothing):
+    from slapo_zoo.kernels.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
+    from slapo_zoo.kernels.vocab_parallel_linear_cross_entropy import (
+        vocab_parallel_linear_cross_entropy,
+    )
+
+    group = dist.group.WORLD
+    n, r = group_size(group), dist.get_rank()
+    x, weight, bias, target, scale = whole()
+    cut = Placement(0, pad=True)
+    w, b = (local_part(t, cut, n, r).requires_grad_() for t in (weight, bias))
+    logits = (x @ w.T + b).detach().requires_grad_()
+    options = {"label_smoothing": smoothing}
+    loss = vocab_parallel_cross_entropy(logits, target, V, group, **options)
+    (loss * scale).sum().backward()
+    x.requires_grad_()
+    linear = vocab_parallel_linear_cross_entropy(
+        x, w, target, V, group, b, chunk_bytes=1, **options
+    )
+    (linear * scale).sum().backward()
+    return [t.detach() for t in (loss, logits.grad, linear, x.grad, w.grad, b.grad)]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("nprocs", [2, 3, 4])
+def test_parallel_losses(ranks, nprocs, smoothing):
+    x, weight, bias, target, scale = (t.double() if t.is_floating_point() else t for t in whole())
+    x, weight, bias = (t.requires_grad_() for t in (x, weight, bias))
+    logits = x @ weight.T + bias
+    logits.retain_grad()
+    options = {"reduction": "none", "label_smoothing": smoothing}
+    loss = functional.cross_entropy(logits, target, **options)
+    (loss * scale).sum().backward()
+    cut = Placement(0, pad=True)
+    for r, found in enumerate(ranks.run(run_parallel, nprocs, smoothing)):
+        d_logits = local_part(logits.grad.T, cut, nprocs, r).T
+        dw, db = (local_part(t.grad, cut, nprocs, r) for t in (weight, bias))
+        for got, want in zip(found, (loss, d_logits, loss, x.grad, dw, db), strict=True):
+            torch.testing.assert_close(got.double(), want.detach(), atol=1e-5, rtol=1e-5)
+
+
+def test_labels_beyond_the_vocabulary():
+    from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
+
+    with pytest.raises(RuntimeError, match="labels: found one beyond"):
+        linear_cross_entropy(torch.zeros(2, 4), torch.zeros(5, 4), torch.tensor([1, 5]))
+
+
+def test_half_of_the_rows_is_ignored_and_the_weight_is_tied():
+    from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
+
+    x, weight, _, target, _ = whole()
+    found = []
+    for loss in (linear_cross_entropy, lambda x, w, t: functional.cross_entropy(x @ w.T, t)):
+        w = weight.clone().requires_grad_()
+        loss(functional.embedding(target.clamp(min=0), w) + x, w, target).backward()
+        found.append(w.grad)
+    torch.testing.assert_close(*found)
+
+
+def test_a_backward_twice():
+    """The gradients that the forward made are not used up."""
+    from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
+
+    x, weight, _, target, _ = whole()
+    x.requires_grad_()
+    loss = linear_cross_entropy(x, weight, target)
+    one, two = (torch.autograd.grad(loss * 2, x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(one, two)
+    assert one.any()
+
+
+def test_a_mode_sees_the_call():
+    from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
+
+    seen = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x, weight, _, target, _ = whole()
+    with Mode():
+        linear_cross_entropy(x, weight, target)
+    assert linear_cross_entropy in seen
+
+
+def growth(loss, *tensors):
+    """Most anonymous memory that forward and backward took beyond what was there, in bytes."""
+    for t in tensors:
+        t.grad = torch.zeros_like(t)  # gradients are the same for all
+    with AnonymousPeak() as peak:
+        loss().backward()
+    return peak.growth
+
+
+@pytest.fixture(scope="module")
+def sizes():
+    """Rows whose logits are 160 MB."""
+    if not anonymous_bytes():
+        pytest.skip("this kernel does not tell anonymous memory")
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(4, 500, 32), torch.randn(20_000, 32) / 6
+    labels = torch.randint(20_000, (4, 500))
+    return hidden.requires_grad_(), weight.requires_grad_(), labels, 4 * 500 * 20_000 * 4
+
+
+def test_memory_of_linear_cross_entropy(sizes):
+    from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
+
+    hidden, weight, labels, logits = sizes
+    x, target = hidden.flatten(0, 1), labels.flatten()
+    plain = growth(lambda: functional.cross_entropy(x @ weight.T, target), hidden, weight)
+    ours = growth(
+        lambda: linear_cross_entropy(x, weight, target, chunk_bytes=1 << 23), hidden, weight
+    )
+    assert plain > 1.8 * logits, "the yardstick does not hold its logits"
+    assert ours < 0.4 * logits, f"{ours / logits:.2f} of the logits, plain {plain / logits:.2f}"
+
+
+def test_memory_of_sparse_mlm_head_loss(sizes):
+    from slapo_zoo.kernels.sparse_mlm_head_loss import sparse_mlm_head_loss
+
+    hidden, weight, labels, logits = sizes
+    labels = torch.where(torch.arange(500) % 7 == 0, labels, -100)
+    ours = growth(lambda: sparse_mlm_head_loss(hidden, labels, torch.tanh, weight), hidden, weight)
+    assert ours < 0.5 * logits, f"{ours / logits:.2f} of the logits"

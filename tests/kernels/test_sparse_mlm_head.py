@@ -1,0 +1,116 @@
+"""The masked-language models of transformers with their loss from masked rows alone."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+
+from kernel_checks import KERNELS
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 48, "max_position_embeddings": 40, "embedding_size": 24,
+}  # fmt: skip
+MODELS = ["Bert", "Roberta", "Albert"]
+
+
+class Site:
+    def __init__(self, module):
+        self.module = module
+
+
+def pair(kind):
+    """A model, and its copy with the kernel."""
+    sizes = (
+        dict(SIZES)
+        if kind == "Albert"
+        else {k: v for k, v in SIZES.items() if k != "embedding_size"}
+    )
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    model = getattr(transformers, f"{kind}ForMaskedLM")(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.05)
+    fast = copy.deepcopy(model)
+    kernel = KERNELS["sparse_mlm_head_loss"]
+    assert kernel.refuses(fast) == ""
+    kernel.install(Site(fast))
+    return model, fast
+
+
+def batch(masked=0.15):
+    ids = torch.randint(3, 97, (3, 17))
+    labels = torch.where(torch.rand(3, 17) < masked, ids, -100)
+    mask = torch.ones_like(ids)
+    mask[0, 9:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_loss_and_gradients_are_those_of_transformers(kind):
+    model, fast = pair(kind)
+    given = batch()
+    want, found = model(**given), fast(**given)
+    torch.testing.assert_close(found.loss, want.loss)
+    want.loss.backward()
+    found.loss.backward()
+    for (name, p), q in zip(model.named_parameters(), fast.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(q.grad, p.grad, atol=2e-6, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_logits_are_made_when_they_are_looked_at(kind):
+    model, fast = pair(kind)
+    given, calls = batch(), []
+    decoder = [m for n, m in fast.named_modules() if n.endswith("decoder")][-1]
+    decoder.forward = lambda x, real=decoder.forward: calls.append(x.shape) or real(x)
+    found, want = fast(**given), model(**given)
+    assert found.logits.shape == want.logits.shape
+    assert not calls
+    torch.testing.assert_close(found.logits + 0, want.logits)
+    torch.testing.assert_close(found.logits.argmax(-1), want.logits.argmax(-1))
+    assert len(calls) == 1
+
+
+def test_no_labels_and_no_masked_token():
+    model, fast = pair("Bert")
+    given = batch()
+    labels = given.pop("labels")
+    torch.testing.assert_close(fast(**given).logits, model(**given).logits)
+    given["labels"] = torch.full_like(labels, -100)
+    loss = fast(**given).loss
+    assert loss.isnan()
+    assert model(**given).loss.isnan()
+    loss.backward()
+    assert all(p.grad is None or not p.grad.any() for p in fast.parameters())
+
+
+def test_a_tuple_and_num_items():
+    _, fast = pair("Bert")
+    given = batch()
+    loss, logits = fast(**given, return_dict=False)
+    assert logits.shape == (3, 17, 97)
+    count = int((given["labels"] != -100).sum())
+    half = fast(**given, num_items_in_batch=torch.tensor(2 * count)).loss
+    torch.testing.assert_close(half, loss / 2)
+
+
+def test_a_fixed_capacity():
+    kernel = KERNELS["sparse_mlm_head_loss"]
+    given = kernel.inputs(3, 7, 24, 131)
+    count = int((given["labels"] != -100).sum())
+    want = kernel.entry(**given)
+    torch.testing.assert_close(kernel.entry(**given, capacity=count + 2), want)
+    torch.testing.assert_close(kernel.entry(**given, capacity=count), want)
+    with pytest.raises(RuntimeError, match="more than capacity"):
+        kernel.entry(**given, capacity=count - 1)
+
+
+def test_refuses_a_part_of_the_vocabulary():
+    model, _ = pair("Bert")
+    model.cls.predictions.decoder.weight = torch.nn.Parameter(torch.zeros(49, 32))
+    assert "part of the vocabulary" in KERNELS["sparse_mlm_head_loss"].refuses(model)
+    assert "serves" in KERNELS["sparse_mlm_head_loss"].refuses(torch.nn.Linear(2, 2))

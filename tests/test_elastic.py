@@ -1,0 +1,81 @@
+"""torchrun restarts a job whose ranks are killed: it goes on and ends as if nothing had happened."""
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "elastic_train.py"
+
+
+def descendants(pid):
+    """Living or unreaped processes below a process."""
+    children = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it ended meanwhile
+            continue
+        children.setdefault(int(fields[1]), []).append((int(stat.parent.name), fields[0]))
+    found, todo = [], [pid]
+    while todo:
+        for child, state in children.get(todo.pop(), []):
+            found.append((child, state))
+            todo.append(child)
+    return found
+
+
+def torchrun(folder, steps, kills):
+    """The digest of the weights at the end, and the steps at which a start went on."""
+    folder.mkdir()
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "--max-restarts", str(len(kills) + 1), str(SCRIPT), str(folder), str(steps), ",".join(kills),
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=env, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    resumed = folder / "resumed"
+    starts = resumed.read_text().split()[::2] if resumed.exists() else []
+    return (folder / "digest").read_text(), [int(step) for step in starts]
+
+
+def undisturbed_and_killed(tmp_path, steps, kills):
+    before = {pid for pid, _ in descendants(os.getpid())}
+    plain, _ = torchrun(tmp_path / "plain", steps, [])
+    found, starts = torchrun(tmp_path / "killed", steps, kills)
+    assert found == plain
+    assert len(list((tmp_path / "killed").glob("killed-*"))) == len(kills)
+    assert not {pid for pid, _ in descendants(os.getpid())} - before
+    return starts
+
+
+def test_a_killed_rank_costs_one_step(tmp_path):
+    assert undisturbed_and_killed(tmp_path, 4, ["2:1"]) == [2]
+
+
+@pytest.mark.soak
+def test_five_random_kills(tmp_path):
+    draw = random.Random(time.time_ns() if os.environ.get("SLAPO_ZOO_RANDOM") else 0)
+    kills = [f"{step}:{draw.randrange(2)}" for step in sorted(draw.sample(range(1, 15), 5))]
+    starts = undisturbed_and_killed(tmp_path, 16, kills)
+    assert starts == [int(kill.split(":")[0]) for kill in kills]
+
+
+def fail():
+    raise ValueError("on purpose")
+
+
+def test_no_zombie_is_left_by_a_failing_job(ranks):
+    with pytest.raises(ValueError, match="on purpose"):
+        ranks.run(fail, 2)
+    deadline = time.monotonic() + 20
+    while zombies := [p for p in descendants(os.getpid()) if p[1] == "Z"]:
+        assert time.monotonic() < deadline, zombies
+        time.sleep(0.1)

@@ -1,0 +1,137 @@
+"""Estimates against what happens: operations, saved activations, weights, and which cuts follow."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from parity import Case, checkpoint, tiny_config
+from slapo_zoo import AutoScheduledModel, costs
+from slapo_zoo.cli import main
+from slapo_zoo.example_inputs import training_batch
+from slapo_zoo.forecast import forecast
+from slapo_zoo.mesh import Mesh
+from slapo_zoo.outline import Outline
+from slapo_zoo.table import table_for
+
+GPT2 = Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 8),))
+CASES = [
+    GPT2,
+    Case("BertForMaskedLM", ("tokens",)),
+    Case("T5ForConditionalGeneration", ("tokens",)),
+    Case("LlamaForCausalLM", ("tokens",)),
+    Case("AlbertForMaskedLM", ("tokens",)),
+]
+
+
+def outline_of(case, mesh=None, **options):
+    config, cls = tiny_config(case)
+    return Outline(config, cls, mesh or Mesh(), torch.float32, **options)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
+def test_operations_are_those_of_torch(case, monkeypatch):
+    monkeypatch.setattr(costs, "ELEMENT", 0.0)
+    costs._unit_costs.cache_clear()
+    outline = outline_of(case)
+    found = costs.unit_costs(outline.skeleton, outline.units, seq_len=8)
+    costs._unit_costs.cache_clear()
+    config, cls = tiny_config(case)
+    config._attn_implementation = "eager"
+    with FlopCounterMode(display=False) as counter:
+        cls(config)(**training_batch(outline.skeleton, 1, 8))
+    assert sum(cost.forward for cost in found) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("case", CASES[:4], ids=lambda case: case.cls)
+def test_activations_are_those_that_autograd_saves(case):
+    """To 10 %: a fused attention on real tensors may copy what one on fake tensors views."""
+    config, cls = tiny_config(case)
+    config.architectures = [cls.__name__]
+    model = AutoScheduledModel.from_config(config).eval()
+    seen = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved = 0
+
+    def keep(tensor):
+        nonlocal saved
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            saved += storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(**training_batch(model, 2, 8))
+    (stage,) = forecast(outline_of(case), 1, rows=2, seq_len=8).stages
+    assert stage.activations == pytest.approx(saved, rel=0.1)
+
+
+def test_memory_and_bubble_follow_the_order():
+    one = forecast(outline_of(GPT2), 8, seq_len=12)
+    many = {order: forecast(outline_of(GPT2, Mesh(pp=4), pipeline_order=order), 8, seq_len=12)
+            for order in ("1f1b", "gpipe")}  # fmt: skip
+    assert one.bubble == 0
+    assert many["1f1b"].bubble == many["gpipe"].bubble > 0.2
+    first, last = many["1f1b"].ranks[0], many["1f1b"].ranks[-1]
+    stages = many["1f1b"].stages
+    assert first.activations == 4 * stages[0].activations
+    assert last.activations == stages[-1].activations
+    assert many["gpipe"].ranks[0].activations == 8 * stages[0].activations
+    assert sum(stage.step for stage in stages) == pytest.approx(one.stages[0].step)
+    tied = 99 * 30 * 4  # the embedding is on the first rank and on the last
+    assert sum(rank.weights for rank in many["1f1b"].ranks) == one.ranks[0].weights + tied
+
+
+def test_recomputation_trades_memory_for_operations():
+    kept = forecast(outline_of(GPT2, Mesh(pp=2)), 4, seq_len=12)
+    again = forecast(outline_of(GPT2, Mesh(pp=2), checkpoint_ratio=1.0), 4, seq_len=12)
+    assert again.ranks[0].activations < kept.ranks[0].activations / 2
+    blocks = sum(stage.forward for stage in kept.stages)
+    more = sum(s.step for s in again.stages) - sum(s.step for s in kept.stages)
+    assert 0.5 * blocks < more <= blocks
+
+
+def test_tensor_parallelism_divides_cost_and_activations():
+    one, two = (forecast(outline_of(GPT2, Mesh(tp=tp)), 1, seq_len=12) for tp in (1, 2))
+    assert 0.4 < two.stages[0].step / one.stages[0].step < 0.8
+    assert two.ranks[0].weights < 0.7 * one.ranks[0].weights
+
+
+def test_a_dear_head_and_a_long_decoder_move_the_cuts():
+    plain = outline_of(GPT2, Mesh(pp=2)).state.cuts
+    dear = Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 8), ("vocab_size", 6000)))
+    assert plain == [("transformer.h.3", 0)]
+    assert outline_of(dear, Mesh(pp=2)).state.cuts[0][0] > "transformer.h.3"
+    uneven = (("num_layers", 2), ("num_decoder_layers", 6))
+    t5 = outline_of(Case("T5ForConditionalGeneration", ("tokens",), uneven), Mesh(pp=2))
+    assert t5.state.cuts[0][0].startswith("decoder.block")
+
+
+def test_a_head_that_looks_into_its_input_is_estimated():
+    """T5's classifier takes the last end token of each row, which no rehearsal can know."""
+    case = Case("T5ForSequenceClassification", ("class",), (("num_labels", 3),))
+    found = costs.unit_costs(outline_of(case).skeleton, outline_of(case).units, seq_len=8)
+    assert "classification_head" in {cost.unit for cost in found}
+    assert all(cost.forward > 0 for cost in found)
+
+
+def test_experts_are_counted_by_the_tokens_they_get():
+    case = Case("MixtralForCausalLM", ("tokens",))
+    outline = outline_of(case)
+    found = costs.unit_costs(outline.skeleton, outline.units, seq_len=8)
+    block = next(cost for cost in found if cost.unit.endswith("layers.0"))
+    config = outline.model.config
+    expert = 3 * config.hidden_size * config.intermediate_size
+    assert block.forward > 2 * 8 * config.num_experts_per_tok * expert
+    assert table_for("mixtral").model_type == "mixtral"
+
+
+def test_plan_prints_cost_memory_and_bubble(tmp_path, capsys):
+    folder = checkpoint(GPT2, tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", str(folder), "--pp", "2", "--tp", "2", "--pipeline-order", "zbv",
+              "--micro-batches", "4", "--no-weights"])  # fmt: skip
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert "a step of 4 micro-batches, order zbv" in out
+    assert "predicted bubble: " in out
+    assert "optimizer" in out

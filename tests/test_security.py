@@ -1,0 +1,80 @@
+"""What docs/security.md promises about the sources: nothing on a load path executes what it reads."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CODE = sorted({p.resolve() for d in ("slapo_zoo", "kernels", "schedules") for p in (ROOT / d).rglob("*.py")})  # fmt: skip
+FORBIDDEN = {
+    "eval", "exec", "compile", "__import__", "os.system", "os.popen", "pickle.load", "pickle.Unpickler",
+    "pickle.loads", "marshal.load", "marshal.loads", "shelve.open", "yaml.load", "dill.loads",
+    "joblib.load", "tempfile.mktemp", "subprocess.getoutput", "loader.exec_module",
+    "extractall", "numpy.load", "np.load",
+}  # fmt: skip
+# file --> what it may use, and why
+ALLOWED = {
+    "slapo_zoo/launch.py": {"pickle.loads"},  # between a parent and the ranks that it forked
+    "slapo_zoo/cards/use.py": {"loader.exec_module"},  # trusted by the user, pinned to a sha
+}
+
+
+def label(path):
+    return str(path.relative_to(ROOT))
+
+
+def called(node):
+    """The dotted name of a call, its last two parts."""
+    parts, f = [], node.func
+    while isinstance(f, ast.Attribute):
+        parts.append(f.attr)
+        f = f.value
+    if isinstance(f, ast.Name):
+        parts.append(f.id)
+    return ".".join(reversed(parts[:2] if len(parts) > 1 else parts))
+
+
+def offences(tree):
+    """Forbidden calls, and calls whose arguments are forbidden."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = called(node)
+        arguments = {k.arg: getattr(k.value, "value", None) for k in node.keywords}
+        if name in FORBIDDEN:
+            yield name
+        if name == "torch.load" and arguments.get("weights_only") is not True:
+            yield "torch.load without weights_only=True"
+        if arguments.get("shell"):
+            yield f"{name} through a shell"
+        if "trust_remote_code" in arguments and arguments["trust_remote_code"] is True:
+            yield f"{name} with trust_remote_code=True"
+
+
+@pytest.mark.parametrize("path", CODE, ids=label)
+def test_nothing_executes_what_it_reads(path):
+    found = set(offences(ast.parse(path.read_text(encoding="utf-8"))))
+    assert found <= ALLOWED.get(label(path), set())
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["eval(x)", "pickle.loads(x)", "torch.load(f)", "torch.load(f, weights_only=False)",
+     "subprocess.run(x, shell=True)", "a.b.os.system(x)", "spec.loader.exec_module(m)",
+     "AutoModel.from_pretrained(x, trust_remote_code=True)"],
+)  # fmt: skip
+def test_the_check_can_fail(text):
+    assert list(offences(ast.parse(text)))
+
+
+def test_what_is_allowed_is_still_there():
+    for name, uses in ALLOWED.items():
+        assert uses <= set(offences(ast.parse((ROOT / name).read_text()))), name
+
+
+def test_every_test_that_the_page_names_exists():
+    named = re.findall(r"`(tests/[\w/]+\.py)`", (ROOT / "docs" / "security.md").read_text())
+    assert len(named) > 8
+    assert [name for name in named if not (ROOT / name).is_file()] == []

@@ -1,0 +1,176 @@
+"""transformers.Trainer on a mesh: the run of the plain Trainer in one process, and its checkpoints."""
+
+import warnings
+
+import pytest
+import torch
+import transformers
+
+from engine_runs import CASES
+from parity import batch_of, checkpoint
+
+ROWS = 20  # of the data set; 5 steps of 4 rows, or 2 of 8 and one short
+CASE = CASES["gpt2"]
+
+
+def rows():
+    """Rows with different numbers of targets."""
+    batches = [batch_of(CASE, step) for step in range(ROWS // CASE.rows)]
+    return [{k: v[i] for k, v in b.items()} for b in batches for i in range(CASE.rows)]
+
+
+def arguments(out, **changes):
+    known = {
+        "output_dir": str(out), "use_cpu": True, "max_steps": 4, "learning_rate": 1e-3,
+        "weight_decay": 0.1, "adam_epsilon": 1e-5, "max_grad_norm": 1.0, "logging_steps": 1,
+        "report_to": [], "save_strategy": "no", "disable_tqdm": True, "seed": 5,
+        "lr_scheduler_type": "linear", "per_device_eval_batch_size": 1, "dataloader_pin_memory": False,
+    }  # fmt: skip
+    return transformers.TrainingArguments(**{**known, **changes})
+
+
+def run(trainer, resume=None):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.train(resume_from_checkpoint=resume)
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [entry["loss"] for entry in history], [float(entry["grad_norm"]) for entry in history]
+
+
+def plain(folder, out, **changes):
+    """The plain Trainer, one process."""
+    model = transformers.GPT2LMHeadModel.from_pretrained(folder)
+    model.loss_type = "ForCausalLM"  # by this name the plain Trainer counts shifted labels
+    trainer = transformers.Trainer(
+        model=model, args=arguments(out, **changes), train_dataset=rows()
+    )
+    losses, norms = run(trainer)
+    metrics = transformers.Trainer(
+        model=model, args=arguments(out, **changes), eval_dataset=rows()[:7]
+    ).evaluate()
+    return losses, norms, dict(model.named_parameters()), metrics["eval_loss"]
+
+
+def divided(folder, out, layout, changes, resume=None, save=None):
+    """ScheduledTrainer on this rank."""
+    from accelerate.state import AcceleratorState
+
+    from slapo_zoo import AutoScheduledModel
+    from slapo_zoo.trainer import ScheduledTrainer
+
+    AcceleratorState._reset_state(True)  # of an earlier job of this worker
+    tp, pp, dp = layout
+    model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, dp=dp, seed=0)
+    args = arguments(out, **changes)
+    trainer = ScheduledTrainer(
+        model=model, args=args, train_dataset=rows(), eval_dataset=rows()[:7]
+    )
+    losses, norms = run(trainer, resume)
+    loss = trainer.evaluate()["eval_loss"]
+    if save:
+        trainer.save_model(save)
+    return losses, norms, model.consolidated_state_dict(), loss
+
+
+def assert_same(found, expected):
+    losses, norms, weights, loss = expected
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(losses), atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(norms), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(found[3], loss, atol=2e-6, rtol=1e-6)
+    for name, want in weights.items():
+        torch.testing.assert_close(found[2][name], want.detach(), atol=5e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("layout", "accumulation"),
+    [
+        pytest.param((2, 1, 1), 1, id="tp2"),
+        pytest.param((1, 1, 2), 2, id="dp2-accumulated"),
+        pytest.param((2, 1, 2), 1, id="tp2-dp2"),
+        pytest.param((1, 2, 1), 2, id="pp2-accumulated"),
+    ],
+)
+def test_equals_plain_trainer(layout, accumulation, tmp_path, ranks):
+    folder = checkpoint(CASE, tmp_path)
+    dp = layout[2]
+    # a mean of means depends on how rows are grouped, so dp ranks evaluate one row at a time
+    evaluated = {"per_device_eval_batch_size": 1 if dp > 1 else 3}
+    shared = {"gradient_accumulation_steps": accumulation, **evaluated}
+    expected = plain(folder, tmp_path, per_device_train_batch_size=4, **shared)
+    mine = {"per_device_train_batch_size": 4 // dp, **shared}
+    world = layout[0] * layout[1] * dp
+    for found in ranks.run(divided, world, folder, tmp_path, layout, mine, timeout=300):
+        assert_same((*found[:2], found[2] or expected[2], found[3]), expected)
+
+
+def test_resumes_on_another_mesh(tmp_path, ranks):
+    """Stopped after 2 steps with tp=2, gone on with dp=2: as if it had never stopped."""
+    folder, out = checkpoint(CASE, tmp_path), tmp_path / "run"
+    expected = plain(folder, tmp_path, per_device_train_batch_size=4)
+    first = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 2}
+    found = ranks.run(divided, 2, folder, out, (2, 1, 1), first, timeout=300)[0]
+    assert_same(found, expected)
+    names = {path.name for path in (out / "checkpoint-2").iterdir()}
+    assert {"model.safetensors", "trainer_state.json", "training_state.json"} <= names
+    again = transformers.GPT2LMHeadModel.from_pretrained(out / "checkpoint-4")
+    for name, p in again.named_parameters():
+        torch.testing.assert_close(p, found[2][name], atol=0, rtol=0)
+    second = {"per_device_train_batch_size": 2}
+    args = (folder, out, (1, 1, 2), second, str(out / "checkpoint-2"), out / "final")
+    losses, norms, weights, loss = ranks.run(divided, 2, *args, timeout=300)[0]
+    rest = (expected[0][2:], expected[1][2:], *expected[2:])
+    assert_same((losses[-2:], norms[-2:], weights, loss), rest)
+    assert (out / "final" / "model.safetensors").exists()
+
+
+def test_refuses_what_needs_whole_logits(tmp_path):
+    from slapo_zoo import AutoScheduledModel, SlapoError
+    from slapo_zoo.trainer import ScheduledTrainer
+
+    folder = checkpoint(CASE, tmp_path)
+    model = AutoScheduledModel.from_pretrained(folder)
+    with pytest.raises(SlapoError, match="label_smoothing_factor"):
+        ScheduledTrainer(model=model, args=arguments(tmp_path, label_smoothing_factor=0.1))
+    with pytest.raises(SlapoError, match="expected a model of AutoScheduledModel"):
+        ScheduledTrainer(model=transformers.GPT2LMHeadModel.from_pretrained(folder))
+
+
+def accelerated(folder, layout):
+    """A loop of one's own with Accelerate: losses of 4 steps, and which rows this rank read."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    from slapo_zoo import AutoScheduledModel
+    from slapo_zoo.trainer import prepare
+
+    AcceleratorState._reset_state(True)
+    tp, pp, dp = layout
+    model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, dp=dp, seed=0)
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = torch.utils.data.DataLoader(rows()[:16], batch_size=4 // dp)
+    model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
+    losses, seen = [], []
+    model.train()
+    for batch in loader:
+        losses.append(float(model.train_step(batch)))
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(batch["input_ids"])
+    gathered = accelerator.gather_for_metrics(torch.full((2,), float(model.mesh.coord("dp"))))
+    return losses, torch.cat(seen), gathered
+
+
+def test_accelerate_in_a_loop(tmp_path, ranks):
+    folder = checkpoint(CASE, tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected, whole, _ = ranks.run(accelerated, 1, folder, (1, 1, 1))[0]
+        found = ranks.run(accelerated, 4, folder, (2, 1, 2))
+    for losses, _, gathered in found:
+        torch.testing.assert_close(losses, expected, atol=2e-6, rtol=1e-6)
+        assert gathered.tolist() == [0.0, 0.0, 1.0, 1.0]  # the rows of each dp rank once
+    assert torch.equal(found[0][1], found[1][1]), "tp peers read different rows"
+    both = torch.cat([found[0][1], found[2][1]])
+    assert sorted(both.tolist()) == sorted(whole.tolist())

@@ -1,0 +1,86 @@
+"""A card is verified by its author, and before it is replayed."""
+
+import dataclasses
+import json
+
+import pytest
+import transformers
+
+from slapo_zoo import AutoScheduledModel, Mesh
+from slapo_zoo.cards.card import read_card
+from slapo_zoo.cards.make import zoo_card
+from slapo_zoo.cli import main
+from slapo_zoo.errors import CardError
+
+CONFIG = transformers.GPT2Config(
+    n_embd=32, n_head=4, n_layer=2, vocab_size=65, n_positions=32, bos_token_id=0, eos_token_id=0,
+    architectures=["GPT2LMHeadModel"],
+)  # fmt: skip
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as stop:
+        main([str(a) for a in arguments])
+    return stop.value.code
+
+
+def broken(card):
+    """The card without the backward sum of the feed-forward; its hash and page agree."""
+    steps = tuple(
+        s
+        for s in card.program.steps
+        if not (s[0].endswith(".mlp") and s[2].get("mode") == "bwd_post")
+    )
+    assert len(steps) == len(card.program.steps) - 1
+    return dataclasses.replace(card, program=dataclasses.replace(card.program, steps=steps))
+
+
+def load(card, **options):
+    try:
+        model = AutoScheduledModel.from_config(CONFIG, tp=2, schedule=card, **options)
+    except CardError as error:
+        return str(error)
+    return str(len(model.schedule.history))
+
+
+def test_a_wrong_card_is_refused_on_every_rank(tmp_path, ranks):
+    broken(zoo_card(CONFIG, None, Mesh(2), "gpt2")).write(tmp_path / "card")
+    for said in ranks.run(load, 2, str(tmp_path / "card")):
+        assert "its schedule is wrong" in said
+        assert "transformer.h.1.ln_2" in said
+    assert all(said.isdigit() for said in ranks.run(load_unverified, 2, str(tmp_path / "card")))
+
+
+def load_unverified(card):
+    return load(card, verify="off")
+
+
+def test_a_right_card_is_replayed(tmp_path, ranks):
+    zoo_card(CONFIG, None, Mesh(2), "gpt2").write(tmp_path / "card")
+    assert all(said.isdigit() for said in ranks.run(load, 2, str(tmp_path / "card")))
+
+
+def test_an_unknown_level_is_refused(tmp_path):
+    zoo_card(CONFIG, None, Mesh(1), "gpt2").write(tmp_path / "card")
+    with pytest.raises(CardError, match="verify='fast'"):
+        AutoScheduledModel.from_config(CONFIG, schedule=str(tmp_path / "card"), verify="fast")
+
+
+def test_the_outcome_is_written_into_the_card(tmp_path, capsys):
+    folder = tmp_path / "card"
+    CONFIG.save_pretrained(tmp_path / "model")
+    zoo_card(CONFIG, None, Mesh(2), "gpt2").write(folder)
+    assert read_card(folder).verify == {"verdict": "unmeasured"}
+    assert run("card", "verify", folder, "--model", tmp_path / "model") == 0
+    card = read_card(folder)
+    assert card.verify["verdict"] == "verified"
+    assert card.verify["program"] == card.program.hash
+    assert "verified: verified" in (folder / "README.md").read_text()
+    assert "every gradient" in capsys.readouterr().out
+
+
+def test_the_command_as_data(capsys):
+    assert run("verify", "bert", "--tp", "2", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == "BertForPreTraining"
+    assert found["verdict"] == "verified"

@@ -1,0 +1,139 @@
+"""`with Verify(sch, inputs):` around scheduling steps, alone and on two ranks."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import slapo_zoo
+from slapo_zoo import Verify, emulate
+from slapo_zoo.verify.report import VerifyError
+
+INPUTS = [torch.linspace(-1, 1, 24).reshape(3, 8)]
+
+
+def two_layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 8))
+
+
+def column(sch):
+    sch["0"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
+
+
+def row(sch):
+    sch["3"].shard("weight", 1).sync("fwd_post", "all_reduce")
+
+
+def no_backward(sch):
+    sch["0"].shard("weight", 0).shard("bias", 0)
+
+
+def no_forward(sch):
+    sch["3"].shard("weight", 1)
+
+
+def step(blocks, **options):
+    """Each block of steps within a Verify of its own, on this rank."""
+    with slapo_zoo.rng.drawn_from(0):
+        model = two_layers()
+    names = [name for name, _ in model.named_parameters()]
+    sch = slapo_zoo.create_schedule(model)
+    try:
+        for block in blocks:
+            with Verify(sch, INPUTS, **options) as verify:
+                for part in block:
+                    part(sch)
+    except VerifyError:
+        return verify.report
+    assert [name for name, _ in model.named_parameters()] == names
+    return verify.report
+
+
+@pytest.mark.parametrize("eval_mode", [True, False])
+def test_right_steps_pass(eval_mode):
+    for report in emulate(step, [(column, row)], eval_mode=eval_mode, mesh=(2, 1, 1)):
+        assert report.ok
+        assert report.checks["outputs"]["compared"] == 2
+        assert report.checks["outputs"]["worst"] < 1
+
+
+@pytest.mark.parametrize(
+    ("parts", "phase", "suspect"),
+    [((no_backward, row), "backward", "0"), ((column, no_forward), "forward", "3")],
+    ids=["backward", "forward"],
+)
+def test_a_missing_collective_is_named(parts, phase, suspect):
+    for report in emulate(step, [parts], mesh=(2, 1, 1)):
+        assert not report.ok
+        assert report.divergence.phase == phase
+        assert suspect in report.divergence.suspects
+        assert f"sch['{suspect}'].shard" in str(report)
+
+
+def test_a_second_block_starts_from_the_first():
+    steps = [(column, row), (lambda sch: sch["1"].checkpoint(),)]
+    assert all(report.ok for report in emulate(step, steps, mesh=(2, 1, 1)))
+
+
+def replaced(sch):
+    sch["1"].replace(nn.GELU(approximate="tanh"))
+
+
+def test_another_function_is_found_in_one_process():
+    report = step([(replaced,)])
+    assert report.divergence.path == "1"
+    assert "replace" in str(report)
+    with pytest.raises(VerifyError, match="first divergence, forward: 1"):
+        report.raise_if_wrong("Verify")
+
+
+def state_of(model):
+    """All that a verification could leave behind."""
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    tensors = {n: (id(t), t.data_ptr(), t._version) for n, t in model.state_dict(keep_vars=True).items()}  # fmt: skip
+    modes = [m.training for m in model.modules()]
+    return hooks, tensors, modes, list(model.__dict__), torch.get_rng_state().tolist()
+
+
+class Refuses:
+    """A schedule that nobody may look at."""
+
+    def __getattr__(self, name):
+        raise AssertionError(f"touched {name}")
+
+
+def test_switched_off_it_touches_nothing():
+    """The original deep-copied the model and left a trace function behind."""
+    trace = sys.gettrace()
+    with Verify(Refuses(), Refuses(), enable=False) as verify:  # pyright: ignore[reportArgumentType]
+        assert sys.gettrace() is trace
+    assert verify.report is None
+    assert set(vars(verify)) == {"sch", "inputs", "device", "eval_mode", "enable", "report"}
+
+
+def test_switched_on_it_leaves_the_model_as_it_was():
+    model = two_layers()
+    model(INPUTS[0]).sum().backward()
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    sch, before, trace = slapo_zoo.create_schedule(model), state_of(model), sys.gettrace()
+    with Verify(sch, {"input": INPUTS[0]}):
+        pass
+    assert state_of(model) == before
+    assert sys.gettrace() is trace
+    assert all(p.grad is grads[n] for n, p in model.named_parameters())
+
+
+def test_an_error_of_the_block_comes_out():
+    sch = slapo_zoo.create_schedule(two_layers())
+    with pytest.raises(slapo_zoo.ScheduleError, match="no parameter"), Verify(sch, INPUTS):
+        sch["0"].shard("nothing", 0)
+
+
+def test_a_model_without_values_is_refused():
+    with slapo_zoo.init_empty_weights():
+        model = two_layers()
+    sch = slapo_zoo.create_schedule(model)
+    with pytest.raises(slapo_zoo.ScheduleError, match="no values"), Verify(sch, INPUTS):
+        pass

@@ -1,0 +1,81 @@
+"""Right schedules pass: every family on every layout; the small config has the features of the large."""
+
+import json
+
+import pytest
+import transformers
+
+from slapo_zoo import hf
+from slapo_zoo.commands.verify import _head
+from slapo_zoo.errors import ArchitectureError
+from slapo_zoo.locate import config_of
+from slapo_zoo.mesh import Mesh
+from slapo_zoo.table import families
+from slapo_zoo.verify.core import verify
+from slapo_zoo.verify.shrink import shrink
+
+LAYOUTS = {
+    "tp2": ((2, 1, 1), {}), "tp4": ((4, 1, 1), {}), "pp2": ((1, 2, 1), {}),
+    "tp2-pp2": ((2, 2, 1), {}), "tp2-dp2": ((2, 1, 2), {}),
+    "tp2-sp": ((2, 1, 1), {"sequence_parallel": True}),
+}  # fmt: skip
+IN_CI = [("gpt2", "tp2-pp2"), ("t5", "tp2"), ("mixtral", "tp2-sp"), ("albert", "pp2"),
+         ("albert", "tp2-dp2"), ("wideresnet", "tp2")]  # fmt: skip
+GRID = [
+    pytest.param(family, layout, marks=() if (family, layout) in IN_CI else pytest.mark.slow)
+    for family in families()
+    for layout in LAYOUTS
+]
+OPTIONAL = {"dropout", "collectives"}  # a family without dropout; one rank of tp
+
+
+@pytest.mark.parametrize(("family", "layout"), GRID)
+def test_no_false_alarm(family, layout):
+    config, head = config_of(family)
+    sizes, knobs = LAYOUTS[layout]
+    if family == "wideresnet" and knobs:
+        with pytest.raises(ArchitectureError, match="no axis of tokens"):
+            verify(config, head, sizes, **knobs)
+        return
+    report = verify(config, _head(config, head), sizes, **knobs)
+    assert report.ok, str(report)
+    unmeasured = {check for check, found in report.checks.items() if found == "unmeasured"}
+    assert unmeasured <= OPTIONAL
+    if sizes[0] > 1:
+        assert "collectives" not in unmeasured
+
+
+def test_a_report_is_data_and_text():
+    config = transformers.GPT2Config(architectures=["GPT2LMHeadModel"])
+    report = verify(config)
+    document = json.loads(json.dumps(report.document()))
+    assert document["verdict"] == "verified"
+    assert document["mesh"] == {"tp": 2, "pp": 1, "dp": 1}
+    assert document["software"].keys() == {"slapo-zoo", "torch", "transformers"}
+    assert document["checks"]["gradients"]["compared"] > 25
+    assert "every gradient" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("cls", "fields", "heads"),
+    [("GPT2Config", {"n_head": 25, "n_embd": 1600, "n_layer": 48}, (5, 5)),
+     ("LlamaConfig", {"num_attention_heads": 64, "num_key_value_heads": 8}, (16, 2)),
+     ("LlamaConfig", {"num_attention_heads": 8, "num_key_value_heads": 1}, (8, 1)),
+     ("BertConfig", {}, (4, 4))],
+)  # fmt: skip
+def test_the_small_config_keeps_proportions(cls, fields, heads):
+    config = getattr(transformers, cls)(**fields)
+    before = config.to_dict()
+    small = shrink(config, Mesh(2))
+    assert config.to_dict() == before
+    assert (small.num_attention_heads, getattr(small, "num_key_value_heads", heads[1])) == heads
+    assert small.num_hidden_layers == 2
+    assert small.vocab_size % 2 == config.vocab_size % 2
+    assert hf.count_parameters(small, "AutoModel") < 1e6
+
+
+@pytest.mark.parametrize("family", families())
+def test_every_family_shrinks(family):
+    config, head = config_of(family)
+    small = shrink(config, Mesh(4), num_stages=2)
+    assert hf.count_parameters(small, _head(config, head)) < 3e6

@@ -1,0 +1,52 @@
+"""Every broken schedule of the corpus is caught, and the module that is to blame is named."""
+
+import re
+
+import pytest
+import torch
+
+from mutants import LAYOUTS, MUTANTS, config_of, mutate
+from slapo_zoo.mesh import Mesh
+from slapo_zoo.outline import Outline
+from slapo_zoo.verify.core import verify
+
+
+def label(mutant):
+    """The id of a test; a parameter that is no mutant names itself."""
+    return f"{mutant.cls}-{mutant.layout}-{mutant.name}".replace(" ", "_")
+
+
+def verified(mutant):
+    """The report of a mutant."""
+    sizes, knobs = LAYOUTS[mutant.layout]
+    config = config_of(mutant)
+    outline = Outline(config, mutant.cls, Mesh(*sizes), torch.float32, **knobs)
+    schedule = mutate(mutant, outline.schedule.history)
+    own = {k: v for k, v in knobs.items() if k != "sequence_parallel"}  # the steps say it
+    return verify(config, mutant.cls, sizes, schedule, quick=False, **own)
+
+
+def named(mutant, report):
+    """The place of the culprit among the suspects, or None."""
+    culprit = re.compile(re.escape(mutant.culprit).replace(r"\*", "[^.]*"))
+    suspects = report.divergence.suspects if report.divergence else ()
+    return next((i for i, path in enumerate(suspects) if culprit.fullmatch(path)), None)
+
+
+def every_other(mutants):
+    """Half of them in CI, all in the wide grid."""
+    return [m if i % 2 else pytest.param(m, marks=pytest.mark.slow) for i, m in enumerate(mutants)]
+
+
+def test_the_corpus_is_large():
+    assert len(MUTANTS) >= 40
+    assert len({mutant.cls for mutant in MUTANTS}) >= 10
+
+
+@pytest.mark.parametrize("mutant", every_other(MUTANTS), ids=label)
+def test_is_caught_and_named(mutant):
+    report = verified(mutant)
+    assert not report.ok, f"not caught: {mutant}"
+    place = named(mutant, report)
+    assert place is not None, f"not named: {report}"
+    assert place <= 4, f"named late: {report}"

@@ -1,0 +1,107 @@
+"""What a saved folder holds beside the weights, and files that hold nothing but NaN, or cannot be read."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from slapo_zoo import AutoScheduledModel, RankError, SlapoError
+from slapo_zoo.errors import WeightsError
+from slapo_zoo.weights.safetensors_file import SafetensorsFile
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A folder with a tokenizer, settings of generation, and what is neither."""
+    path = tmp_path_factory.mktemp("source")
+    config = GPT2Config(n_embd=32, n_head=4, n_layer=2, n_positions=16, vocab_size=64)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config)
+    model.generation_config.temperature = 0.7
+    model.generation_config.do_sample = True
+    model.save_pretrained(path)
+    for name in (
+        "tokenizer.json",
+        "vocab.json",
+        "merges.txt",
+        "special_tokens_map.json",
+        "notes.md",
+    ):
+        (path / name).write_text("{}")
+    return path
+
+
+def resave(source, out, size):
+    model = AutoScheduledModel.from_pretrained(source, tp=2)
+    model.save_pretrained(out, max_shard_size=size)
+
+
+def test_config_generation_config_tokenizer_and_file_sizes(ranks, source, tmp_path):
+    out, theirs = tmp_path / "out", tmp_path / "theirs"
+    ranks.run(resave, 2, source, out, "30KB")
+    config = GPT2Config.from_pretrained(source)  # a loaded one would be packed in the files' order
+    GPT2LMHeadModel(config).save_pretrained(theirs, max_shard_size="30KB")
+    carried = {"tokenizer.json", "vocab.json", "merges.txt", "special_tokens_map.json"}
+    assert {p.name for p in out.iterdir()} == {p.name for p in theirs.iterdir()} | carried
+    index = "model.safetensors.index.json"
+    assert json.loads((out / index).read_text()) == json.loads((theirs / index).read_text())
+    sizes = [sum(t.nbytes for t in load_file(p).values()) for p in out.glob("*.safetensors")]
+    assert len(sizes) > 2
+    assert max(sizes) <= 30_000
+    again = AutoModelForCausalLM.from_pretrained(out)
+    assert again.generation_config.temperature == 0.7
+
+
+def test_a_tokenizer_that_is_there_stays(ranks, source, tmp_path):
+    shutil.copytree(source, tmp_path / "out")
+    (tmp_path / "out" / "tokenizer.json").write_text('{"mine": 1}')
+    ranks.run(resave, 2, source, tmp_path / "out", "5GB")
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"mine": 1}'
+    assert (tmp_path / "out" / "notes.md").exists()
+
+
+def test_only_nan(source, tmp_path, recwarn):
+    folder = shutil.copytree(source, tmp_path / "nan")
+    full = load_file(folder / "model.safetensors")
+    save_file(
+        {name: torch.full_like(t, torch.nan) for name, t in full.items()},
+        folder / "model.safetensors",
+    )
+    model = AutoScheduledModel.from_pretrained(folder)
+    assert not recwarn.list
+    assert all(p.isnan().all() for p in model.parameters())
+    with pytest.warns(UserWarning, match=rf"{len(full)} of {len(full)} tensors hold NaN"):
+        AutoScheduledModel.from_pretrained(folder, check_finite=True)
+
+
+def half_way(source):
+    """The fifth tensor of rank 1 cannot be read."""
+    count, view = 0, SafetensorsFile.view
+
+    def failing(self, name):
+        nonlocal count
+        count += 1
+        if count == 5 and dist.get_rank() == 1:
+            raise WeightsError(str(self.path), name, "cannot be read: Input/output error")
+        return view(self, name)
+
+    SafetensorsFile.view = failing
+    try:
+        AutoScheduledModel.from_pretrained(source, tp=2)
+    except SlapoError as error:
+        return type(error), str(error)
+    finally:
+        SafetensorsFile.view = view
+    return None, ""
+
+
+def test_a_read_that_fails_half_way_stops_all(ranks, source):
+    before = {path.name: path.read_bytes() for path in source.iterdir()}
+    kinds, texts = zip(*ranks.run(half_way, 2, source), strict=True)
+    assert kinds == (RankError, WeightsError)
+    assert all("Input/output error" in text for text in texts)
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == before

@@ -1,0 +1,64 @@
+"""Staging buffers: tensors of all placements arrive whole, in buffers far smaller than they are."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slapo_zoo.mesh import Mesh
+from slapo_zoo.weights import load
+from slapo_zoo.weights.device_copy import DeviceCopy
+from slapo_zoo.weights.folder import open_checkpoint
+from slapo_zoo.weights.load import Target, load_tensors
+from weights.shards import assert_same, local_tensors, model
+
+
+def load_onto(device, folder, mesh):
+    """All kinds of placements, through the function that loads models."""
+    specs, full = model()
+    save_file(full, folder / "model.safetensors")
+    expected = local_tensors(specs, full, mesh)
+    by_name = {spec.name: spec for spec in specs}
+    targets = {
+        name: Target(
+            torch.empty_like(t, device=device), by_name[name].shape, by_name[name].placement
+        )
+        for name, t in expected.items()
+    }
+    with open_checkpoint(folder) as files:
+        load_tensors(targets, files, {name: name for name in targets}, mesh)
+    assert_same({name: target.tensor.cpu() for name, target in targets.items()}, expected)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(2, 2, rank=r) for r in range(4)], ids=lambda m: m.rank)
+def test_pieces_of_any_placement(tmp_path, monkeypatch, mesh):
+    """The buffers work on the CPU too: `load_tensors` copies through them as it would for a GPU."""
+    copies, cpu = [], torch.device("cpu")
+    monkeypatch.setattr(
+        load, "_copy", lambda *args: copies.append(args) or DeviceCopy(cpu, size=96).fill(*args)
+    )
+    load_onto(cpu, tmp_path, mesh)
+    assert copies
+
+
+def test_casts_on_the_way():
+    source, target = torch.randn(5, 7)[:, 1:6], torch.empty(5, 5, dtype=torch.bfloat16)
+    DeviceCopy(torch.device("cpu"), size=32).fill(target, 1, [source[:, :2], source[:, 2:]])
+    assert torch.equal(target, source.bfloat16())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mesh", [Mesh(2, 2, rank=r) for r in range(4)], ids=lambda m: m.rank)
+def test_on_a_gpu(tmp_path, mesh):
+    load_onto(torch.device("cuda"), tmp_path, mesh)
+
+
+@pytest.mark.gpu
+def test_buffers_are_not_filled_before_they_are_empty():
+    device = torch.device("cuda")
+    source = torch.arange(1 << 22, dtype=torch.int64)
+    target = torch.empty_like(source, device=device)
+    copy = DeviceCopy(device, size=1 << 16)
+    copy.fill(target, 0, [source])
+    copy.finish()
+    assert torch.equal(target.cpu(), source)
+    assert copy._buffers[0].is_pinned()
