@@ -12,7 +12,7 @@ FORBIDDEN = {
     "eval", "exec", "compile", "__import__", "os.system", "os.popen", "pickle.load", "pickle.Unpickler",
     "pickle.loads", "marshal.load", "marshal.loads", "shelve.open", "yaml.load", "dill.loads",
     "joblib.load", "tempfile.mktemp", "subprocess.getoutput", "loader.exec_module",
-    "extractall", "numpy.load", "np.load",
+    "numpy.load", "np.load",
 }  # fmt: skip
 # file --> what it may use, and why
 ALLOWED = {
@@ -26,13 +26,12 @@ def label(path):
 
 
 def called(node):
-    """The dotted name of a call, its last two parts."""
+    """The dotted name of a call, its last two parts; what a call returned counts as `()`."""
     parts, f = [], node.func
     while isinstance(f, ast.Attribute):
         parts.append(f.attr)
         f = f.value
-    if isinstance(f, ast.Name):
-        parts.append(f.id)
+    parts.append(f.id if isinstance(f, ast.Name) else "()")
     return ".".join(reversed(parts[:2] if len(parts) > 1 else parts))
 
 
@@ -43,7 +42,7 @@ def offences(tree):
             continue
         name = called(node)
         arguments = {k.arg: getattr(k.value, "value", None) for k in node.keywords}
-        if name in FORBIDDEN:
+        if name in FORBIDDEN or name.endswith(".extractall"):
             yield name
         if name == "torch.load" and arguments.get("weights_only") is not True:
             yield "torch.load without weights_only=True"
@@ -63,10 +62,14 @@ def test_nothing_executes_what_it_reads(path):
     "text",
     ["eval(x)", "pickle.loads(x)", "torch.load(f)", "torch.load(f, weights_only=False)",
      "subprocess.run(x, shell=True)", "a.b.os.system(x)", "spec.loader.exec_module(m)",
-     "AutoModel.from_pretrained(x, trust_remote_code=True)"],
+     "tarfile.open(x).extractall()", "AutoModel.from_pretrained(x, trust_remote_code=True)"],
 )  # fmt: skip
 def test_the_check_can_fail(text):
     assert list(offences(ast.parse(text)))
+
+
+def test_the_evaluation_mode_of_a_model_is_no_eval():
+    assert not list(offences(ast.parse("f(x).eval(); model.eval()")))
 
 
 def test_what_is_allowed_is_still_there():
