@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from slapo_zoo import hf
 from slapo_zoo.example_inputs import training_batch
 from slapo_zoo.flow import Call, Rehearsal, Shape
+from slapo_zoo.repeated_calls import skip_repeated
 
 ELEMENT = 64.0  # operations that a core does while it writes one number to memory
 MOST_TOKENS, SCANNED_TOKENS = 512, 16  # a scan runs token by token, and its cost grows evenly
@@ -70,7 +71,8 @@ class Counting(Rehearsal):
 
     def __init__(self, model: nn.Module, units: Sequence[str]):
         self.done, self.saved, self.at_end, self.ended_early = 0.0, 0, [], False
-        self._kept = {p.untyped_storage()._cdata for p in model.parameters()}
+        held = [p.untyped_storage() for p in model.parameters()]
+        self._kept = {storage._cdata: storage for storage in held}  # alive: addresses return
         super().__init__(model, units)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -82,7 +84,7 @@ class Counting(Rehearsal):
         """Note a tensor that autograd saves; two views of one memory count once."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._kept:
-            self._kept.add(storage._cdata)
+            self._kept[storage._cdata] = storage
             self.saved += storage.nbytes()
         return tensor
 
@@ -174,6 +176,7 @@ def _unit_costs(
     mode, model = hf.build_fake(cls, config.config, torch.float32)
     counting = Counting(model, units)
     _stand_in_for_experts(counting, model)
+    skip_repeated(counting, model, units)
     counting.run(mode, model, training_batch(model, 1, tokens))
     return tuple(costs_of(counting, model, units, tokens))
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.mesh import Mesh
+from slapo_zoo.paths import select_paths
 from slapo_zoo.placement import Placement
 from slapo_zoo.rng import RandomStream
 from slapo_zoo.traffic import Traffic
@@ -49,11 +50,23 @@ class State:
     def index(self) -> None:
         """Remember which modules own which parameter, so that ties survive re-creation."""
         self.modules = dict(self.model.named_modules())
+        self._selected: dict[str, tuple[int, list[str]]] = {}
         self.owners: dict[int, list[str]] = {}
         for path, module in self.modules.items():
             for name, tensor in module._parameters.items():
                 if tensor is not None:
                     self.owners.setdefault(id(tensor), []).append(join(path, name))
+
+    def select(self, pattern: str) -> list[str]:
+        """The paths that a pattern matches, in model order; each pattern is looked up once."""
+        glob, _, class_name = pattern.partition(":")
+        size, found = self._selected.get(glob, (-1, []))
+        if size != len(self.modules):  # new, or a directive has added a module since
+            found = select_paths(glob, self.modules)
+            self._selected[glob] = len(self.modules), found
+        if not class_name:
+            return list(found)
+        return [path for path in found if type(self.modules[path]).__name__ == class_name]
 
     def set_parameter(self, old: Tensor, new: nn.Parameter) -> list[str]:
         """Put `new` wherever `old` is, in all modules tied to it; returns the names."""

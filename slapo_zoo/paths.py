@@ -7,7 +7,7 @@ is the model itself.
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 
 
@@ -34,14 +34,16 @@ def select(pattern: str, class_names: Mapping[str, str]) -> list[str]:
         class_names: path of every module --> name of its class.
     """
     glob, _, class_name = pattern.partition(":")
-    if not class_name and "*" not in glob:
-        return [glob] if glob in class_names else []
-    regex = compile_pattern(glob)
-    return [
-        path
-        for path, name in class_names.items()
-        if class_name in ("", name) and regex.fullmatch(path)
-    ]
+    found = select_paths(glob, class_names)
+    return [path for path in found if class_name in ("", class_names[path])]
+
+
+def select_paths(glob: str, paths: Collection[str]) -> list[str]:
+    """Return the paths that a pattern without `:Name` matches, in order."""
+    if "*" not in glob:
+        return [glob] if glob in paths else []
+    matches = compile_pattern(glob).fullmatch
+    return [path for path in paths if matches(path)]
 
 
 def nearest(pattern: str, paths: Iterable[str], count: int = 3) -> list[str]:

@@ -19,7 +19,7 @@ from slapo_zoo.graph.find import find
 from slapo_zoo.graph.pattern import name_matches
 from slapo_zoo.graph.traced import check_reachable
 from slapo_zoo.mesh import MESH_DIMS, Mesh
-from slapo_zoo.paths import nearest, select
+from slapo_zoo.paths import nearest
 from slapo_zoo.rng import RandomStream
 
 FORMAT = "slapo-zoo-schedule/1"
@@ -69,7 +69,7 @@ class Selection(_Methods):
     @property
     def paths(self) -> list[str]:
         """The paths that match."""
-        return select(self.path, self.schedule.class_names())
+        return self.schedule.state.select(self.path)
 
     @property
     def mod(self) -> nn.Module:
@@ -171,7 +171,7 @@ class Schedule(Selection):
 
     def matching(self, pattern: str, what: object) -> list[str]:
         """The paths of a pattern; ScheduleError with the nearest ones when there is none."""
-        found = select(pattern, self.class_names())
+        found = self.state.select(pattern)
         if not found:
             near = nearest(pattern, self.state.modules)
             raise ScheduleError(pattern, what, "matches no module", f"nearest paths: {near}")

@@ -9,6 +9,8 @@ from slapo_zoo.placement import Placement
 def local_part(tensor: Tensor, placement: Placement, n: int, r: int) -> Tensor:
     """This rank's elements of a full tensor, padding included."""
     axis = placement.axis
+    if tensor.is_meta:  # only its shape is of interest
+        return tensor.new_empty(placement.local_shape(tuple(tensor.shape), n, r))
     parts = [tensor.narrow(axis, a, b - a) for a, b in placement.runs(tensor.shape[axis], n, r)]
     missing = placement.local_size(tensor.shape[axis], n, r) - sum(p.shape[axis] for p in parts)
     if missing:

@@ -133,7 +133,7 @@ def test_nothing_is_dropped_in_eval(family):
     assert not torch.allclose(dropped, plain(**batch).logits)
 
 
-@pytest.mark.parametrize("name", ["gelu", "gelu_new"])
+@pytest.mark.parametrize("name", ["gelu", "gelu_new", "gelu_pytorch_tanh"])
 def test_one_gelu_is_never_taken_for_the_other(name):
     """erf and tanh differ by up to 5e-4: the zoo, and a fused pattern, keep the one that is there."""
     x = torch.linspace(-4, 4, 101)

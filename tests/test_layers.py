@@ -60,6 +60,7 @@ LAYERS = [  # low to high; one name per line, so that two people can add
     numerics
     orders
     pipeline
+    repeated_calls
     rules
     schedule
     stage_object

@@ -111,14 +111,16 @@ def is_module_list(module: nn.Module, name: str = "", parent: nn.Module | None =
 
 def check_reachable(modules: Mapping[str, nn.Module], path: str, what: object) -> None:
     """Raise when a trace has inlined the module at `path`: a change to it would have no effect."""
-    parts = path.split(".")
-    for i in range(len(parts)):
-        above = ".".join(parts[:i])
-        inlined = getattr(modules.get(above), "__dict__", {}).get("inlined", frozenset())
-        if ".".join(parts[i:]) in inlined:
+    end = -1
+    while end < len(path):
+        above, rest = path[: max(end, 0)], path[end + 1 :]
+        module = modules.get(above)
+        if module is not None and rest in module.__dict__.get("inlined", ()):
             problem = f"it was inlined into the graph of {above or 'the model'!r}"
             hint = "schedule it before that trace, or name it in leaves="
             raise ScheduleError(path, what, problem, hint)
+        dot = path.find(".", end + 1)
+        end = len(path) if dot < 0 else dot
 
 
 def shape_of(node: torch.fx.Node) -> tuple[int, ...] | None:
