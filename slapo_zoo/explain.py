@@ -115,8 +115,13 @@ def _rehearse(state: State, batch: Mapping[str, Any]) -> list[Transfer]:
     model: Any = state.model
     runtime = getattr(model, "_slapo", None)  # of AutoScheduledModel: its step runs this forward
     if runtime is not None and runtime.pipeline is not None:
-        hint = "explain it with pp=1, or see `slapo-zoo show NAME --pp ...`"
-        raise ScheduleError("(the model)", "explain", "this rank holds some stages only", hint)
+        if any(call for _, call in state.cuts):
+            hint = "explain it with pp=1, or see `slapo-zoo show NAME --pp ...`"
+            problem = "which calls of the shared block run here is not known from its path"
+            raise ScheduleError("(the model)", "explain", problem, hint)
+        whole, mine = runtime.pipeline.whole().state, runtime.pipeline.holds
+        whole.sequence_parallel = state.sequence_parallel
+        return [found for found in _rehearse(whole, batch) if mine(found.path)]
     forward = partial(runtime.own_forward, model) if runtime else model
     parameters = signature(runtime.own_forward if runtime else model.forward).parameters
     if "use_cache" in parameters:  # as in a training step: a recomputation would fill it again

@@ -1,7 +1,7 @@
 """The pipeline runtime: one step, or one forward, over the stages of a mesh."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from slapo_zoo.flow import rehearse
 from slapo_zoo.mesh import Mesh
 from slapo_zoo.orders import StageMap
 from slapo_zoo.schedule import Schedule
-from slapo_zoo.stages import Cursor, StageDone, StagePlan
+from slapo_zoo.stages import Cursor, Foreign, StageDone, StagePlan
 from slapo_zoo.timeline import Span
 
 ROWS = "_global_rows"  # global batch rows of a micro-batch, cut beside its tensors
@@ -55,18 +55,30 @@ class Pipeline:
             self._plans[key] = {stage: StagePlan.make(calls, cuts, stage) for stage in self.mine}
         return self._plans[key]
 
+    def whole(self) -> Schedule:
+        """The schedule with its recomputation, on the whole model made of fake tensors."""
+        return fake_schedule(self.schedule, self.cls, ("cut_pipeline_stage",))[1]
+
+    def holds(self, path: str) -> bool:
+        """Whether the module at a path runs on this rank."""
+        model = self.schedule.model
+        units = [u for u in self.units if path == u or path.startswith(u + ".")]
+        return not any(isinstance(model.get_submodule(unit), Foreign) for unit in units)
+
     def _rehearsal(self) -> tuple[Any, Any]:
         if self._fake is None:
             self._fake = fake_schedule(self.schedule, self.cls)
         return self._fake
 
 
-def fake_schedule(schedule: Schedule, cls: Any) -> tuple[Any, Schedule]:
+def fake_schedule(
+    schedule: Schedule, cls: Any, leave_out: Collection[str] = NOT_REHEARSED
+) -> tuple[Any, Schedule]:
     """The whole scheduled model made of fake tensors, and their mode; its weights take no memory."""
     model, mesh = schedule.model, schedule.mesh
     mode, fake = hf.build_fake(cls, model.config, next(model.parameters()).dtype)
     rehearsing = Mesh(mesh.tp, mesh.pp, mesh.dp, mesh.rank, rehearsal=True)
-    steps = [step for step in schedule.history if step[1].name not in NOT_REHEARSED]
+    steps = [step for step in schedule.history if step[1].name not in leave_out]
     with mode:
         return mode, Schedule(fake, rehearsing).replay(steps)
 

@@ -216,15 +216,16 @@ class Schedule(Selection):
         """Per module: what was done, by which directive, and the collectives of a training step.
 
         One step is rehearsed on tensors without data: nothing is computed, sent or changed, and no
-        process group is needed. `print` it, or read `.transfers` and `.totals()`.
+        process group is needed. `print` it, or read `.transfers` and `.totals()`. Of a pipeline, the
+        part of this rank's stages is told, without what the stages send to one another.
 
         Args:
             batch: keyword arguments of the model's forward; only their shapes matter. None takes a
                 tiny batch for a model of `transformers`.
 
         Raises:
-            ScheduleError: this rank holds some pipeline stages only; or no batch for a model that
-                is not of `transformers`.
+            ScheduleError: the stages of a pipeline share a block (ALBERT); or no batch for a model
+                that is not of `transformers`.
         """
         alone = all(self.mesh.size(mesh_dim) == 1 for mesh_dim in MESH_DIMS)
         example = batch or ({} if alone else tiny_batch(self.model))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from parity import Case, changes_of, checkpoint, tiny_config
 from slapo_zoo import AutoScheduledModel
 from slapo_zoo.cli import main
+from slapo_zoo.errors import ScheduleError
 from slapo_zoo.features import features
 from slapo_zoo.mesh import Mesh
 from slapo_zoo.outline import Outline
@@ -155,6 +156,34 @@ def test_collectives_are_those_that_run(case, how, root, ranks):
             assert sum(r.bytes for r in rows if r.kind == kind) == sum(
                 nbytes * count for (k, nbytes), count in sent.items() if k == kind
             )
+
+
+def explained_alone(folder, case, pp):
+    model = AutoScheduledModel.from_pretrained(
+        folder, tp=2, pp=pp, auto_class=case.cls, checkpoint_ratio=1.0, **changes_of(case)
+    )
+    ids = torch.full((2, 8), 5)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    try:
+        found = model.schedule.explain(batch)
+    except ScheduleError as error:
+        return str(error)
+    return model.mesh.coord("tp"), [t for t in found.transfers if t.phase != "after backward"]
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "Mixtral" not in c.cls], ids=lambda c: c.cls)
+def test_stages_explain_their_parts(case, root, ranks):
+    """The parts of all stages, together, are what one stage that holds everything has."""
+    folder = checkpoint(case, root)
+    parts = ranks.run(explained_alone, 4, folder, case, 2)
+    if "Albert" in case.cls:
+        assert all("shared block" in part for part in parts)
+        return
+    whole = ranks.run(explained_alone, 2, folder, case, 1)
+    for r in range(2):
+        mine = Counter(t for coord, found in parts if coord == r for t in found)
+        assert mine == Counter(whole[r][1])
+        assert all(found for _, found in parts)
 
 
 EXPLAINED = """\
