@@ -3,7 +3,17 @@
 D hidden, E embedding, F ffn, V vocabulary, P positions; n is the size of mesh dim tp.
 """
 
-from slapo_zoo.rules import attention, column, enter, enter_once, row, vocab, vocab_head, whole
+from slapo_zoo.rules import (
+    attention,
+    column,
+    column_joined,
+    enter,
+    enter_once,
+    row,
+    vocab,
+    vocab_head,
+    whole,
+)
 from slapo_zoo.table import Table, register
 
 LAYER = "encoder.albert_layer_groups.*.albert_layers.*"
@@ -19,7 +29,7 @@ ALBERT = register(
         body=(
             # module                                 rule                       per rank
             ("embeddings.word_embeddings",           vocab),                  # [ceil(V/n), E], y summed over tp
-            ("embeddings.position_embeddings",       whole),                  # [P, E]
+            ("embeddings.position_embeddings",       vocab),                  # [ceil(P/n), E]
             ("embeddings.token_type_embeddings",     whole),                  # [2, E]
             ("embeddings.LayerNorm",                 whole),                  # [E]
             ("encoder.embedding_hidden_mapping_in",  whole),                  # [D, E]
@@ -39,7 +49,7 @@ ALBERT = register(
             ("pooler",                               whole),                  # [D, D]
         ),
         heads=(
-            ("predictions.dense",                    whole),                  # [E, D]
+            ("predictions.dense",                    column_joined()),        # [ceil(E/n), D], y joined
             ("predictions.LayerNorm",                whole),                  # [E]
             ("predictions.decoder",                  vocab_head),             # [ceil(V/n), E], tied to word_embeddings
         ),

@@ -82,6 +82,12 @@ def kv_groups(attribute: str, kv_heads: str) -> Rule:
     return (ShardAttribute(attribute, keep=_dim(kv_heads)),)
 
 
+def column_joined(axis: int = 0) -> Rule:
+    """Each rank computes some outputs, then all ranks get all of them: what follows is whole."""
+    divided = (Shard("weight", axis, pad=True), Shard("bias", 0, pad=True))
+    return (*divided, Sync("bwd_post", "all_reduce"), Sync("fwd_post", "join_columns"))
+
+
 def row_inside(axis: int = 1) -> Rule:
     """As `row`, where each rank goes on with its own channels: the gradient is summed too."""
     return (Shard("weight", axis, uneven=True), Sync("fwd_post", "all_reduce_twice"))

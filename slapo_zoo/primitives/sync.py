@@ -56,6 +56,7 @@ def _convolution(module: Any, x: Tensor) -> Tensor:
 WITHOUT_BIAS = {"Linear": (_linear, 0), "Conv1D": (_conv1d, 0), "Conv2d": (_convolution, 2)}
 # class name -> (input axis, output axis) of the weight
 WEIGHT_AXES = {"Linear": (1, 0), "Conv1D": (0, 1), "Embedding": (0, 1), "Conv2d": (1, 0)}
+OF_COLUMNS = ("vocab_logits", "join_columns")  # what they make depends on the whole weight
 SUMS = ("all_reduce", "all_reduce_twice", "reduce_scatter")
 
 
@@ -150,7 +151,7 @@ class Sync(Directive):
             if "->" in op:  # a gradient has the shape of its input, in and out of the module
                 hint += f"; the backward of fwd_pre {'->'.join(op.split('->')[::-1])!r} is this"
             raise self.fail(site, problem, hint)
-        if op == "vocab_logits" and site.placed("weight") is None:
+        if op in OF_COLUMNS and site.placed("weight") is None:
             raise self.fail(site, "its weight is not divided", 'shard("weight", 0, pad=True) first')
         if self.mode == "fwd_post" and self._is_first(site):
             self._check_output(site, op)

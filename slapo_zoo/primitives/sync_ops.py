@@ -57,6 +57,15 @@ def _all_gather(x: Tensor, sync: Sync, site: Site) -> Tensor:
     return collectives.all_gather(x, sync.axis, group, sharded_gradient=is_part)
 
 
+@sync_op("join_columns", "fwd_post")
+def _join_columns(x: Tensor, sync: Sync, site: Site) -> Tensor:
+    """Every rank gets all columns of a column-parallel output, without padding, and goes on alike."""
+    placed = site.placed("weight")
+    assert placed is not None  # noqa: S101 - check() saw it
+    full = collectives.all_gather(x, -1, site.group(sync), sharded_gradient=False)
+    return full.narrow(-1, 0, placed.shape[placed.placement.axis])
+
+
 @sync_op("reduce_scatter", "fwd_post")
 def _reduce_scatter(x: Tensor, sync: Sync, site: Site) -> Tensor:
     require_divisible(x, sync.axis, sync, site)
