@@ -25,6 +25,7 @@ def verify(
     schedule: WithCard = None,
     auto_class: Head = None,
     full: Annotated[bool, typer.Option(help="The model as it is, not a small one.")] = False,
+    layers: Annotated[bool, typer.Option(help="The true widths, a few layers at a time.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare the scheduled model with the plain one: outputs, every gradient, a step, dropout, files.
@@ -32,6 +33,10 @@ def verify(
     All ranks are threads of one process on the CPU. By default a small model of the same family
     stands in, which takes seconds; exit status 1 says that something is wrong.
     """
+    if full and layers:
+        raise typer.BadParameter(
+            "--full holds all layers at once; choose one", param_hint="--layers"
+        )
     from slapo_zoo.apart import verify_apart
     from slapo_zoo.cards.use import load_card
     from slapo_zoo.locate import config_of
@@ -41,7 +46,7 @@ def verify(
     cls = program.model_class if program else _head(config, auto_class or head)
     knobs: dict[str, Any] = {} if program else {"sequence_parallel": sequence_parallel}
     found = verify_apart({
-        "config": config.to_dict(), "cls": cls, "mesh": (tp, pp, dp), "quick": not full,
+        "config": config.to_dict(), "cls": cls, "mesh": (tp, pp, dp), "quick": not full, "layers": layers,
         "program": program.to_bytes().decode() if program else None, "knobs": knobs,
         "folder": _folder(model) if full else None,
     })  # fmt: skip

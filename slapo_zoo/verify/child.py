@@ -1,7 +1,7 @@
 """What a verification in a process of its own does: a request on stdin, a document on stdout.
 
 {"config": {...}, "cls": "GPT2LMHeadModel", "mesh": [2, 1, 1], "program": null, "quick": true,
- "folder": null, "knobs": {}}
+ "layers": false, "folder": null, "knobs": {}}
 """
 
 import json
@@ -13,6 +13,7 @@ from slapo_zoo import hf
 from slapo_zoo.cards.program import Program
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.verify.core import verify
+from slapo_zoo.verify.layerwise import verify_layers
 from slapo_zoo.verify.report import UNMEASURED, Report
 
 MANY_PARAMETERS = 2e8  # a card that fits no small model is verified on one up to this size
@@ -32,7 +33,10 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         "folder": Path(folder) if folder else None, **request.get("knobs", {}),
     }  # fmt: skip
     quick = request.get("quick", True)
-    if request.get("program") is None:
+    if request.get("layers"):
+        arguments.pop("folder")
+        report = verify_layers(config, schedule=_steps(request, config) or "zoo", **arguments)
+    elif request.get("program") is None:
         report = verify(config, quick=quick, **arguments)
     else:
         program = Program.parse(request["program"].encode())
@@ -40,6 +44,15 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     if report is None:
         return {"verdict": UNMEASURED, "text": "it fits no small model, and this one is large"}
     return {**report.document(), "text": str(report)}
+
+
+def _steps(request: dict[str, Any], config: Any) -> Any:
+    """The steps of the card that is asked for, if one is."""
+    if request.get("program") is None:
+        return None
+    tp, pp, dp = request["mesh"]
+    sizes = {"tp": tp, "pp": pp, "dp": dp, "stages": pp}
+    return Program.parse(request["program"].encode()).resolve(config, sizes)
 
 
 def _of_program(

@@ -22,7 +22,7 @@ class Report:
     Args:
         model: class of the model.
         mesh: sizes of tp, pp and dp.
-        config: how the verified model was made: "given" or "shrunken".
+        config: how the verified model was made: "given", "shrunken", or "layer by layer".
         checks: check --> comparisons made, and the largest error by what is allowed; of those that
             could not be made, "unmeasured".
         findings: what is wrong.

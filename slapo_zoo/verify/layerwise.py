@@ -1,0 +1,169 @@
+"""Verification layer by layer: of a model that is larger than the memory, a few layers at a time.
+
+Every run holds the embeddings, the head and LAYERS_AT_ONCE layers of the true widths. Stretches of
+layers that are made and scheduled alike are verified once, so that the zoo's schedule of 96 layers
+costs one run, and one that treats layer 17 in its own way costs two.
+"""
+
+import copy
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from slapo_zoo import hf
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.mesh import Mesh
+from slapo_zoo.outline import Outline
+from slapo_zoo.schedule import Step
+from slapo_zoo.table import base_prefix
+from slapo_zoo.verify.blame import Divergence
+from slapo_zoo.verify.core import verify
+from slapo_zoo.verify.report import Report
+from slapo_zoo.verify.shrink import LAYERS, PER_LAYER
+
+LAYERS_AT_ONCE = 2
+ENDS = {"divide_tokens": 0, "join_tokens": -1}  # at the first and the last block of any stretch
+
+
+def verify_layers(
+    config: Any, auto_class: Any = None, mesh: tuple[int, int, int] = (2, 1, 1),
+    schedule: Any = "zoo", seed: int = 0, **knobs: Any,
+) -> Report:  # fmt: skip
+    """Verify a schedule stretch by stretch; the first that is wrong is reported by its own paths.
+
+    Args:
+        config: of `transformers`.
+        auto_class: which head; None takes the config's own class.
+        mesh: sizes of tp, pp and dp; pp is 1: cuts are verified on a small model.
+        schedule: "zoo", a Schedule or its steps, or a function of the schedule.
+        seed: of weights, batch and dropout.
+        knobs: sequence_parallel, checkpoint_ratio.
+
+    Raises:
+        SlapoError: pp > 1, or the config does not say how many layers there are.
+    """
+    if mesh[1] > 1:
+        hint = "verify the cuts with `slapo-zoo verify --pp N`, on a small model"
+        raise SlapoError("verify", f"pp={mesh[1]}", "a stretch of layers has no stages", hint)
+    cls = hf.resolve_class(config, auto_class)
+    given = copy.deepcopy(config)
+    outline = Outline(given, cls, Mesh(*mesh), torch.float32, seed, schedule=schedule, **knobs)
+    numbers, reports = _Numbers(outline), []
+    for start in _starts(config, outline, numbers):
+        few = few_layers(config, start)
+        steps = numbers.moved(outline.schedule.history, start)
+        found = verify(few, cls.__name__, mesh, steps, quick=False, seed=seed)
+        reports.append(numbers.as_named(found, start))
+        if not found.ok:
+            break
+    return _together(reports)
+
+
+def few_layers(config: Any, start: int) -> Any:
+    """The config of LAYERS_AT_ONCE layers from `start` on; all widths stay."""
+    few, stop = copy.deepcopy(config), start + LAYERS_AT_ONCE
+    for name in PER_LAYER:
+        if isinstance(listed := getattr(config, name, None), list):
+            setattr(few, name, listed[start:stop])
+    if getattr(config, "attention_types", None):  # GPT-Neo: the list of layers follows from it
+        few.attention_types = [[config.attention_layers[start:stop], 1]]
+    for name in LAYERS:
+        if type(count := getattr(config, name, None)) is int:
+            setattr(few, name, min(count, LAYERS_AT_ONCE))
+    return few
+
+
+def _starts(config: Any, outline: Outline, numbers: "_Numbers") -> Iterator[int]:
+    """Where stretches begin that differ from all before."""
+    counts = [n for name in LAYERS if type(n := getattr(config, name, None)) is int]
+    if not counts:
+        problem = f"a {type(config).__name__} does not say how many layers there are"
+        raise SlapoError("verify", "--layers", problem, "leave --layers out, or pass --full")
+    last, seen = max(0, max(counts) - LAYERS_AT_ONCE), set()
+    if outline.table.calls:  # one shared block: every stretch is the same
+        last = 0
+    for start in dict.fromkeys([*range(0, last, LAYERS_AT_ONCE), last]):
+        steps = numbers.moved(outline.schedule.history, start)
+        key = (few_layers(config, start).to_json_string(), tuple(map(str, steps)))
+        if key not in seen:
+            seen.add(key)
+            yield start
+
+
+class _Numbers:
+    """The numbers of blocks in paths and patterns of one model."""
+
+    def __init__(self, outline: Outline):
+        prefix = base_prefix(outline.model)
+        shapes = [
+            re.escape(prefix + block).replace(r"\*\*", ".*") for block in outline.table.blocks
+        ]
+        self._known = re.compile("|".join(f"(?:{s.removesuffix(chr(92) + '*')})(?=[0-9])" for s in shapes))  # fmt: skip
+        self._shared = bool(outline.table.calls)
+
+    def moved(self, steps: Sequence[Step], start: int) -> list[Step]:
+        """The steps of a stretch: what names a block outside of it is left out."""
+        if self._shared:
+            return list(steps)
+        found = []
+        for pattern, directive in steps:
+            number = self._number(pattern)
+            end = ENDS.get(str(getattr(directive, "sync_op_or_fn", "")))
+            if number is not None and end is not None:
+                found.append((self._with(pattern, end % LAYERS_AT_ONCE), directive))
+            elif number is None:
+                found.append((pattern, directive))
+            elif start <= number < start + LAYERS_AT_ONCE:
+                found.append((self._with(pattern, number - start), directive))
+        return found
+
+    def as_named(self, report: Report, start: int) -> Report:
+        """A report on a stretch, with the numbers that its blocks have in the model."""
+
+        def named(path: str) -> str:
+            number = None if self._shared else self._number(path)
+            return path if number is None else self._with(path, number + start)
+
+        where = report.divergence
+        if where is not None:
+            suspects = tuple(map(named, where.suspects))
+            where = Divergence(named(where.path), where.phase, named(where.what), where.rank, suspects)  # fmt: skip
+        return replace(
+            report, divergence=where,
+            findings=[replace(f, what=named(f.what)) for f in report.findings],
+            directives=[(named(path), text) for path, text in report.directives],
+        )  # fmt: skip
+
+    def _split(self, path: str) -> tuple[int, int] | None:
+        """Where the number of the block begins and ends."""
+        found = self._known.match(path)
+        digits = re.compile("[0-9]+").match(path, found.end()) if found else None
+        return digits.span() if digits else None
+
+    def _number(self, path: str) -> int | None:
+        span = self._split(path)
+        return int(path[slice(*span)]) if span else None
+
+    def _with(self, path: str, number: int) -> str:
+        begin, end = self._split(path) or (0, 0)
+        return f"{path[:begin]}{number}{path[end:]}"
+
+
+def _together(reports: Sequence[Report]) -> Report:
+    """One report: comparisons add up, the largest error counts, the last stretch says what is wrong."""
+    last, checks = reports[-1], dict(reports[0].checks)
+    for report in reports[1:]:
+        for check, found in report.checks.items():
+            before = checks[check]
+            if isinstance(found, dict) and isinstance(before, dict):
+                checks[check] = {
+                    "compared": before["compared"] + found["compared"],
+                    "worst": max(before["worst"], found["worst"]),
+                }
+            elif isinstance(found, dict):
+                checks[check] = found
+    seconds = round(sum(report.seconds for report in reports), 2)
+    return replace(last, checks=checks, seconds=seconds, config="layer by layer")

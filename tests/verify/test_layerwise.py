@@ -1,0 +1,99 @@
+"""Layer by layer: few layers of the true widths at a time, and the wrong one is named as it is."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+
+from slapo_zoo.commands.verify import verify as command  # noqa: F401 - it must import
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.mesh import Mesh
+from slapo_zoo.outline import Outline
+from slapo_zoo.verify import layerwise
+from slapo_zoo.verify.layerwise import few_layers, verify_layers
+from tiny_models import MODELS
+
+
+def config_of(family, **changes):
+    name, fields, *_ = MODELS[family]
+    config = getattr(transformers, name).config_class(**{**fields, **changes})
+    config.architectures = [name]
+    return config
+
+
+def steps_of(config):
+    given = copy.deepcopy(config)
+    return Outline(given, None, Mesh(2), torch.float32).schedule.history
+
+
+@pytest.fixture
+def verified(monkeypatch):
+    """The configs that were verified."""
+    seen = []
+    run = layerwise.verify
+    monkeypatch.setattr(layerwise, "verify", lambda c, *a, **k: seen.append(c) or run(c, *a, **k))
+    return seen
+
+
+def test_equal_layers_are_verified_once(verified):
+    report = verify_layers(config_of("gpt2", n_layer=9))
+    assert report.ok, str(report)
+    assert report.config == "layer by layer"
+    assert [c.n_layer for c in verified] == [2]
+    assert verified[0].n_embd == 32
+
+
+@pytest.mark.parametrize(("layer", "runs"), [(0, 1), (5, 2), (8, 2)])
+def test_a_wrong_layer_is_named_as_it_is(layer, runs, verified):
+    """A single forgotten backward sum, in one layer of nine."""
+    config = config_of("gpt2", n_layer=9)
+    every = [(f"transformer.h.{i}.mlp", d) for p, d in steps_of(config)
+             if p == "transformer.h.*.mlp" and d.name == "sync" for i in range(9) if i != layer]  # fmt: skip
+    others = [s for s in steps_of(config)
+              if not (s[0] == "transformer.h.*.mlp" and s[1].name == "sync")]  # fmt: skip
+    assert len(every) == 8
+    report = verify_layers(config, schedule=others + every)
+    assert not report.ok
+    assert len(verified) == runs
+    assert report.divergence is not None
+    named = " ".join((report.divergence.path, *report.divergence.suspects))
+    assert f"transformer.h.{layer}." in named
+
+
+def test_layers_of_two_kinds(verified):
+    """GPT-Neo's seventh layer begins another pair than the others do."""
+    kinds = [["global", "local"], 3]
+    report = verify_layers(
+        config_of("gpt_neo", num_layers=7, attention_types=[kinds, [["global"], 1]])
+    )
+    assert report.ok, str(report)
+    assert [c.attention_layers for c in verified] == [["global", "local"], ["local", "global"]]
+
+
+def test_tokens_are_divided_in_every_stretch(verified):
+    report = verify_layers(config_of("llama", num_hidden_layers=6), sequence_parallel=True)
+    assert report.ok, str(report)
+
+
+def test_a_shared_block(verified):
+    report = verify_layers(config_of("albert", num_hidden_layers=6))
+    assert report.ok, str(report)
+    assert len(verified) == 1
+
+
+def test_few_layers_change_no_width():
+    config = transformers.T5Config(num_layers=24, num_decoder_layers=24)
+    few = few_layers(config, 10)
+    assert (few.num_layers, few.num_decoder_layers, few.d_model) == (2, 2, config.d_model)
+
+
+def test_what_it_cannot_do():
+    with pytest.raises(SlapoError, match="has no stages"):
+        verify_layers(config_of("gpt2"), mesh=(1, 2, 1))
+    from slapo_zoo import hf
+
+    hf.register_models()
+    config = transformers.AutoConfig.for_model("wideresnet")
+    with pytest.raises(SlapoError, match="how many layers"):
+        verify_layers(config)
