@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -41,4 +42,6 @@ def verify_apart(request: dict[str, Any]) -> dict[str, Any]:
         raise SlapoError(*found["error_of"])
     last = " / ".join(done.stderr.strip().splitlines()[-3:])
     problem = f"its process ended with exit status {done.returncode}: {last}"
-    raise SlapoError("verify", "", problem, "a rank may have crashed in a collective")
+    killed = done.returncode == -signal.SIGKILL
+    hint = "the memory ran out" if killed else "a rank may have crashed in a collective"
+    raise SlapoError("verify", "", problem, hint)

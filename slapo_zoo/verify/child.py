@@ -13,7 +13,7 @@ from slapo_zoo import hf
 from slapo_zoo.cards.program import Program
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.verify.core import verify
-from slapo_zoo.verify.layerwise import verify_layers
+from slapo_zoo.verify.layerwise import require_memory, verify_layers
 from slapo_zoo.verify.report import UNMEASURED, Report
 
 MANY_PARAMETERS = 2e8  # a card that fits no small model is verified on one up to this size
@@ -33,6 +33,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         "folder": Path(folder) if folder else None, **request.get("knobs", {}),
     }  # fmt: skip
     quick = request.get("quick", True)
+    if not quick:
+        require_memory(config, hf.resolve_class(config, request["cls"]))
     if request.get("layers"):
         arguments.pop("folder")
         report = verify_layers(config, schedule=_steps(request, config) or "zoo", **arguments)

@@ -9,6 +9,7 @@ import copy
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from slapo_zoo.verify.report import Report
 from slapo_zoo.verify.shrink import LAYERS, PER_LAYER
 
 LAYERS_AT_ONCE = 2
+BYTES_PER_PARAMETER = 150  # measured: weights, gradients and steps of all runs, two of them in fp64
 ENDS = {"divide_tokens": 0, "join_tokens": -1}  # at the first and the last block of any stretch
 
 
@@ -43,12 +45,13 @@ def verify_layers(
         knobs: sequence_parallel, checkpoint_ratio.
 
     Raises:
-        SlapoError: pp > 1, or the config does not say how many layers there are.
+        SlapoError: pp > 1, too little memory, or the config does not say how many layers there are.
     """
     if mesh[1] > 1:
         hint = "verify the cuts with `slapo-zoo verify --pp N`, on a small model"
         raise SlapoError("verify", f"pp={mesh[1]}", "a stretch of layers has no stages", hint)
     cls = hf.resolve_class(config, auto_class)
+    require_memory(few_layers(config, 0), cls)
     given = copy.deepcopy(config)
     outline = Outline(given, cls, Mesh(*mesh), torch.float32, seed, schedule=schedule, **knobs)
     numbers, reports = _Numbers(outline), []
@@ -60,6 +63,24 @@ def verify_layers(
         if not found.ok:
             break
     return _together(reports)
+
+
+def require_memory(config: Any, cls: Any) -> None:
+    """SlapoError where a verification of this config would be stopped by the system half way."""
+    needed = BYTES_PER_PARAMETER * hf.count_parameters(config, cls.__name__)
+    free = _available()
+    if free is not None and needed > free:
+        problem = f"needs about {needed / 1e9:.0f} GB, {free / 1e9:.0f} GB are free"
+        hint = "leave --full and --layers out: a small model of the same family stands in"
+        raise SlapoError("verify", cls.__name__, problem, hint)
+
+
+def _available() -> int | None:
+    """Bytes that may be taken without swapping; None where the system does not say."""
+    info = Path("/proc/meminfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+    return sizes[0] if sizes else None
 
 
 def few_layers(config: Any, start: int) -> Any:

@@ -309,7 +309,11 @@ def test_fuzz_pages(data):
 
 
 @pytest.mark.soak
-@settings(max_examples=100_000, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.parametrize("part", range(10))
+@settings(
+    max_examples=10_000, derandomize=False, deadline=None, suppress_health_check=list(HealthCheck)
+)
 @given(st.binary(max_size=200) | mutated().map(lambda d: json.dumps(d).encode()))
-def test_fuzz_for_long(data):
+def test_fuzz_for_long(part, data):
+    """A hundred thousand in all, in parts that end before a stuck test is reported."""
     fuzz(data)

@@ -88,6 +88,12 @@ def test_few_layers_change_no_width():
     assert (few.num_layers, few.num_decoder_layers, few.d_model) == (2, 2, config.d_model)
 
 
+def test_too_large_for_the_memory():
+    """Refused before anything is made, not killed half way."""
+    with pytest.raises(SlapoError, match=r"needs about \d+ GB, \d+ GB are free"):
+        verify_layers(transformers.LlamaConfig(hidden_size=16384, intermediate_size=65536))
+
+
 def test_what_it_cannot_do():
     with pytest.raises(SlapoError, match="has no stages"):
         verify_layers(config_of("gpt2"), mesh=(1, 2, 1))
