@@ -12,6 +12,8 @@ LAYOUTS = {  # tp, pp, dp, data_parallel
     "tp2-dp2-ddp": (2, 1, 2, "ddp"),
     "tp2-dp2-fsdp2": (2, 1, 2, "fsdp2"),
     "tp2-pp2": (2, 2, 1, None),
+    "pp2-dp2-ddp": (1, 2, 2, "ddp"),
+    "pp2-dp2-fsdp2": (1, 2, 2, "fsdp2"),
 }
 
 
