@@ -77,8 +77,12 @@ def _check_stages(model: Any, what: str) -> None:
     """Both tell the last backward of a parameter by that of the only stage."""
     places, pp = model._slapo.pipeline.places, model.mesh.pp
     if places.num_stages != pp or places.custom is not None:
-        problem = f"found {places.num_stages} stages on pp={pp} ranks, in the order {places.order.name}"
-        hint = "choose 1f1b or gpipe; or leave data_parallel out: gradients are then summed at the end"
+        problem = (
+            f"found {places.num_stages} stages on pp={pp} ranks, in the order {places.order.name}"
+        )
+        hint = (
+            "choose 1f1b or gpipe; or leave data_parallel out: gradients are then summed at the end"
+        )
         raise MeshError("target='torch'", what, problem, hint)
 
 
