@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from engine_runs import CASES, assert_same_run, make, rows_of, trained
 from parity import STEPS, Case, checkpoint
@@ -177,20 +178,21 @@ def test_private_names_of_deepspeed_have_not_moved(root, ranks):
     assert ranks.run(moved, 1, checkpoint(CASES["gpt2"], root))[0] == []
 
 
-def logged(folder, file):
-    """A run whose log goes to a file."""
+def logged(folder, file, layout=(1, 1, 1)):
+    """A run whose log goes to a file of each rank."""
     import contextlib
     import logging
     import warnings
 
     warnings.simplefilter("ignore")
     settings = {**config(1), "steps_per_print": 1}
+    file = file.with_suffix(f".{torch.distributed.get_rank()}")
     with file.open("w") as out, contextlib.redirect_stdout(out):
         from deepspeed.utils import logger
 
         logger.setLevel(logging.INFO)  # its throughput is no warning
         logger.addHandler(logging.StreamHandler(out))
-        trained(CASES["gpt2"], folder, (1, 1, 1), "deepspeed", {"config": settings})
+        trained(CASES["gpt2"], folder, layout, "deepspeed", {"config": settings})
         logger.handlers.pop()
     return get_dialect_cls("log_parser", "deepspeed")(file)
 
@@ -200,6 +202,10 @@ def test_log_parser(root, ranks, tmp_path):
     _, rate, _, code = ranks.run(logged, 1, folder, tmp_path / "log")[0]
     assert code == 0
     assert rate > 0
+    parameters, rate, _, code = ranks.run(logged, 2, folder, tmp_path / "stages", (1, 2, 1))[0]
+    assert code == 0
+    assert rate > 0
+    assert parameters > 1000, "what the first stage says it holds"
     (tmp_path / "bad").write_text("torch.OutOfMemoryError: CUDA out of memory")
     assert get_dialect_cls("log_parser", "deepspeed")(tmp_path / "bad")[3] == 1
 

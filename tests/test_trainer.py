@@ -51,7 +51,7 @@ def plain(folder, out, **changes):
     return losses, norms, dict(model.named_parameters()), metrics["eval_loss"]
 
 
-def divided(folder, out, layout, changes, resume=None, save=None):
+def divided(folder, out, layout, changes, resume=None, save=None, push=False):
     """ScheduledTrainer on this rank."""
     from accelerate.state import AcceleratorState
 
@@ -69,6 +69,8 @@ def divided(folder, out, layout, changes, resume=None, save=None):
     loss = trainer.evaluate()["eval_loss"]
     if save:
         trainer.save_model(save)
+    if push:
+        trainer.push_to_hub()
     return losses, norms, model.consolidated_state_dict(), loss
 
 
@@ -84,7 +86,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize(
     ("layout", "accumulation"),
     [
-        pytest.param((2, 1, 1), 1, id="tp2"),
+        pytest.param((2, 1, 1), 2, id="tp2-accumulated"),
         pytest.param((1, 1, 2), 2, id="dp2-accumulated"),
         pytest.param((2, 1, 2), 1, id="tp2-dp2"),
         pytest.param((1, 2, 1), 2, id="pp2-accumulated"),
@@ -121,6 +123,47 @@ def test_resumes_on_another_mesh(tmp_path, ranks):
     rest = (expected[0][2:], expected[1][2:], *expected[2:])
     assert_same((losses[-2:], norms[-2:], weights, loss), rest)
     assert (out / "final" / "model.safetensors").exists()
+
+
+def pushed(folder, out, layout, changes, url):
+    """Training with push_to_hub against a Hub at `url`; the whole weights."""
+    from huggingface_hub import HfApi, constants
+    from transformers.utils import hub
+
+    warnings.simplefilter("ignore")  # the client's own, also from its threads
+    constants.ENDPOINT, constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = url, False, True
+    hub._hf_api = HfApi(endpoint=url, token="hf_test")
+    names = {"push_to_hub": True, "hub_model_id": f"me/gpt2-{layout[0]}", "hub_token": "hf_test"}
+    names |= {"save_strategy": "steps", "save_steps": 2, "hub_strategy": "every_save"}
+    losses, _, weights, _ = divided(folder, out, layout, {**changes, **names}, push=True)
+    return losses, weights
+
+
+def test_pushes_to_a_hub(tmp_path, ranks):
+    """Under tp2 and dp2: one repository with the weights of the last step, once, and a card."""
+    from hub_server import Hub
+
+    folder = checkpoint(CASE, tmp_path)
+    with Hub() as hub:
+        for layout in ((2, 1, 1), (1, 1, 2)):
+            out = tmp_path / f"run{layout[0]}"
+            changes = {"per_device_train_batch_size": 4 // layout[2]}
+            arguments = (folder, out, layout, changes, hub.url)
+            _, weights = ranks.run(pushed, 2, *arguments, timeout=300)[0]
+            repository = hub.repositories[f"me/gpt2-{layout[0]}"]
+            files = repository.commits[repository.branches["main"]]
+            assert {"README.md", "config.json", "model.safetensors"} <= files.keys()
+            assert not any("checkpoint-" in name or "/" in name for name in files)
+            local = tmp_path / f"fetched{layout[0]}"
+            local.mkdir()
+            for name in ("config.json", "model.safetensors"):
+                (local / name).write_bytes(files[name])
+            plain = transformers.GPT2LMHeadModel.from_pretrained(local)
+            for name, p in plain.named_parameters():
+                torch.testing.assert_close(p, weights[name], atol=0, rtol=0)
+            assert (out / "checkpoint-4" / "training_state.json").exists(), (
+                "a push costs checkpoints"
+            )
 
 
 def test_refuses_what_needs_whole_logits(tmp_path):
