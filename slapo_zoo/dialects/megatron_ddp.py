@@ -101,7 +101,12 @@ class _MegatronDdp(DataParallel):
         for p in parameters:
             p.grad = None
         self.native.zero_grad_buffer()
-        yield
+        try:
+            yield
+        except BaseException:
+            for p, grad in zip(parameters, earlier, strict=True):
+                p.grad = grad
+            raise
         for p, grad in zip(parameters, earlier, strict=True):
             main: Tensor = p.main_grad  # pyright: ignore[reportAttributeAccessIssue]
             p.grad = main if grad is None else main.add_(grad)
