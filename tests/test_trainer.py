@@ -13,10 +13,11 @@ ROWS = 20  # of the data set; 5 steps of 4 rows, or 2 of 8 and one short
 CASE = CASES["gpt2"]
 
 
-def rows():
+def rows(family="gpt2"):
     """Rows with different numbers of targets."""
-    batches = [batch_of(CASE, step) for step in range(ROWS // CASE.rows)]
-    return [{k: v[i] for k, v in b.items()} for b in batches for i in range(CASE.rows)]
+    case = CASES[family]
+    batches = [batch_of(case, step) for step in range(ROWS // case.rows)]
+    return [{k: v[i] for k, v in b.items()} for b in batches for i in range(case.rows)]
 
 
 def arguments(out, **changes):
@@ -37,21 +38,22 @@ def run(trainer, resume=None):
     return [entry["loss"] for entry in history], [float(entry["grad_norm"]) for entry in history]
 
 
-def plain(folder, out, **changes):
+def plain(folder, out, family="gpt2", **changes):
     """The plain Trainer, one process."""
-    model = transformers.GPT2LMHeadModel.from_pretrained(folder)
-    model.loss_type = "ForCausalLM"  # by this name the plain Trainer counts shifted labels
+    model = getattr(transformers, CASES[family].cls).from_pretrained(folder)
+    if family == "gpt2":
+        model.loss_type = "ForCausalLM"  # by this name the plain Trainer counts shifted labels
     trainer = transformers.Trainer(
-        model=model, args=arguments(out, **changes), train_dataset=rows()
+        model=model, args=arguments(out, **changes), train_dataset=rows(family)
     )
     losses, norms = run(trainer)
     metrics = transformers.Trainer(
-        model=model, args=arguments(out, **changes), eval_dataset=rows()[:7]
+        model=model, args=arguments(out, **changes), eval_dataset=rows(family)[:7]
     ).evaluate()
     return losses, norms, dict(model.named_parameters()), metrics["eval_loss"]
 
 
-def divided(folder, out, layout, changes, resume=None, save=None, push=False):
+def divided(folder, out, layout, changes, resume=None, save=None, push=False, family="gpt2"):
     """ScheduledTrainer on this rank."""
     from accelerate.state import AcceleratorState
 
@@ -63,7 +65,7 @@ def divided(folder, out, layout, changes, resume=None, save=None, push=False):
     model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, dp=dp, seed=0)
     args = arguments(out, **changes)
     trainer = ScheduledTrainer(
-        model=model, args=args, train_dataset=rows(), eval_dataset=rows()[:7]
+        model=model, args=args, train_dataset=rows(family), eval_dataset=rows(family)[:7]
     )
     losses, norms = run(trainer, resume)
     loss = trainer.evaluate()["eval_loss"]
@@ -103,6 +105,17 @@ def test_equals_plain_trainer(layout, accumulation, tmp_path, ranks):
     world = layout[0] * layout[1] * dp
     for found in ranks.run(divided, world, folder, tmp_path, layout, mine, timeout=300):
         assert_same((*found[:2], found[2] or expected[2], found[3]), expected)
+
+
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_other_families_equal_plain_trainer(family, tmp_path, ranks):
+    """tp2, unaccumulated: their plain Trainer takes a mean of means."""
+    folder = checkpoint(CASES[family], tmp_path)
+    changes = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 3}
+    expected = plain(folder, tmp_path, family, **changes)
+    found = ranks.run(divided, 2, folder, tmp_path, (2, 1, 1), changes, None, None, False, family)
+    for each in found:
+        assert_same((*each[:2], each[2] or expected[2], each[3]), expected)
 
 
 def test_resumes_on_another_mesh(tmp_path, ranks):
