@@ -11,6 +11,7 @@ from slapo_zoo.attention_backends import require_backend
 from slapo_zoo.cards.use import is_card, steps_for
 from slapo_zoo.compat import new_group
 from slapo_zoo.derive import is_auto, require_table
+from slapo_zoo.dialects import check_target, in_target
 from slapo_zoo.distributed import rank_guard
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.knobs import check_knobs
@@ -68,6 +69,8 @@ class AutoScheduledModel:
         trust_remote_code: bool = False,
         verify: str = "quick",
         map_weights: bool = True,
+        target: str | None = "torch",
+        target_options: Mapping[str, Any] | None = None,
         **config_changes: Any,
     ) -> Any:
         """A model whose every rank has read only its own bytes of the checkpoint.
@@ -106,12 +109,21 @@ class AutoScheduledModel:
             map_weights: on the CPU, leave in the mapped files what lies there in one piece until
                 `train()` copies it; False reads all of it now. The files must stay as they are
                 meanwhile; replacing them by a rename, as every save of ours does, is no change.
+            target: the engine that trains it: torch, deepspeed or megatron.
+            target_options: of that engine, as `init_target_engine` takes them, e.g.
+                `{"config": "ds.json", "optimizer": AdamW}`.
             config_changes: fields of the config to change, e.g. `num_labels=3`; no other names.
 
+        Returns:
+            for torch without options the model itself; else the engine, which has all that the
+            model has, its `model` and `optimizer`, and `update(batch)` for a whole step.
+
         Raises:
-            SlapoError: a knob of the wrong type, or an unknown one: the nearest names are told.
+            SlapoError: a knob of the wrong type, or an unknown one: the nearest names are told; an
+                engine that does not exist, is not installed, or lacks an option.
         """
         given = locals()
+        check_target("from_pretrained", target, target_options)
         mesh = make_mesh(tp, pp, dp)
         with rank_guard("from_pretrained"):
             check_knobs("from_pretrained", given)
@@ -140,7 +152,7 @@ class AutoScheduledModel:
                     build.model, lambda: build.skeleton, build.state, build.specs, checkpoint, mesh, place,
                     build.units, build.seed, build.keys, options,
                 )  # fmt: skip
-            return build.finish(ledger, micro_batches, folder)
+            return in_target(build.finish(ledger, micro_batches, folder), target, target_options)
 
     @classmethod
     def from_config(
@@ -163,9 +175,12 @@ class AutoScheduledModel:
         seed: int | None = None,
         trust_remote_code: bool = False,
         verify: str = "quick",
+        target: str | None = "torch",
+        target_options: Mapping[str, Any] | None = None,
     ) -> Any:
         """A model with new weights, the same for every (tp, pp, dp); arguments as above."""
         given = locals()
+        check_target("from_config", target, target_options)
         mesh = make_mesh(tp, pp, dp)
         with rank_guard("from_config"):
             check_knobs("from_config", given)
@@ -187,7 +202,7 @@ class AutoScheduledModel:
                 build.model, lambda: build.skeleton, build.state, build.specs, mesh, place,
                 build.units, build.seed,
             )  # fmt: skip
-            return build.finish(ledger, micro_batches, None)
+            return in_target(build.finish(ledger, micro_batches, None), target, target_options)
 
 
 def _steps(

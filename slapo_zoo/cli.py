@@ -35,6 +35,9 @@ app.command("version")(show_version)
 def options(
     context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    local_rank: Annotated[
+        int, typer.Option("--local_rank", hidden=True)
+    ] = 0,  # the deepspeed launcher
 ) -> None:
     """Pre-scheduled HuggingFace models: tensor-, pipeline- and data-parallel in one call."""
     context.obj.debug = debug

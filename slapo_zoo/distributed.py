@@ -21,20 +21,17 @@ import torch
 import torch.distributed as dist
 
 from slapo_zoo.errors import MeshError, RankError, SlapoError
+from slapo_zoo.slurm import slurm_environment
 from slapo_zoo.weights import background
 
 ERROR_WAIT_S = 5.0  # how long a rank that lost its peers waits for one of them to say why
 LINGER_S = 2.0  # how long a failed rank 0 that holds the store itself stays, so that others read it
 _KEY = "slapo_zoo/first_error"
+OF_TORCHRUN = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _LOST_PEER = re.compile(
     r"gloo|nccl|closed by peer|connection (closed|reset|refused)|broken pipe|timed out waiting",
     re.IGNORECASE,
 )
-_SLURM = {
-    "RANK": "SLURM_PROCID",
-    "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
-    "LOCAL_RANK": "SLURM_LOCALID",
-}
 
 
 class _State:
@@ -42,12 +39,14 @@ class _State:
 
 
 def is_distributed_launch() -> bool:
-    """Whether torchrun, srun (with MASTER_ADDR and MASTER_PORT) or `run_local` started us."""
-    if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        return False
-    return any(
-        names <= os.environ.keys() for names in ({"RANK", "WORLD_SIZE"}, set(_SLURM.values()))
-    )
+    """Whether torchrun, the deepspeed launcher, srun or `run_local` started us."""
+    return os.environ.keys() >= OF_TORCHRUN or bool(slurm_environment())
+
+
+def world_size_of_launch() -> int:
+    """The processes that a launcher says there are, before they have met; 1 without one."""
+    found = os.environ if os.environ.keys() >= OF_TORCHRUN else slurm_environment()
+    return int(found.get("WORLD_SIZE", "1"))
 
 
 def init_distributed(timeout_s: float = 60.0, device: str | None = None) -> bool:
@@ -59,8 +58,9 @@ def init_distributed(timeout_s: float = 60.0, device: str | None = None) -> bool
     """
     if dist.is_initialized() or not is_distributed_launch():
         return dist.is_initialized()
-    for name, slurm_name in _SLURM.items():
-        os.environ.setdefault(name, os.environ.get(slurm_name, "0"))
+    if not os.environ.keys() >= OF_TORCHRUN:
+        os.environ.update(slurm_environment())
+    os.environ.setdefault("LOCAL_RANK", "0")
     cuda = _cuda_device() if device != "cpu" else None
     if cuda is not None:
         torch.cuda.set_device(cuda)

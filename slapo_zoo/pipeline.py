@@ -137,10 +137,12 @@ def pipeline_step(
     tensors: dict[str, Tensor],
     others: dict[str, Any],
     micro_batches: int,
+    before_last: Callable[[Any], None] | None = None,
 ) -> Tensor:
     """Forward and backward of all micro-batches; gradients are added to `.grad`.
 
     The stage objects are made anew: `PipelineStage` freezes its shapes at its first step.
+    `before_last` gets a stage's outputs before its last backward: an engine's sum may begin there.
 
     Returns:
         the sum of the micro-batch losses on the rank of the last stage, 0 elsewhere.
@@ -151,7 +153,7 @@ def pipeline_step(
     first = {k: v.tensor_split(micro_batches)[0] for k, v in tensors.items() if k != ROWS}
     plans = pipeline.plans({**first, **others})
     device = tensors[ROWS].device
-    stages = [_stage(pipeline, plan, run, others, device) for plan in plans.values()]
+    stages = [_stage(pipeline, p, run, others, device, before_last) for p in plans.values()]
     schedule = pipeline.places.runtime(stages, micro_batches, loss_fn=_sum, scale_grads=False)
     if pipeline.places.num_stages - 1 not in plans:
         with quiet_schedules():
@@ -165,8 +167,9 @@ def pipeline_step(
 
 
 def _stage(
-    pipeline: Pipeline, plan: StagePlan, run: Callable, others: dict, device: torch.device
-) -> Any:
+    pipeline: Pipeline, plan: StagePlan, run: Callable, others: dict, device: torch.device,
+    before_last: Callable[[Any], None] | None,
+) -> Any:  # fmt: skip
     """One stage object of torch.distributed.pipelining, its shapes given."""
     from slapo_zoo.stage_object import Stage
 
@@ -178,7 +181,7 @@ def _stage(
         input_args=_examples(plan, index),
         output_args=_examples(plan, index + 1) if index + 1 < places.num_stages else (scalar,),
         group=pipeline.schedule.mesh.group("pp"), units=plan.extent, spans=pipeline.spans, clock=pipeline.clock,
-        dw_builder=(lambda: lambda: None) if once else None,
+        dw_builder=(lambda: lambda: None) if once else None, before_last=before_last,
     )  # fmt: skip
 
 

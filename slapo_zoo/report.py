@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from types import SimpleNamespace
 
 from slapo_zoo.errors import SlapoError
@@ -20,6 +20,26 @@ def readable_errors(state: SimpleNamespace | None = None) -> Iterator[None]:
             raise
         report(error)
         sys.exit(2)
+
+
+@contextmanager
+def stdout_for_json(as_json: bool) -> Iterator[None]:
+    """Within it, whatever libraries and child processes print goes to stderr: JSON comes after it.
+
+    DeepSpeed, which `transformers` imports where it is installed, logs to stdout.
+    """
+    if not as_json:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def report(error: SlapoError) -> None:

@@ -33,6 +33,7 @@ class Stage(PipelineStage):
         units: first and last unit of the stage, for the errors.
         spans: where times are noted, or None.
         clock: gives them.
+        before_last: called with the stage's outputs before the backward of the last micro-batch.
         kwargs: of PipelineStage.
     """
 
@@ -42,9 +43,11 @@ class Stage(PipelineStage):
         units: str,
         spans: list[Span] | None,
         clock: Callable[[], float],
+        before_last: Callable[[Any], None] | None = None,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
+        self.before_last = before_last
         self.units, self.spans, self.clock = units, spans, clock
         self._whole: bool | None = None  # the same for all micro-batches of a step
 
@@ -75,6 +78,8 @@ class Stage(PipelineStage):
         none where only an output of the stage depends on it.
         """
         run = super().backward_maybe_with_nosync
+        if last_backward and self.before_last is not None:
+            self.before_last(bwd_kwargs["stage_output"])
         if backward_type == "input":
             outputs, inputs = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
             if self._whole is None:

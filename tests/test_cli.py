@@ -1,14 +1,17 @@
 """The command line: quick, readable errors, and `train` on a person's own checkpoint."""
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from slapo_zoo.cli import main
 
+CARD = str(Path(__file__).parents[1] / "hub_cards" / "gpt2")
 END, MASK, CLS, SEP = "<|endoftext|>", "[MASK]", "[CLS]", "[SEP]"
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
 
@@ -93,6 +96,54 @@ def test_help_is_quick_and_names_every_command():
     result = run_cli("--help")
     assert result.returncode == 0
     assert all(name in result.stdout for name in ("train", "list", "demo", "version"))
+
+
+JSON_COMMANDS = {
+    "list": ("slapo_zoo.features.features", ["list"], lambda: {"a": {}}),
+    "show": ("slapo_zoo.survey.survey", ["show", "FOLDER"], None),
+    "verify": (
+        "slapo_zoo.apart.verify_apart", ["verify", "gpt2"],
+        lambda: {"verdict": "verified", "text": "fine"},
+    ),
+    "card lint": ("slapo_zoo.cards.use.load_card", ["card", "lint", CARD], None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", JSON_COMMANDS)
+def test_json_stands_alone(command, gpt2, capfd, monkeypatch):
+    """Also where a library prints on stdout, as DeepSpeed does, or a child process does."""
+    place, arguments, instead = JSON_COMMANDS[command]
+    module, _, name = place.rpartition(".")
+    own = getattr(importlib.import_module(module), name)
+
+    def noisy(*args, **kwargs):
+        print("[INFO] Setting ds_accelerator to cpu")
+        os.write(1, b"from a child\n")
+        return instead() if instead else own(*args, **kwargs)
+
+    monkeypatch.setattr(place, noisy)
+    with pytest.raises(SystemExit) as caught:
+        main([*(gpt2 if word == "FOLDER" else word for word in arguments), "--json"])
+    assert caught.value.code in (0, None)
+    captured = capfd.readouterr()
+    assert json.loads(captured.out)
+    assert "ds_accelerator" in captured.err
+    assert "from a child" in captured.err
+
+
+def test_every_json_option_is_tested():
+    """Of each command that has --json, so that none is forgotten."""
+    from typer.main import get_command
+
+    from slapo_zoo.cli import app
+
+    def with_json(command, path=""):
+        for name, child in getattr(command, "commands", {}).items():
+            yield from with_json(child, f"{path} {name}".strip())
+        if any("--json" in option.opts for option in command.params):
+            yield path
+
+    assert set(with_json(get_command(app))) == set(JSON_COMMANDS)
 
 
 def test_list_and_version(capsys):

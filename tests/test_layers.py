@@ -16,6 +16,7 @@ LAYERS = [  # low to high; one name per line, so that two people can add
     mesh
     paths
     placement
+    slurm
     """,
     """
     attention

@@ -1,5 +1,6 @@
 """README and tutorial are run: their Python blocks are executed, the commands must exist."""
 
+import ast
 import importlib.util
 import os
 import re
@@ -91,6 +92,37 @@ def test_the_commands_of_the_cards_page_run(tmp_path):
         assert program == "slapo-zoo"
         result = execute(["-m", "slapo_zoo.cli", *words], tmp_path)
         assert result.returncode == 0, f"{words}: {result.stderr}"
+
+
+MARKED_OUT = {"slow", "grid", "gpu", "soak"}  # what `python3 ci/run.py test` leaves out
+
+
+def tests_of(file):
+    """Test functions of a file --> the marks that keep them, as a whole, out of the default run."""
+    tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
+    assert not [n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "pytestmark"]  # fmt: skip
+    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    return {
+        f.name: {
+            ast.unparse(mark).rpartition(".")[2] for mark in f.decorator_list
+        } & MARKED_OUT
+        for f in functions
+    }  # fmt: skip
+
+
+def test_the_table_of_engines_names_tests_that_run():
+    """Each row ends with tests; they are there, and in the default selection."""
+    rows = [line.split("|")[1:-1] for line in README.splitlines() if line.startswith("| ")]
+    rows = [cells for cells in rows if len(cells) == 4 and "test_" in cells[3]]
+    assert len(rows) > 15
+    for *_, named in rows:
+        for file, name in re.findall(r"`(test_\w+\.py)::(\w+)`", named):
+            assert tests_of(file).get(name) == set(), f"{file}::{name}"
+
+
+def test_other_tests_that_the_readme_names_exist():
+    for file, name in re.findall(r"`(test_\w+\.py)::(\w+)`", README):
+        assert name in tests_of(file), f"{file}::{name}"
 
 
 def test_internal_links_lead_somewhere():

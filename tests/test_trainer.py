@@ -13,10 +13,11 @@ ROWS = 20  # of the data set; 5 steps of 4 rows, or 2 of 8 and one short
 CASE = CASES["gpt2"]
 
 
-def rows():
+def rows(family="gpt2"):
     """Rows with different numbers of targets."""
-    batches = [batch_of(CASE, step) for step in range(ROWS // CASE.rows)]
-    return [{k: v[i] for k, v in b.items()} for b in batches for i in range(CASE.rows)]
+    case = CASES[family]
+    batches = [batch_of(case, step) for step in range(ROWS // case.rows)]
+    return [{k: v[i] for k, v in b.items()} for b in batches for i in range(case.rows)]
 
 
 def arguments(out, **changes):
@@ -37,21 +38,22 @@ def run(trainer, resume=None):
     return [entry["loss"] for entry in history], [float(entry["grad_norm"]) for entry in history]
 
 
-def plain(folder, out, **changes):
+def plain(folder, out, family="gpt2", **changes):
     """The plain Trainer, one process."""
-    model = transformers.GPT2LMHeadModel.from_pretrained(folder)
-    model.loss_type = "ForCausalLM"  # by this name the plain Trainer counts shifted labels
+    model = getattr(transformers, CASES[family].cls).from_pretrained(folder)
+    if family == "gpt2":
+        model.loss_type = "ForCausalLM"  # by this name the plain Trainer counts shifted labels
     trainer = transformers.Trainer(
-        model=model, args=arguments(out, **changes), train_dataset=rows()
+        model=model, args=arguments(out, **changes), train_dataset=rows(family)
     )
     losses, norms = run(trainer)
     metrics = transformers.Trainer(
-        model=model, args=arguments(out, **changes), eval_dataset=rows()[:7]
+        model=model, args=arguments(out, **changes), eval_dataset=rows(family)[:7]
     ).evaluate()
     return losses, norms, dict(model.named_parameters()), metrics["eval_loss"]
 
 
-def divided(folder, out, layout, changes, resume=None, save=None):
+def divided(folder, out, layout, changes, resume=None, save=None, push=False, family="gpt2"):
     """ScheduledTrainer on this rank."""
     from accelerate.state import AcceleratorState
 
@@ -63,12 +65,14 @@ def divided(folder, out, layout, changes, resume=None, save=None):
     model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, dp=dp, seed=0)
     args = arguments(out, **changes)
     trainer = ScheduledTrainer(
-        model=model, args=args, train_dataset=rows(), eval_dataset=rows()[:7]
+        model=model, args=args, train_dataset=rows(family), eval_dataset=rows(family)[:7]
     )
     losses, norms = run(trainer, resume)
     loss = trainer.evaluate()["eval_loss"]
     if save:
         trainer.save_model(save)
+    if push:
+        trainer.push_to_hub()
     return losses, norms, model.consolidated_state_dict(), loss
 
 
@@ -84,7 +88,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize(
     ("layout", "accumulation"),
     [
-        pytest.param((2, 1, 1), 1, id="tp2"),
+        pytest.param((2, 1, 1), 2, id="tp2-accumulated"),
         pytest.param((1, 1, 2), 2, id="dp2-accumulated"),
         pytest.param((2, 1, 2), 1, id="tp2-dp2"),
         pytest.param((1, 2, 1), 2, id="pp2-accumulated"),
@@ -101,6 +105,17 @@ def test_equals_plain_trainer(layout, accumulation, tmp_path, ranks):
     world = layout[0] * layout[1] * dp
     for found in ranks.run(divided, world, folder, tmp_path, layout, mine, timeout=300):
         assert_same((*found[:2], found[2] or expected[2], found[3]), expected)
+
+
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_other_families_equal_plain_trainer(family, tmp_path, ranks):
+    """tp2, unaccumulated: their plain Trainer takes a mean of means."""
+    folder = checkpoint(CASES[family], tmp_path)
+    changes = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 3}
+    expected = plain(folder, tmp_path, family, **changes)
+    found = ranks.run(divided, 2, folder, tmp_path, (2, 1, 1), changes, None, None, False, family)
+    for each in found:
+        assert_same((*each[:2], each[2] or expected[2], each[3]), expected)
 
 
 def test_resumes_on_another_mesh(tmp_path, ranks):
@@ -121,6 +136,47 @@ def test_resumes_on_another_mesh(tmp_path, ranks):
     rest = (expected[0][2:], expected[1][2:], *expected[2:])
     assert_same((losses[-2:], norms[-2:], weights, loss), rest)
     assert (out / "final" / "model.safetensors").exists()
+
+
+def pushed(folder, out, layout, changes, url):
+    """Training with push_to_hub against a Hub at `url`; the whole weights."""
+    from huggingface_hub import HfApi, constants
+    from transformers.utils import hub
+
+    warnings.simplefilter("ignore")  # the client's own, also from its threads
+    constants.ENDPOINT, constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = url, False, True
+    hub._hf_api = HfApi(endpoint=url, token="hf_test")
+    names = {"push_to_hub": True, "hub_model_id": f"me/gpt2-{layout[0]}", "hub_token": "hf_test"}
+    names |= {"save_strategy": "steps", "save_steps": 2, "hub_strategy": "every_save"}
+    losses, _, weights, _ = divided(folder, out, layout, {**changes, **names}, push=True)
+    return losses, weights
+
+
+def test_pushes_to_a_hub(tmp_path, ranks):
+    """Under tp2 and dp2: one repository with the weights of the last step, once, and a card."""
+    from hub_server import Hub
+
+    folder = checkpoint(CASE, tmp_path)
+    with Hub() as hub:
+        for layout in ((2, 1, 1), (1, 1, 2)):
+            out = tmp_path / f"run{layout[0]}"
+            changes = {"per_device_train_batch_size": 4 // layout[2]}
+            arguments = (folder, out, layout, changes, hub.url)
+            _, weights = ranks.run(pushed, 2, *arguments, timeout=300)[0]
+            repository = hub.repositories[f"me/gpt2-{layout[0]}"]
+            files = repository.commits[repository.branches["main"]]
+            assert {"README.md", "config.json", "model.safetensors"} <= files.keys()
+            assert not any("checkpoint-" in name or "/" in name for name in files)
+            local = tmp_path / f"fetched{layout[0]}"
+            local.mkdir()
+            for name in ("config.json", "model.safetensors"):
+                (local / name).write_bytes(files[name])
+            plain = transformers.GPT2LMHeadModel.from_pretrained(local)
+            for name, p in plain.named_parameters():
+                torch.testing.assert_close(p, weights[name], atol=0, rtol=0)
+            assert (out / "checkpoint-4" / "training_state.json").exists(), (
+                "a push costs checkpoints"
+            )
 
 
 def test_refuses_what_needs_whole_logits(tmp_path):

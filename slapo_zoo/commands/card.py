@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from slapo_zoo.report import stdout_for_json
+
 app = typer.Typer(no_args_is_help=True, help="Schedule cards: a schedule as data, to share.")
 Name = Annotated[str, typer.Argument(help="A card: a folder, or org/name@revision.")]
 Folder = Annotated[Path, typer.Argument(help="The folder of a card.")]
@@ -43,9 +45,10 @@ def make(
 @app.command()
 def lint(card: Name, as_json: AsJson = False) -> None:
     """Check a card; nothing of it is executed. Exit code 2 says what is wrong with it."""
-    from slapo_zoo.cards.use import load_card
+    with stdout_for_json(as_json):
+        from slapo_zoo.cards.use import load_card
 
-    found = load_card(card)
+        found = load_card(card)
     if as_json:
         typer.echo(json.dumps(found.metadata()["schedule"], indent=1))
     else:

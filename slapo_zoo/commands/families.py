@@ -5,14 +5,17 @@ from typing import Annotated
 
 import typer
 
+from slapo_zoo.report import stdout_for_json
+
 
 def list_families(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Print the families that have a table, and what each table offers."""
-    from slapo_zoo.features import features
+    with stdout_for_json(as_json):
+        from slapo_zoo.features import features
 
-    found = features()
+        found = features()
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return

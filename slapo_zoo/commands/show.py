@@ -5,6 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
+from slapo_zoo.report import stdout_for_json
+
 Model = Annotated[str, typer.Argument(help="A family (its default config), a folder, or a Hub id.")]
 Head = Annotated[
     str | None, typer.Option("--auto-class", help="Which head, e.g. AutoModelForCausalLM.")
@@ -23,19 +25,20 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Print the program, shapes and bytes per rank, and collectives per step; no weight is read."""
-    import torch
+    with stdout_for_json(as_json):
+        import torch
 
-    from slapo_zoo.locate import config_of
-    from slapo_zoo.mesh import Mesh
-    from slapo_zoo.outline import Outline
-    from slapo_zoo.survey import survey
+        from slapo_zoo.locate import config_of
+        from slapo_zoo.mesh import Mesh
+        from slapo_zoo.outline import Outline
+        from slapo_zoo.survey import survey
 
-    config, head = config_of(model)
-    dtype = config.dtype or torch.float32
-    outline = Outline(
-        config, auto_class or head, Mesh(tp, pp, dp), dtype, sequence_parallel=sequence_parallel
-    )
-    found = survey(outline, batch_size, seq_len)
+        config, head = config_of(model)
+        dtype = config.dtype or torch.float32
+        outline = Outline(
+            config, auto_class or head, Mesh(tp, pp, dp), dtype, sequence_parallel=sequence_parallel
+        )
+        found = survey(outline, batch_size, seq_len)
     if as_json:
         typer.echo(json.dumps(as_data(found), indent=1))
     else:

@@ -28,12 +28,11 @@ def train(
     device: Device = "auto",
     engine: Engine = "torch",
     zero_stage: Annotated[int, typer.Option(min=0, max=3, help="Of DeepSpeed's ZeRO.")] = 0,
-    local_rank: Annotated[int, typer.Option("--local_rank", hidden=True)] = 0,
 ) -> None:
     """Train a checkpoint on text: the next token, or for BERT-like models masked tokens.
 
-    Under torchrun, srun or the deepspeed launcher the command joins their processes (the latter
-    also passes --local_rank); otherwise it starts tp * pp * dp local ranks.
+    Under torchrun, srun or the deepspeed launcher the command joins their processes; otherwise it
+    starts tp * pp * dp local ranks.
     Any number of them computes the same losses.
     """
     from dataclasses import replace

@@ -5,6 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
+from slapo_zoo.report import stdout_for_json
+
 Model = Annotated[str, typer.Argument(help="A family (its default config), a folder, or a Hub id.")]
 Head = Annotated[str | None, typer.Option("--auto-class", help="Which head.")]
 AsJson = Annotated[bool, typer.Option("--json", help="verify.json, for programs.")]
@@ -37,19 +39,20 @@ def verify(
         raise typer.BadParameter(
             "--full holds all layers at once; choose one", param_hint="--layers"
         )
-    from slapo_zoo.apart import verify_apart
-    from slapo_zoo.cards.use import load_card
-    from slapo_zoo.locate import config_of
+    with stdout_for_json(as_json):
+        from slapo_zoo.apart import verify_apart
+        from slapo_zoo.cards.use import load_card
+        from slapo_zoo.locate import config_of
 
-    config, head = config_of(model)
-    program = load_card(schedule).program if schedule else None
-    cls = program.model_class if program else _head(config, auto_class or head)
-    knobs: dict[str, Any] = {} if program else {"sequence_parallel": sequence_parallel}
-    found = verify_apart({
-        "config": config.to_dict(), "cls": cls, "mesh": (tp, pp, dp), "quick": not full, "layers": layers,
-        "program": program.to_bytes().decode() if program else None, "knobs": knobs,
-        "folder": _folder(model) if full else None,
-    })  # fmt: skip
+        config, head = config_of(model)
+        program = load_card(schedule).program if schedule else None
+        cls = program.model_class if program else _head(config, auto_class or head)
+        knobs: dict[str, Any] = {} if program else {"sequence_parallel": sequence_parallel}
+        found = verify_apart({
+            "config": config.to_dict(), "cls": cls, "mesh": (tp, pp, dp), "quick": not full, "layers": layers,
+            "program": program.to_bytes().decode() if program else None, "knobs": knobs,
+            "folder": _folder(model) if full else None,
+        })  # fmt: skip
     text = found.pop("text")
     typer.echo(json.dumps(found, indent=1) if as_json else text)
     raise typer.Exit(0 if found["verdict"] == "verified" else 1)

@@ -136,21 +136,19 @@ def _check(model: Any, settings: Mapping[str, Any]) -> None:
         raise MeshError(
             "target='deepspeed'", "zero_optimization", problem, "choose stage 1, or pp=1"
         )
-    if model._slapo.replicas and settings.get("gradient_clipping", 0):
-        problem = "it would count KV heads that tp ranks share more than once"
-        hint = "set gradient_clipping to 0, or tp to at most the number of KV heads"
-        raise MeshError("target='deepspeed'", "gradient_clipping", problem, hint)
 
 
 def mark_counted(model: Any) -> None:
     """Tell DeepSpeed which parameters this rank counts in the norm, beside those of its first rank.
 
     It counts what is marked as divided, and everything on the first rank of its model-parallel
-    group, which in a pipeline is that of all stages: the later ones mark what is not divided too.
+    group, which in a pipeline is that of all stages: the later ones mark what is not divided too. Of
+    KV heads that neighbouring ranks share, the first of those counts them.
     """
     mesh, runtime = model.mesh, model._slapo
+    copies = {n for n, group in runtime.replicas if dist.get_group_rank(group, mesh.rank)}
     for name, p in model.named_parameters():
-        divided = name in runtime.schedule.state.placed and mesh.tp > 1
+        divided = name in runtime.schedule.state.placed and mesh.tp > 1 and name not in copies
         counts = divided or (mesh.pp > 1 and mesh.coord("tp") == 0)
         p.model_parallel = p.tensor_model_parallel = counts and name in runtime.owned
 

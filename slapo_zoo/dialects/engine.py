@@ -9,10 +9,17 @@ from slapo_zoo.errors import SlapoError
 from slapo_zoo.resume import Resumed, load_checkpoint, save_checkpoint
 
 MakeOptimizer = Callable[[Iterable[Any]], Any]
+OF_MODEL = (
+    "config", "mesh", "schedule", "ledger", "parameters", "named_parameters", "train_step",
+    "clip_grad_norm_", "consolidated_state_dict", "save_pretrained", "push_to_hub", "generate",
+)  # fmt: skip
 
 
 class TargetEngine:
-    """A scheduled model in an engine; what is not defined here is the engine's own.
+    """A scheduled model in an engine; what is not defined here is the engine's own, or the model's.
+
+    The methods that a model of AutoScheduledModel has beyond its class, and its parameters under
+    their HuggingFace names, are those of the model, whatever the engine wraps around it.
 
     Args:
         model: of AutoScheduledModel.
@@ -58,7 +65,15 @@ class TargetEngine:
         return self.native(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["native"], name)
+        native, model = self.__dict__["native"], self.__dict__["model"]
+        if name in OF_MODEL:
+            return getattr(model, name)
+        try:
+            return getattr(native, name)
+        except AttributeError:
+            if not hasattr(model, name):
+                raise
+        return getattr(model, name)
 
 
 def is_scheduled(sch: Any) -> bool:

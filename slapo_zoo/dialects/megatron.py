@@ -1,13 +1,13 @@
 """megatron-core beside a scheduled model: its process groups, its marks, its tp layers, its logs.
 
 Sources: arXiv:1909.08053; megatron-core 0.16, `parallel_state` and `tensor_parallel.layers`. Its DDP
-and optimizer allocate on CUDA devices by name and are not used; README.md says what is proven.
+and optimizer are in megatron_ddp.py; README.md says what is proven.
 """
 
 import os
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,16 @@ from torch import Tensor, nn
 
 from slapo_zoo.dialects import register_dialect
 from slapo_zoo.dialects.engine import TargetEngine, made_optimizer, require_scheduled
+from slapo_zoo.dialects.megatron_ddp import is_config, with_ddp
 from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.mesh import MESH_DIMS, Mesh
 from slapo_zoo.schedule import Schedule
 
 
 @register_dialect("runtime_engine", "megatron")
-def megatron_engine(sch: Any, optimizer: Any = None, clip: float = 0.0) -> tuple[Any, Any]:
+def megatron_engine(
+    sch: Any, optimizer: Any = None, clip: float = 0.0, ddp: Mapping[str, Any] | None = None
+) -> tuple[Any, Any]:
     """A scheduled model on Megatron's process groups: (engine, optimizer).
 
     All later collectives of the model run in the groups of `megatron.core.parallel_state`, and its
@@ -31,8 +34,11 @@ def megatron_engine(sch: Any, optimizer: Any = None, clip: float = 0.0) -> tuple
 
     Args:
         sch: a model of AutoScheduledModel.
-        optimizer: of torch, or a function parameters --> optimizer.
+        optimizer: of torch, or a function parameters --> optimizer; or an OptimizerConfig of
+            Megatron, for Megatron's own.
         clip: largest global gradient norm of `update`; 0 does not clip.
+        ddp: fields of Megatron's DistributedDataParallelConfig: its DDP sums over dp, as it also
+            does under its optimizer. None sums after the last micro-batch without it.
     """
     model = require_scheduled(sch, "megatron")
     if model.mesh.pp > 1:
@@ -40,8 +46,11 @@ def megatron_engine(sch: Any, optimizer: Any = None, clip: float = 0.0) -> tuple
         raise MeshError("target='megatron'", f"pp={model.mesh.pp}", problem, "target='torch'")
     take_groups(model.mesh)
     mark_parameters(model)
+    native = model
+    if ddp is not None or is_config(optimizer):
+        native, optimizer = with_ddp(model, optimizer, ddp or {})
     made = made_optimizer(optimizer, model.parameters())
-    return TargetEngine(model, model, made, clip), made
+    return TargetEngine(model, native, made, clip), made
 
 
 def take_groups(mesh: Mesh) -> None:

@@ -5,7 +5,7 @@ Sources: arXiv:2006.15704 (DDP), arXiv:2304.11277 (FSDP); `torch.distributed.fsd
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,6 +18,7 @@ from slapo_zoo.dialects import register_dialect
 from slapo_zoo.dialects.engine import TargetEngine, is_scheduled, made_optimizer
 from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.mesh import Mesh
+from slapo_zoo.pipeline import pipeline_step
 from slapo_zoo.tensors import held_here, whole_over_dp
 
 KINDS = (None, "ddp", "fsdp2")
@@ -37,8 +38,9 @@ def torch_engine(
         sch: a model of AutoScheduledModel, or a schedule.
         optimizer: of torch; or a function parameters --> optimizer, which FSDP2 needs, since it
             makes new parameters.
-        data_parallel: None sums gradients after the last micro-batch (under pp too); "ddp" while
-            the backward runs; "fsdp2" divides parameters, gradients and optimizer over dp as well.
+        data_parallel: None sums gradients after the last micro-batch; "ddp" while its backward runs;
+            "fsdp2" divides parameters, gradients and optimizer over dp as well. Under pp these two
+            take one stage per rank.
         clip: largest global gradient norm of `update`; 0 does not clip.
         **options: of DistributedDataParallel, or of fully_shard.
     """
@@ -48,10 +50,10 @@ def torch_engine(
     native, strategy = model, DataParallel()
     if data_parallel == "ddp" and mesh.dp > 1:
         native = _ddp(model, mesh, options)
-        strategy = _Ddp(native, mesh)
+        strategy = (_Ddp if mesh.pp == 1 else _DdpStages)(native, mesh)
     elif data_parallel == "fsdp2" and mesh.dp > 1:
         native = _fsdp2(model, mesh, options)
-        strategy = _Fsdp2(mesh)
+        strategy = _Fsdp2(mesh) if mesh.pp == 1 else _Fsdp2Stages(native, mesh)
     optimizer = made_optimizer(optimizer, model.parameters())
     if not is_scheduled(sch):
         return native, optimizer
@@ -64,13 +66,24 @@ def _check(sch: Any, mesh: Mesh, optimizer: Any, kind: str | None) -> None:
     if kind not in KINDS:
         raise SlapoError("target='torch'", what, f"expected one of {KINDS}", "choose one of them")
     if kind is not None and mesh.pp > 1:
-        problem = f"pp={mesh.pp}: both sum in a backward that runs once, a stage runs several"
-        hint = "leave data_parallel out: gradients are summed after the last micro-batch"
-        raise MeshError("target='torch'", what, problem, hint)
+        _check_stages(sch, what)
     if kind == "fsdp2" and hasattr(optimizer, "param_groups"):
         problem = "it holds parameters that FSDP2 replaces"
         hint = "pass a function: optimizer=lambda parameters: AdamW(parameters, lr=...)"
         raise SlapoError("target='torch'", "optimizer", problem, hint)
+
+
+def _check_stages(model: Any, what: str) -> None:
+    """Both tell the last backward of a parameter by that of the only stage."""
+    places, pp = model._slapo.pipeline.places, model.mesh.pp
+    if places.num_stages != pp or places.custom is not None:
+        problem = (
+            f"found {places.num_stages} stages on pp={pp} ranks, in the order {places.order.name}"
+        )
+        hint = (
+            "choose 1f1b or gpipe; or leave data_parallel out: gradients are then summed at the end"
+        )
+        raise MeshError("target='torch'", what, problem, hint)
 
 
 def _ddp(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> nn.Module:
@@ -120,6 +133,39 @@ class _Ddp(DataParallel):
         """The backward has done it."""
 
 
+class _DdpStages(DataParallel):
+    """DDP's reducer alone: a stage ends in the middle of the model's forward, not in DDP's.
+
+    Micro-batches add up in `.grad`; the sum runs in the backward of the last one, as with torch's
+    own stages.
+    """
+
+    def __init__(self, native: Any, mesh: Mesh):
+        self.reducer, self.loss_scale = native.reducer, float(mesh.dp)
+
+    def pipeline_step(
+        self, pipeline: Any, run: Callable[..., Any], tensors: dict[str, Tensor],
+        others: dict[str, Any], count: int,
+    ) -> Tensor:  # fmt: skip
+        """All micro-batches through the stages; this rank's share of the loss."""
+        self.reducer._rebuild_buckets()  # once, in the order of the first backward
+        scaled = _scaled(run, self.loss_scale)
+        loss = pipeline_step(pipeline, scaled, tensors, others, count, self._expect_gradients)
+        return loss / self.loss_scale
+
+    def _expect_gradients(self, outputs: Any) -> None:
+        found = [outputs] if isinstance(outputs, Tensor) else outputs
+        self.reducer.prepare_for_backward([x for x in found if x.requires_grad])
+
+    def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
+        """The backward has done it."""
+
+
+def _scaled(run: Callable[..., Any], scale: float) -> Callable[..., Any]:
+    """The loss of a micro-batch times `scale`: both engines average over dp, we sum."""
+    return lambda *args: run(*args) * scale
+
+
 class _Fsdp2(DataParallel):
     """Parameters are DTensors, divided over dp; each backward leaves divided, summed gradients."""
 
@@ -142,6 +188,30 @@ class _Fsdp2(DataParallel):
 
     def whole(self, model: Any, optimizer: Any = None) -> Whole:
         return _WholeDTensors(model, optimizer)
+
+
+class _Fsdp2Stages(_Fsdp2):
+    """What lies around the blocks stays gathered through the step of a stage.
+
+    A stage that is not the last leaves the model's forward in the middle, so the hook at its end,
+    which would gather those parameters again for the backward, is not called.
+    """
+
+    def __init__(self, native: Any, mesh: Mesh):
+        super().__init__(mesh)
+        self.native = native
+        native.set_reshard_after_backward(False, recurse=False)
+
+    def pipeline_step(
+        self, pipeline: Any, run: Callable[..., Any], tensors: dict[str, Tensor],
+        others: dict[str, Any], count: int,
+    ) -> Tensor:  # fmt: skip
+        """All micro-batches through the stages; this rank's share of the loss."""
+        try:
+            loss = pipeline_step(pipeline, _scaled(run, self.loss_scale), tensors, others, count)
+        finally:
+            self.native.reshard()
+        return loss / self.loss_scale
 
 
 class _WholeDTensors(Whole):

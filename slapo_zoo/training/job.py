@@ -11,6 +11,7 @@ from slapo_zoo.distributed import (
     is_distributed_launch,
     rank_guard,
     shutdown_distributed,
+    world_size_of_launch,
 )
 from slapo_zoo.errors import ArchitectureError, MeshError, WeightsError
 from slapo_zoo.launch import run_local
@@ -28,7 +29,7 @@ def data_parallel_size(tp: int, pp: int, dp: int | None) -> int:
     """dp, by default what the launched processes leave; MeshError if they do not fit."""
     if not is_distributed_launch():
         return dp or 1
-    world = int(os.environ.get("WORLD_SIZE") or os.environ["SLURM_STEP_NUM_TASKS"])
+    world = world_size_of_launch()
     size = dp or max(1, world // (tp * pp))
     if tp * pp * size != world:
         problem = f"found {world} processes, expected a multiple of tp*pp = {tp * pp}"
@@ -64,6 +65,9 @@ def check_engine(name: str, zero_stage: int, pp: int) -> str:
     if zero_stage > 1 and pp > 1:
         problem = f"DeepSpeed's pipeline takes stage 0 and 1, found pp={pp}"
         raise MeshError("train", f"--zero-stage {zero_stage}", problem, "choose 1, or pp=1")
+    if name == "megatron" and pp > 1:
+        problem = f"found pp={pp}, expected 1: Megatron's pipeline needs CUDA"
+        raise MeshError("train", "--engine megatron", problem, "choose --engine torch or deepspeed")
     return name
 
 
