@@ -100,7 +100,9 @@ def _fsdp2(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> nn.Module:
 
     kind = next(model.parameters()).device.type
     group: Any = mesh.group("dp")
-    over_dp = DeviceMesh.from_group(group, kind, mesh_dim_names=("dp",))
+    # torch keeps plans of DTensors by mesh: after a new init_process_group the same ranks may have a
+    # group of another name, which only the name of the mesh dim tells apart
+    over_dp = DeviceMesh.from_group(group, kind, mesh_dim_names=(f"dp_{group.group_name}",))
     for block in _blocks(model):
         fully_shard(block, mesh=over_dp, **options)
     divided: Any = fully_shard(model, mesh=over_dp, **options)
