@@ -9,7 +9,7 @@ import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,7 +42,6 @@ class RandomStream:
     step: int = 0
     first_row: int = 0
     num_rows: int = 0
-    _generator: torch.Generator = field(default_factory=torch.Generator, repr=False)
 
     def position(self) -> tuple[int, int, int]:
         """What a recomputation must restore to draw the same masks."""
@@ -105,11 +104,18 @@ class RandomStream:
         return keep.narrow(1, r * tokens, tokens).reshape(x.shape)
 
     def _draw_cells(self, x: Tensor, p: float, seeds: list[int]) -> Tensor:
-        """The native generator, seeded anew for each cell."""
-        keep = torch.empty(x.shape, dtype=x.dtype)
+        """A native generator, seeded anew for each cell; 16 random bits per element.
+
+        Eight times as fast as `bernoulli_`; the probability is rounded to a multiple of 2**-16.
+        """
+        import numpy as np  # not at the top: exported kernels import torch alone
+
+        keep, least = torch.empty(x.shape, dtype=x.dtype), round(p * 65536) - 32768
+        if least > 32767 or not keep.numel():
+            return keep.zero_()
         for cell, seed in zip(keep.view(len(seeds), -1), seeds, strict=True):
-            self._generator.manual_seed(seed)
-            cell.bernoulli_(1.0 - p, generator=self._generator)
+            words = np.random.SFC64(seed).random_raw(-(-len(cell) // 4))
+            torch.ge(torch.from_numpy(words.view(np.int16))[: len(cell)], least, out=cell)
         return keep
 
 
