@@ -13,6 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from slapo_zoo.kernel import in_triton, kernel, operator, runs_triton
 from slapo_zoo.kernels import cross_entropy
+from slapo_zoo.kernels.logits_on_demand import Head, LogitsOnDemand, may_defer
 from slapo_zoo.tensors import require_indices
 
 SHAPES = [(1, 16, 40), (21, 24, 131), (130, 16, 97), (0, 16, 40)]
@@ -47,7 +48,24 @@ def inputs(N: int, H: int, V: int, **like: Any) -> dict[str, Any]:
             "num_items": torch.tensor(N + 7), "chunk_bytes": 64 * V * 4}  # fmt: skip
 
 
-@kernel("linear_cross_entropy", reference, inputs, SHAPES, cpu="chunks of rows that count")
+def _forward(module: Any, input: Tensor) -> Tensor:
+    """The Linear that makes the logits of a model: while it trains, they are made on demand."""
+    if not may_defer(module, input):
+        return type(module).forward(module, input)
+    logits = lambda rows: type(module).forward(module, rows)  # noqa: E731
+    return LogitsOnDemand.of(input, Head(module, logits, vocab_size=module.weight.shape[0]))
+
+
+def _sites(model: Any) -> list[str]:
+    """The output embedding, where the model has a Linear for one."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return [path for path, module in model.named_modules() if module is head]
+
+
+@kernel(
+    "linear_cross_entropy", reference, inputs, SHAPES, cpu="chunks of rows that count",
+    serves={"Linear": _forward}, sites=_sites,
+)  # fmt: skip
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,

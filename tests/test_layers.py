@@ -57,6 +57,7 @@ LAYERS = [  # low to high; one name per line, so that two people can add
     data_parallel
     gradients
     input_guard
+    kernel_choice
     numerics
     orders
     pipeline

@@ -1,13 +1,12 @@
 """Every kernel beside what it replaces: eager, torch.compile, and Liger on a GPU; forward and backward.
 
-All alternatives of a row run in turn in one process, so ratios hold on a busy machine too. On a GPU also
+All alternatives of a row run in turn in one process, so ratios hold on a busy machine too. It
 writes `hub_cards/bench/<device>.json`, from which the dispatch table is read.
 """
 
 import json
 import time
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slapo_zoo.kernel import KERNELS, MEASURED, UNMEASURED, bucket, force, slug
+from slapo_zoo.kernel import KERNELS, MEASURED, UNMEASURED, bucket, force, load_kernels, slug
 
 KEPT = (
     0.98  # a kernel becomes the default where its p50 is at least so good as the best alternative
 )
+GAIN = 1.02  # and it must beat what transformers runs: a kernel that changes nothing is no default
 REPEATS, SECONDS = 15, 1.5
 FLUSH = 256 << 20  # bytes written between two runs on a GPU, more than its L2
 # kernel -> test shapes of its `inputs`, as in the models that it serves; the first is the quick one
@@ -230,22 +230,30 @@ def measure(
     return row | {"bucket": bucket(name, first)}
 
 
-def dispatch(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """Bucket -> "triton" where no alternative was faster in any row, else "torch"."""
+def dispatch(rows: list[dict[str, Any]], path: str) -> tuple[dict[str, str], dict[str, float]]:
+    """Bucket -> `path` where no alternative was faster in any row, else "torch"; and its ratio.
+
+    A kernel that only does what `transformers` does anyway (its eager ratio is 1) is left out too.
+    """
     table: dict[str, str] = {}
+    least: dict[str, float] = {}
     for row in rows:
+        key = row["bucket"]
         ratios = [v for k, v in row.items() if k.endswith("/ ours") and isinstance(v, float)]
-        good = bool(ratios) and min(ratios) >= KEPT and table.get(row["bucket"]) != "torch"
-        table[row["bucket"]] = "triton" if good else "torch"
-    return table
+        good = bool(ratios) and min(ratios) >= KEPT and row["eager / ours"] >= GAIN
+        good = good and table.get(key) != "torch"
+        table[key] = path if good else "torch"
+        least[key] = round(min([*ratios, least.get(key, float("inf"))]), 3)
+    return table, least
 
 
 def write(device: str, rows: list[dict[str, Any]]) -> Path:
     """The file of a device: figures, and the table that follows from them."""
     file = MEASURED / f"{slug(device)}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    versions = {"torch": torch.__version__, "command": "python3 ci/run.py bench kernels"}
-    content = {"device": device, **versions, "rows": rows, "dispatch": dispatch(rows)}
+    versions = {"torch": torch.__version__, "command": "slapo-zoo bench kernels"}
+    table, least = dispatch(rows, "ours" if device == "cpu" else "triton")
+    content = {"device": device, **versions, "rows": rows, "dispatch": table, "ratios": least}
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return file
 
@@ -257,17 +265,15 @@ def _middle(shapes: list[tuple]) -> list[tuple]:
 
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
     """All kernels in fp32 and bf16, on the GPU if there is one."""
-    for file in sorted((Path(__file__).parents[2] / "kernels").glob("*.py")):
-        if not file.stem.endswith("triton") and not file.stem.startswith("triton"):
-            import_module(f"slapo_zoo.kernels.{file.stem}")
+    load_kernels()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = []
     for name, shapes in SHAPES.items():
         for shape in shapes[:1] if quick else shapes[1:] if device == "cuda" else _middle(shapes):
             for dtype in (torch.float32, torch.bfloat16):
                 rows.append(measure(name, shape, dtype, device, compile=not quick))
-    if device == "cuda" and not quick:
-        write(torch.cuda.get_device_name(), rows)
+    if not quick:
+        write(torch.cuda.get_device_name() if device == "cuda" else "cpu", rows)
     for row in rows:
         row["beyond"] = []
     return {f"kernels on {device}: time of the others, in times of ours": rows}
