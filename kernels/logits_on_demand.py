@@ -173,29 +173,39 @@ def _plain(value: Any) -> Any:
 
 def _on_rows(func: Any, x: LogitsOnDemand, rest: tuple, kwargs: dict) -> Tensor | None:
     """The logits on demand that `func` makes of others, or None."""
-    rows, dtype = x.rows, x.dtype
+    from slapo_zoo.vocab_logits import keeps_last_axis
+
     if func in _CASTS:
-        if func is torch.Tensor.to and (len(rest) != 1 or kwargs):
-            return None
-        dtype = torch.float32 if func is torch.Tensor.float else dtype
-        if rest and isinstance(rest[0], torch.dtype):
-            dtype = rest[0]
-        elif rest and torch.device(rest[0]) != x.device:
-            return None
+        dtype = _cast_to(func, x, rest, kwargs)
+        found = None if dtype is None else (x.rows, dtype)
     elif func in _VIEWS and rest and not kwargs:
         sizes = tuple(rest[0]) if isinstance(rest[0], tuple | list) else rest
-        if sizes[-1] != x.head.vocab_size or not all(isinstance(s, int) for s in sizes):
-            return None
-        rows = rows.reshape(*sizes[:-1], rows.shape[-1])
-    elif func is torch.Tensor.__getitem__:
-        from slapo_zoo.vocab_logits import keeps_last_axis
-
-        if not keeps_last_axis(rest[0], x.ndim):
-            return None
-        rows = rows[rest[0]]
+        same = sizes[-1] == x.head.vocab_size and all(isinstance(s, int) for s in sizes)
+        found = (x.rows.reshape(*sizes[:-1], x.rows.shape[-1]), x.dtype) if same else None
+    elif func is torch.Tensor.__getitem__ and keeps_last_axis(rest[0], x.ndim):
+        found = x.rows[rest[0]], x.dtype
     else:
+        found = None
+    if found is None:
         return None
-    return LogitsOnDemand._new(rows, x.head, dtype, lambda: func(x.tensor(), *rest, **kwargs), x)
+    return LogitsOnDemand._new(
+        found[0], x.head, found[1], lambda: func(x.tensor(), *rest, **kwargs), x
+    )
+
+
+def _cast_to(func: Any, x: Tensor, rest: tuple, kwargs: dict) -> torch.dtype | None:
+    """The dtype that a cast leads to; None for one that this does not follow."""
+    if func is torch.Tensor.float:
+        return torch.float32
+    if func is torch.Tensor.contiguous:
+        return x.dtype
+    if len(rest) != 1 or kwargs:
+        return None
+    if isinstance(rest[0], torch.dtype):
+        return rest[0]
+    return (
+        x.dtype if not isinstance(rest[0], Tensor) and torch.device(rest[0]) == x.device else None
+    )
 
 
 def _common(

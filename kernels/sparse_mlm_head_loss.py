@@ -115,7 +115,7 @@ def sparse_mlm_head_loss(
 def _at_most(rows: Tensor, targets: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     """The masked rows and as many others as it takes to make `capacity`."""
     masked = targets != -100
-    problem = f"more than capacity={capacity} masked tokens\n  hint: raise it, or pass None"
+    problem = f"more than capacity={capacity} masked tokens; hint: raise it, or pass None"
     torch._assert_async(masked.sum() <= capacity, problem)  # pyright: ignore[reportPrivateImportUsage]
     order = (~masked).to(torch.int8).argsort(stable=True)[:capacity]
     return rows.index_select(0, order), targets[order]

@@ -133,7 +133,7 @@ def _outermost(sch: Schedule, choices: Sequence[Choice]) -> list[Choice]:
         outer = [_outer(path, served) for path in sch[choice.pattern].paths]
         if choice.accepted and all(outer):
             inside = f"inside a module that {outer[0].kernel if outer[0] else ''} serves"
-            choice = Choice(choice.kernel, choice.pattern, False, inside)  # noqa: PLW2901
+            choice = Choice(choice.kernel, choice.pattern, False, inside)
         found.append(choice)
     return found
 
