@@ -23,6 +23,7 @@ LAYERS = [  # low to high; one name per line, so that two people can add
     collectives
     directive
     distributed
+    dropped_attention
     emulation
     graph
     hf
@@ -79,6 +80,7 @@ LAYERS = [  # low to high; one name per line, so that two people can add
     features
     forecast
     launch
+    kernel_times
     locate
     outline
     plan
