@@ -68,11 +68,14 @@ def main() -> int:
     parser.add_argument("name", choices=names())
     parser.add_argument("--out", type=Path, help="JSON file; runs/NAME.json by default")
     parser.add_argument("--quick", action="store_true", help="small sizes: does it run at all?")
+    parser.add_argument("--only", help="a part of the benchmark; see its file", default="")
     options = parser.parse_args()
     begin = time.perf_counter()
-    tables: dict[str, list[dict[str, Any]]] = importlib.import_module(
-        f"benchmarks.{options.name}"
-    ).run(options.quick)
+    module: Any = importlib.import_module(f"benchmarks.{options.name}")
+    if options.only and not hasattr(module, "ONLY"):
+        parser.error(f"{options.name} has no parts: leave --only out")
+    module.ONLY = options.only
+    tables: dict[str, list[dict[str, Any]]] = module.run(options.quick)
     kept = [show(title, rows) for title, rows in tables.items()]
     out = options.out or ROOT / "runs" / f"{options.name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)

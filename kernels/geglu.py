@@ -41,7 +41,7 @@ def _cannot(module: Any) -> str:
 
 @kernel(
     "geglu", reference, inputs, SHAPES, cpu="F.gelu, mul", cannot=_cannot,
-    serves={"T5DenseGatedActDense": _forward},
+    serves=dict.fromkeys(("T5DenseGatedActDense", "MT5DenseGatedActDense", "UMT5DenseGatedActDense"), _forward),
 )  # fmt: skip
 def geglu(
     gate: Tensor,

@@ -13,9 +13,11 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from slapo_zoo.kernel import in_triton, kernel, operator, runs_triton
 from slapo_zoo.kernels import cross_entropy
+from slapo_zoo.kernels.logits_on_demand import Head, LogitsOnDemand, may_defer
 from slapo_zoo.tensors import require_indices
 
 SHAPES = [(1, 16, 40), (21, 24, 131), (130, 16, 97), (0, 16, 40)]
+CACHED = 1 << 21  # bytes of logits in fp32 that a CPU goes over several times
 
 
 def reference(
@@ -47,7 +49,24 @@ def inputs(N: int, H: int, V: int, **like: Any) -> dict[str, Any]:
             "num_items": torch.tensor(N + 7), "chunk_bytes": 64 * V * 4}  # fmt: skip
 
 
-@kernel("linear_cross_entropy", reference, inputs, SHAPES, cpu="chunks of rows that count")
+def _forward(module: Any, input: Tensor) -> Tensor:
+    """The Linear that makes the logits of a model: while it trains, they are made on demand."""
+    if not may_defer(module, input):
+        return type(module).forward(module, input)
+    logits = lambda rows: type(module).forward(module, rows)  # noqa: E731
+    return LogitsOnDemand.of(input, Head(module, logits, vocab_size=module.weight.shape[0]))
+
+
+def _sites(model: Any) -> list[str]:
+    """The output embedding, where the model has a Linear for one."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return [path for path, module in model.named_modules() if module is head]
+
+
+@kernel(
+    "linear_cross_entropy", reference, inputs, SHAPES, cpu="chunks of rows that count",
+    serves={"Linear": _forward}, sites=_sites,
+)  # fmt: skip
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -151,7 +170,7 @@ def _total(
     total = x.new_zeros((), dtype=wide)
     n = 1 if graded else 0
     dx = x.new_zeros((len(x) * n, x.shape[1]))
-    dw = x.new_zeros((len(weight) * n, x.shape[1]), dtype=wide)
+    dw = None
     db = x.new_zeros(len(weight) * n if bias is not None else 0, dtype=wide)
     at = None
     if not x.is_cuda:  # rows that do not count cost nothing; on a GPU counting them would wait
@@ -169,19 +188,22 @@ def _total(
         total += loss
         if graded:
             torch.mm(logits, weight, out=kept_dx[part])
-            _add_product_(dw, logits.t(), kept_x[part])
+            dw = _plus_product(dw, logits.t(), kept_x[part], wide)
             if bias is not None:
                 db += logits.sum(0, dtype=wide)
     if graded and at is not None:
         dx.index_copy_(0, at, kept_dx)
-    return total, dx, dw.to(x.dtype), db.to(x.dtype)
+    dw = x.new_zeros((len(weight) * n, x.shape[1])) if dw is None else dw.to(x.dtype)
+    return total, dx, dw, db.to(x.dtype)
 
 
-def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
+def _plus_product(total: Tensor | None, a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
+    """total + a b, summed over chunks in fp32; one product alone stays in the dtype of a."""
+    if total is None:
+        return a @ b
+    if wide == a.dtype:
+        return total.addmm_(a, b)
+    return total.to(wide).add_(a @ b)
 
 
 def _loss_and_gradient_(logits: Tensor, target: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
@@ -193,16 +215,28 @@ def _loss_and_gradient_(logits: Tensor, target: Tensor, smoothing: float) -> tup
         d = d[:, None] * counts
         losses = cross_entropy.row_losses(found, counts, smoothing, V)
         return losses.sum(), cross_entropy.gradient_(logits, target, found[0], d)
+    total = logits.new_zeros((), dtype=cross_entropy.wide_dtype(logits))
+    rows = max(CACHED // (V * total.itemsize), 1)  # what several passes go over stays in the cache
+    for i in range(0, len(logits), rows):
+        part = slice(i, i + rows)
+        total += _rows_in_cache_(logits[part], target[part], counts[part], smoothing)
+    return total, logits
+
+
+def _rows_in_cache_(logits: Tensor, target: Tensor, counts: Tensor, smoothing: float) -> Tensor:
+    """As `_loss_and_gradient_` for a few rows, on a CPU."""
     wide = logits.to(cross_entropy.wide_dtype(logits))
     at = target.clamp(min=0)[:, None]
     picked, total = wide.gather(1, at)[:, 0], wide.sum(1) if smoothing else wide[:, 0]
     highest = wide.amax(1)
     softmax = torch.softmax(wide, 1)
     log_sum = highest - softmax.amax(1).log_()  # one pass less than another log-sum-exp
+    V = logits.shape[1]
     losses = cross_entropy.row_losses(torch.stack([log_sum, picked, total]), counts, smoothing, V)
     if smoothing:
         softmax.sub_(smoothing / V)
     softmax.scatter_add_(1, at, torch.full_like(picked, smoothing - 1.0)[:, None])
     if not bool(counts.all()):  # never on a CPU, where such rows were left out
         softmax.mul_(counts[:, None])
-    return losses.sum(), softmax if softmax.dtype == logits.dtype else logits.copy_(softmax)
+    logits.copy_(softmax)
+    return losses.sum()

@@ -1,10 +1,20 @@
-"""Logits that are made when somebody looks at them: a loss that needs none can still return them."""
+"""Logits that nobody has looked at yet: their loss needs none, and they are made when they are read.
+
+A head that a kernel serves returns them while it trains. The unmodified loss code of `transformers`
+runs on them: `view(-1, V)`, slices and casts act on the rows that logits would be made of, and
+`cross_entropy` becomes `linear_cross_entropy` (over tp its vocabulary-parallel form) of the rows whose
+target counts. Whatever else is done with them makes the logits, once.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from slapo_zoo.errors import SlapoError
 
 _TENSOR: Any = torch.Tensor  # its attributes are descriptors, which type checkers do not know
 _KNOWN = {
@@ -12,38 +22,144 @@ _KNOWN = {
     _TENSOR.is_cuda.__get__, _TENSOR.layout.__get__, torch.Tensor.size, torch.Tensor.dim,
     torch.Tensor.numel, torch.Tensor.is_floating_point, torch.Tensor.__len__,
 }  # fmt: skip
+_CASTS = {torch.Tensor.float, torch.Tensor.to, torch.Tensor.contiguous}
+_VIEWS = (torch.Tensor.view, torch.Tensor.reshape)
+
+
+@dataclass
+class Head:
+    """How logits are made of rows, and what of their loss a kernel needs to know.
+
+    Args:
+        linear: the module whose weight [V, H] (of tp ranks: a part of its rows) and bias it is.
+        logits: rows [..., H] --> logits [..., V].
+        before: what acts on each row before `linear`, or None.
+        vocab_size: V.
+        group: the ranks that divide the vocabulary, or None.
+        summed: whether the gradient of the rows is summed over the group before the head already.
+    """
+
+    linear: Any
+    logits: Callable[[Tensor], Tensor]
+    before: Callable[[Tensor], Tensor] | None = None
+    vocab_size: int = 0
+    group: Any = None
+    summed: bool = False
+
+    def loss(self, rows: Tensor, target: Tensor, ignore_index: int, smoothing: float) -> Tensor:
+        """The sum of the losses of rows [N, H]."""
+        from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
+
+        if self.before is not None or self.group is not None:
+            at = (target != ignore_index).nonzero()[:, 0]
+            rows, target = rows.index_select(0, at), target[at]
+        rows = rows if self.before is None else self.before(rows)
+        weight, bias = self.linear.weight, self.linear.bias
+        if self.group is None:
+            options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": smoothing}
+            return linear_cross_entropy(rows, weight, target, bias, reduction="sum", **options)
+        from slapo_zoo.kernels.vocab_parallel_linear_cross_entropy import (
+            vocab_parallel_linear_cross_entropy,
+        )
+
+        return vocab_parallel_linear_cross_entropy(
+            rows, weight, target, self.vocab_size, self.group, bias, ignore_index, smoothing,
+            summed=self.summed,
+        ).sum()  # fmt: skip
+
+
+def may_defer(module: Any, rows: Tensor) -> bool:
+    """Whether a head returns logits on demand: while it trains, on real tensors."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    real = not isinstance(rows, FakeTensor) and not rows.is_meta
+    return (
+        module.training and torch.is_grad_enabled() and real and not torch.compiler.is_compiling()
+    )
 
 
 class LogitsOnDemand(torch.Tensor):
-    """A tensor without memory whose first use, beyond its shape and dtype, calls `make`."""
+    """A tensor without memory whose first use, beyond those above, makes the logits."""
 
+    rows: Tensor
+    head: Head
+    parent: "LogitsOnDemand | None"
     make: Callable[[], Tensor]
     made: Tensor | None
+    version: int
 
     @staticmethod
-    def of(shape: tuple[int, ...], like: Tensor, make: Callable[[], Tensor]) -> Tensor:
-        """Logits of a shape, in the dtype and on the device of `like`, that `make()` returns."""
+    def of(rows: Tensor, head: Head) -> Tensor:
+        """Logits [..., V] of rows [..., H]."""
+        dtype = rows.dtype
+        if torch.is_autocast_enabled(rows.device.type):
+            dtype = torch.get_autocast_dtype(rows.device.type)
+        return LogitsOnDemand._new(rows, head, dtype, lambda: head.logits(rows), None)
+
+    @staticmethod
+    def _new(
+        rows: Tensor, head: Head, dtype: torch.dtype, make: Callable[[], Tensor],
+        parent: "LogitsOnDemand | None",
+    ) -> Tensor:  # fmt: skip
         wrap: Any = torch.Tensor._make_wrapper_subclass  # pyright: ignore[reportAttributeAccessIssue]
-        logits = wrap(LogitsOnDemand, shape, dtype=like.dtype, device=like.device)
-        logits.make, logits.made = make, None
+        shape = (*rows.shape[:-1], head.vocab_size)
+        logits = wrap(LogitsOnDemand, shape, dtype=dtype, device=rows.device)
+        logits.rows, logits.head, logits.make, logits.made = rows, head, make, None
+        logits.parent, logits.version = parent, head.linear.weight._version
         return logits
 
+    def divided(self, vocab_size: int, group: Any) -> Tensor:
+        """The same, of a head whose vocabulary is divided and whose rows' gradient is summed."""
+        if group is None:
+            return self
+        head = replace(self.head, vocab_size=vocab_size, group=group, summed=True)
+        return LogitsOnDemand._new(self.rows, head, self.dtype, self.make, None)
+
     def tensor(self) -> Tensor:
-        """The logits, as a plain tensor; the same one every time."""
+        """The logits, whole, as a plain tensor; the same one every time."""
         if self.made is None:
-            self.made = self.make()
+            if self.head.linear.weight._version != self.version:
+                hint = 'read them before optimizer.step(), or load with kernels="reference"'
+                problem = "the weights have changed since, and they were not looked at before"
+                raise SlapoError("output", "logits", problem, hint)
+            with torch.enable_grad():  # a loss may use them after a metric did
+                self.made = _whole(self.make(), self.head)
         return self.made
+
+    def untouched(self) -> bool:
+        """Whether neither these logits nor those they are a view of were made: they may be changed."""
+        return self.made is None and (self.parent is None or self.parent.untouched())
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _KNOWN:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        return func(*_plain(args), **_plain(kwargs or {}))
+        """Run `func` on the rows where that means the same, else on the logits."""
+        kwargs, x = kwargs or {}, args[0] if args else None
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _KNOWN:
+                return func(*args, **kwargs)
+            if func is _TENSOR.requires_grad.__get__:
+                return True
+            if isinstance(x, LogitsOnDemand) and x.untouched():
+                if (found := _on_rows(func, x, args[1:], kwargs)) is not None:
+                    return found
+                if func is functional.cross_entropy and _common(x, *args[1:], **kwargs):
+                    return _cross_entropy(x, *args[1:], **kwargs)
+        return func(*_plain(args), **_plain(kwargs))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*_plain(args), **_plain(kwargs or {}))
+
+
+def _whole(logits: Any, head: Head) -> Tensor:
+    """Columns of this rank, or logits that another seam put off --> all of them, a plain tensor."""
+    from slapo_zoo.vocab_logits import VocabLogits
+
+    if isinstance(logits, LogitsOnDemand):
+        return logits.tensor()
+    if not isinstance(logits, VocabLogits):
+        logits = VocabLogits.wrap(logits, head.vocab_size, head.group) if head.group else logits
+    return logits.gathered() if isinstance(logits, VocabLogits) else logits
 
 
 def _plain(value: Any) -> Any:
@@ -53,3 +169,67 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(_plain(v) for v in value)
     return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _on_rows(func: Any, x: LogitsOnDemand, rest: tuple, kwargs: dict) -> Tensor | None:
+    """The logits on demand that `func` makes of others, or None."""
+    from slapo_zoo.vocab_logits import keeps_last_axis
+
+    if func in _CASTS:
+        dtype = _cast_to(func, x, rest, kwargs)
+        found = None if dtype is None else (x.rows, dtype)
+    elif func in _VIEWS and rest and not kwargs:
+        sizes = tuple(rest[0]) if isinstance(rest[0], tuple | list) else rest
+        same = sizes[-1] == x.head.vocab_size and all(isinstance(s, int) for s in sizes)
+        found = (x.rows.reshape(*sizes[:-1], x.rows.shape[-1]), x.dtype) if same else None
+    elif func is torch.Tensor.__getitem__ and keeps_last_axis(rest[0], x.ndim):
+        found = x.rows[rest[0]], x.dtype
+    else:
+        found = None
+    if found is None:
+        return None
+    return LogitsOnDemand._new(
+        found[0], x.head, found[1], lambda: func(x.tensor(), *rest, **kwargs), x
+    )
+
+
+def _cast_to(func: Any, x: Tensor, rest: tuple, kwargs: dict) -> torch.dtype | None:
+    """The dtype that a cast leads to; None for one that this does not follow."""
+    if func is torch.Tensor.float:
+        return torch.float32
+    if func is torch.Tensor.contiguous:
+        return x.dtype
+    if len(rest) != 1 or kwargs:
+        return None
+    if isinstance(rest[0], torch.dtype):
+        return rest[0]
+    return (
+        x.dtype if not isinstance(rest[0], Tensor) and torch.device(rest[0]) == x.device else None
+    )
+
+
+def _common(
+    x: Tensor, target: Tensor, weight: Any = None, size_average: Any = None,
+    ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
+) -> bool:  # fmt: skip
+    """Whether it is the form [N, V] against class indices, reduced: as _cross_entropy takes it."""
+    given = weight is None and size_average is None and reduce is None
+    return given and reduction != "none" and x.dim() == 2 and target.dtype == torch.int64
+
+
+def _cross_entropy(
+    x: LogitsOnDemand,
+    target: Tensor,
+    weight: None = None,
+    size_average: None = None,
+    ignore_index: int = -100,
+    reduce: None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """The signature of torch.nn.functional.cross_entropy."""
+    total = x.head.loss(x.rows, target, ignore_index, label_smoothing)
+    if reduction == "sum":
+        return total
+    number = (target != ignore_index).sum()
+    return torch.where(number > 0, total / number.clamp(min=1), torch.nan)

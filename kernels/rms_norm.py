@@ -38,7 +38,8 @@ def _cannot(module: Any) -> str:
 
 
 @kernel(
-    "rms_norm", reference, inputs, SHAPES, serves={"T5LayerNorm": _forward}, cannot=_cannot,
+    "rms_norm", reference, inputs, SHAPES, cannot=_cannot,
+    serves=dict.fromkeys(("T5LayerNorm", "MT5LayerNorm", "UMT5LayerNorm"), _forward),
     cpu="LayerNorm's backward and a correction",
 )  # fmt: skip
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:

@@ -4,7 +4,6 @@ About 15 % of the rows count, and `transformers` runs the head on all. B batch r
 size, V classes.
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.nn import functional
 
 from slapo_zoo.kernel import kernel
 from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
-from slapo_zoo.kernels.logits_on_demand import LogitsOnDemand
+from slapo_zoo.kernels.logits_on_demand import Head, LogitsOnDemand, may_defer
 
 SHAPES = [(1, 5, 16, 40), (3, 7, 24, 131), (2, 33, 16, 97)]
 
@@ -46,63 +45,39 @@ def inputs(B: int, S: int, H: int, V: int, **like: Any) -> dict[str, Any]:
             "bias": torch.randn(V, **like)}  # fmt: skip
 
 
-def _bert(model: Any) -> tuple[Callable[[Tensor], Tensor], Any]:
-    return model.cls.predictions.transform, model.cls.predictions.decoder
+def _bert(head: Any) -> Callable[[Tensor], Tensor]:
+    return head.transform
 
 
-def _roberta(model: Any) -> tuple[Callable[[Tensor], Tensor], Any]:
-    head = model.lm_head
-    return lambda x: head.layer_norm(functional.gelu(head.dense(x))), head.decoder
+def _roberta(head: Any) -> Callable[[Tensor], Tensor]:
+    return lambda x: head.layer_norm(functional.gelu(head.dense(x)))
 
 
-def _albert(model: Any) -> tuple[Callable[[Tensor], Tensor], Any]:
-    head = model.predictions
-    return lambda x: head.LayerNorm(head.activation(head.dense(x))), head.decoder
+def _albert(head: Any) -> Callable[[Tensor], Tensor]:
+    return lambda x: head.LayerNorm(head.activation(head.dense(x)))
 
 
-HEADS = {"BertForMaskedLM": _bert, "RobertaForMaskedLM": _roberta, "AlbertForMaskedLM": _albert}
+HEADS = {"BertLMPredictionHead": _bert, "RobertaLMHead": _roberta, "AlbertMLMHead": _albert}
 
 
-def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of the whole model; without labels it is the model's own."""
-    from transformers.modeling_outputs import MaskedLMOutput
-
-    given = inspect.signature(type(model).forward).bind(model, *args, **kwargs).arguments
-    given = {k: v for k, v in given.items() if k not in ("self", "kwargs")} | given.get(
-        "kwargs", {}
-    )
-    labels = given.pop("labels", None)
-    if labels is None:
-        return type(model).forward(model, *args, **kwargs)
-    as_tuple = given.pop("return_dict", None) is False
-    num_items = given.pop("num_items_in_batch", None)
-    base = getattr(model, model.base_model_prefix)
-    outputs = base(**given, return_dict=True)
-    hidden = outputs[0]
-    transform, decoder = HEADS[_known(model)](model)
-    args = (hidden, labels.to(hidden.device), transform, decoder.weight, decoder.bias, num_items)
-    loss = sparse_mlm_head_loss(*args)
-    shape = (*hidden.shape[:-1], decoder.weight.shape[0])
-    logits = LogitsOnDemand.of(shape, hidden, lambda: decoder(transform(hidden)))
-    result = MaskedLMOutput(
-        loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-    )  # pyright: ignore[reportArgumentType]
-    return result.to_tuple() if as_tuple else result
+def _forward(head: Any, hidden: Tensor, **kwargs: Any) -> Tensor:
+    """The head; while it trains, its logits are made on demand and its loss of the masked rows."""
+    transform = HEADS[_known(head)](head)
+    if not may_defer(head, hidden):
+        return type(head).forward(head, hidden, **kwargs)
+    found = Head(head.decoder, lambda rows: head.decoder(transform(rows)), transform)
+    with torch.no_grad():  # what is hooked to the decoder says how the vocabulary is divided
+        empty = head.decoder(hidden.new_empty((0, head.decoder.weight.shape[1])))
+    found.vocab_size, found.group = empty.shape[-1], getattr(empty, "group", None)
+    return LogitsOnDemand.of(hidden, found)
 
 
-def _known(model: Any) -> str:
-    return next(c.__name__ for c in type(model).__mro__ if c.__name__ in HEADS)
-
-
-def _cannot(model: Any) -> str:
-    decoder = HEADS[_known(model)](model)[1]
-    if decoder.weight.shape[0] != model.config.vocab_size:
-        return "its decoder holds a part of the vocabulary; see vocab_parallel_linear_cross_entropy"
-    return "its decoder has hooks, which would not run" if decoder._forward_hooks else ""
+def _known(head: Any) -> str:
+    return next(c.__name__ for c in type(head).__mro__ if c.__name__ in HEADS)
 
 
 @kernel(
-    "sparse_mlm_head_loss", reference, inputs, SHAPES, cannot=_cannot, cpu="masked rows only",
+    "sparse_mlm_head_loss", reference, inputs, SHAPES, cpu="masked rows only",
     serves=dict.fromkeys(HEADS, _forward),
 )  # fmt: skip
 def sparse_mlm_head_loss(
@@ -140,7 +115,7 @@ def sparse_mlm_head_loss(
 def _at_most(rows: Tensor, targets: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     """The masked rows and as many others as it takes to make `capacity`."""
     masked = targets != -100
-    problem = f"more than capacity={capacity} masked tokens\n  hint: raise it, or pass None"
+    problem = f"more than capacity={capacity} masked tokens; hint: raise it, or pass None"
     torch._assert_async(masked.sum() <= capacity, problem)  # pyright: ignore[reportPrivateImportUsage]
     order = (~masked).to(torch.int8).argsort(stable=True)[:capacity]
     return rows.index_select(0, order), targets[order]

@@ -55,6 +55,7 @@ def vocab_parallel_linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     chunk_bytes: int | None = None,
+    summed: bool = False,
 ) -> Tensor:
     """As vocab_parallel_cross_entropy of x weight' + bias, without the logits.
 
@@ -71,12 +72,13 @@ def vocab_parallel_linear_cross_entropy(
         ignore_index: targets that do not count.
         label_smoothing: as in F.cross_entropy, over V classes.
         chunk_bytes: most bytes of logits at a time.
+        summed: what is before x sums its gradient over the group.
     """
     x, weight, bias = cross_entropy.matmul_dtype(x, weight, bias)
     local, counts, width = local_targets(target, vocab_size, group, ignore_index)
     bias = None if bias is None else bias[:width]
     rows = cross_entropy.chunk_rows(x, weight.shape[0], chunk_bytes)
-    x = collectives.reduce_backward(x, group)
+    x = x if summed else collectives.reduce_backward(x, group)
     whole = join(_statistics(x, weight[:width], bias, local, rows), group)
     return cross_entropy.row_losses(whole, counts, label_smoothing, vocab_size)
 

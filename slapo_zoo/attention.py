@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slapo_zoo import dropped_attention
 from slapo_zoo.attention_backends import BACKENDS, find_backend, implementation
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.rng import RandomStream, dropout
@@ -86,18 +87,29 @@ class CoreAttention(nn.Module):
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-        scores = q @ k.transpose(-1, -2) * scaling
+        S, T = q.shape[-2], k.shape[-2]
+        if mask is None and causal and S > 1:
+            mask = torch.ones(S, T, dtype=torch.bool, device=q.device).tril()
+        if mask is not None:
+            mask = _additive(mask[..., :T], q.dtype)
+        large = q.shape[0] * q.shape[1] * S * T > dropped_attention.SMALL
+        if large and q.device.type == "cpu" and bias is None and cap is None and p < 1.0:
+            seeds, draw = self.stream.cells(len(q), self.site, self.heads), self.stream.draw_cells
+            args = (q, k, v, mask, p, scaling, seeds, draw)
+            return dropped_attention.dropped_attention(*args)
+        scores = (q * scaling) @ k.transpose(-1, -2)
         scores = scores if bias is None else scores + bias
         scores = scores if cap is None else (scores / cap).tanh() * cap
-        if mask is None and causal and q.shape[-2] > 1:
-            mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-        if mask is not None:
-            mask = mask[..., : k.shape[-2]]
-            is_bool = mask.dtype == torch.bool
-            lowest = torch.finfo(scores.dtype).min
-            scores = scores.masked_fill(~mask, lowest) if is_bool else scores + mask
-        probabilities = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(
-            q.dtype
-        )
+        scores = scores if mask is None else scores.add_(mask)
+        probabilities = scores.softmax(-1)  # in fp32 inside, also for bf16 scores
         probabilities = dropout(probabilities, p, self.stream, self.site, self.heads)
         return (probabilities @ v).transpose(1, 2).contiguous()
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as what is added to the scores; of a bool one, False hides."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
+        ~mask, torch.finfo(dtype).min
+    )

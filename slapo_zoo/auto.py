@@ -1,6 +1,6 @@
 """AutoScheduledModel: from a HuggingFace checkpoint or config to a model that trains on a mesh."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ class AutoScheduledModel:
         checkpoint_ratio: float = 0.0,
         checkpoint_policy: str = "",
         attention: str | None = None,
+        kernels: str | Sequence[str] = "auto",
         seed: int | None = None,
         revision: str | None = None,
         allow_pickle: bool = False,
@@ -97,6 +98,8 @@ class AutoScheduledModel:
                 matrix products.
             attention: back end: sdpa (default), eager, flash (the package flash-attn), flex or
                 xformers; one that the family or the device cannot have is refused.
+            kernels: fast paths: "auto" takes those that were measured not to lose on this device,
+                "reference" none, a name or a list exactly these; `model.schedule.kernels` says why.
             seed: of dropout and of weights that the checkpoint lacks.
             revision: branch, tag or commit of the Hub.
             allow_pickle: read `.bin` files; they are pickles, refused otherwise.
@@ -128,7 +131,7 @@ class AutoScheduledModel:
         with rank_guard("from_pretrained"):
             check_knobs("from_pretrained", given)
             most = parse_size(max_load_memory, "max_load_memory")
-            options = LoadOptions(most, check_finite, map_weights)
+            options, place = LoadOptions(most, check_finite, map_weights), pick_device(device)
             folder = local_folder(str(name_or_path), revision, allow_pickle)
             hf.register_models()
             config = changed_config(folder, config_changes)
@@ -144,9 +147,8 @@ class AutoScheduledModel:
                 build = _Build(
                     config, auto_class, mesh, to_dtype(found), seed, checkpoint_ratio,
                     sequence_parallel, pipeline_order, stages_per_rank, schedule,
-                    checkpoint_policy, attention,
+                    checkpoint_policy, attention, kernels, place,
                 )  # fmt: skip
-                place = pick_device(device)
                 build.require_attention(attention, place)
                 ledger = fill_from_folder(
                     build.model, lambda: build.skeleton, build.state, build.specs, checkpoint, mesh, place,
@@ -172,6 +174,7 @@ class AutoScheduledModel:
         checkpoint_ratio: float = 0.0,
         checkpoint_policy: str = "",
         attention: str | None = None,
+        kernels: str | Sequence[str] = "auto",
         seed: int | None = None,
         trust_remote_code: bool = False,
         verify: str = "quick",
@@ -192,11 +195,12 @@ class AutoScheduledModel:
                 trust_remote_code, verify,
             )  # fmt: skip
             dtype = torch.float32 if dtype == "auto" else to_dtype(dtype)
+            place = pick_device(device)
             build = _Build(
                 config, auto_class, mesh, dtype, seed, checkpoint_ratio, sequence_parallel,
-                pipeline_order, stages_per_rank, schedule, checkpoint_policy, attention,
+                pipeline_order, stages_per_rank, schedule, checkpoint_policy, attention, kernels,
+                place,
             )  # fmt: skip
-            place = pick_device(device)
             build.require_attention(attention, place)
             ledger = fill_from_config(
                 build.model, lambda: build.skeleton, build.state, build.specs, mesh, place,
@@ -224,10 +228,11 @@ def _verify_derived(config: Any, auto_class: Any, mesh: Mesh, given: Mapping[str
     places = StageMap.make(options[1], mesh.pp, options[2])
 
     def build(small: Any) -> Any:
-        made = _Build(
-            small, auto_class, mesh, torch.float64, 0, 0.0, *options, "auto", "", given["attention"]
-        )
         place = pick_device(given["device"])
+        made = _Build(
+            small, auto_class, mesh, torch.float64, 0, 0.0, *options, "auto", "",
+            given["attention"], given["kernels"], place,
+        )  # fmt: skip
         ledger = fill_from_config(
             made.model, lambda: made.skeleton, made.state, made.specs, mesh, place, made.units, 0
         )

@@ -1,10 +1,13 @@
 """Kernel registry: what `replace(name)` may put into a module, and which path runs on a device."""
 
+import importlib
 import json
 import os
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -34,6 +37,7 @@ class Kernel:
         inputs: test shape --> keyword arguments of both.
         shapes: that it is tested on.
         paths: what runs on a type of device where nothing else was measured to be faster.
+        sites: paths of a model's modules that it is for; None takes all whose class it serves.
     """
 
     name: str
@@ -45,6 +49,7 @@ class Kernel:
     inputs: Callable[..., dict[str, Any]] | None = None
     shapes: Sequence[tuple[int, ...]] = ()
     paths: Mapping[str, str] = field(default_factory=dict)
+    sites: Callable[[Any], list[str]] | None = None
 
     def runs(self, device: str) -> tuple[str, str]:
         """The path on a device ("cpu", or the name of a GPU), and why."""
@@ -81,6 +86,7 @@ def kernel(
     serves: Mapping[str, Callable[..., Any]] | None = None,
     cannot: Callable[[Any], str] = lambda module: "",
     cpu: str = "torch",
+    sites: Callable[[Any], list[str]] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the fast path of `reference`.
 
@@ -92,6 +98,7 @@ def kernel(
         serves: class names, without importing the classes, and the forward that each gets.
         cannot: why a module of such a class cannot be served, or the empty string.
         cpu: what the entry runs on a CPU, in a word or two.
+        sites: paths of a model's modules that it is for; None takes all whose class it serves.
     """
     forwards = dict(serves or {})
 
@@ -108,11 +115,21 @@ def kernel(
     def register(entry: Callable[..., Any]) -> Callable[..., Any]:
         register_kernel(
             name, refuses, serves=forwards, entry=entry, reference=reference, inputs=inputs,
-            shapes=tuple(shapes), paths={"cpu": cpu, "cuda": "triton"},
+            shapes=tuple(shapes), paths={"cpu": cpu, "cuda": "triton"}, sites=sites,
         )(install)  # fmt: skip
         return entry
 
     return register
+
+
+@cache
+def load_kernels() -> dict[str, Kernel]:
+    """Import every file of `kernels/`; each registers its own. Triton is not imported."""
+    package = importlib.import_module(f"{__package__}.kernels")
+    for found in pkgutil.iter_modules(package.__path__):
+        if "triton" not in found.name:
+            importlib.import_module(f"{package.__name__}.{found.name}")
+    return KERNELS
 
 
 def _forward_for(module: nn.Module, forwards: Mapping[str, Any]) -> Callable[..., Any] | None:
@@ -147,6 +164,7 @@ def operator(
 
 _forced: list[str] = []
 _tables: dict[str, dict[str, str]] = {}
+_ratios: dict[str, dict[str, float]] = {}
 
 
 @contextmanager
@@ -181,12 +199,21 @@ def bucket(name: str, x: Tensor) -> str:
 
 
 def dispatch_table(device: str) -> dict[str, str]:
-    """What was measured on a device: bucket --> "triton" or "torch"; empty if nothing was."""
+    """What was measured on a device: bucket --> what runs; empty if nothing was.
+
+    "triton", or on a CPU "ours", where the kernel did not lose; else "torch".
+    """
     if device not in _tables:
         file = MEASURED / f"{slug(device)}.json"
         found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        _tables[device] = found.get("dispatch", {})
+        _tables[device], _ratios[device] = found.get("dispatch", {}), found.get("ratios", {})
     return _tables[device]
+
+
+def measured_ratio(device: str, key: str) -> float:
+    """How many times as long as the kernel the best alternative took in a bucket; NaN if unknown."""
+    dispatch_table(device)
+    return _ratios[device].get(key, float("nan"))
 
 
 def slug(device: str) -> str:

@@ -46,6 +46,11 @@ def _name(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _kernels(value: Any) -> bool:
+    several = isinstance(value, list | tuple) and all(map(_name, value))
+    return _name(value) or several
+
+
 COUNT = "an integer of at least 1"
 # One line per knob; the argument of the same name in `auto.py` says the rest.
 KNOBS = {
@@ -59,6 +64,7 @@ KNOBS = {
     "checkpoint_ratio": Knob("share of the blocks that are recomputed", "a number from 0 to 1", _number, (0.0, 0.25, 0.5, 0.75, 1.0)),
     "checkpoint_policy": Knob("what a recomputed block keeps", "a name", _name, ("", "save_matmuls")),
     "attention": Knob("the attention back end", f"None or one of {', '.join(BACKENDS)}", _optional(_name), tuple(BACKENDS)),
+    "kernels": Knob("the fast paths", "auto, reference, the name of a kernel or a list of them", _kernels, ("auto", "reference")),
     "dtype": Knob("of the parameters", "a torch dtype, its name, or auto", lambda value: True, ("float32", "bfloat16")),
 }  # fmt: skip
 MESH = ("tp", "pp", "dp")  # the mesh checks its own sizes

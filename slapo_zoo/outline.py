@@ -11,6 +11,7 @@ from slapo_zoo import hf
 from slapo_zoo.derive import find_table
 from slapo_zoo.directive import State
 from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.kernel_choice import device_name
 from slapo_zoo.mesh import Mesh
 from slapo_zoo.orders import StageMap
 from slapo_zoo.placement import TensorSpec
@@ -37,13 +38,16 @@ class Outline:
         schedule: "zoo", "auto", a Schedule or its steps to replay, or a function of the schedule.
         checkpoint_policy: what a recomputed block keeps.
         attention: the attention back end; None takes the family's own.
+        kernels: "auto", "reference", a name, or several.
+        device: for which "auto" chooses.
     """
 
     def __init__(
         self, config: Any, auto_class: Any, mesh: Mesh, dtype: torch.dtype, seed: int | None = None,
         checkpoint_ratio: float = 0.0, sequence_parallel: bool = False,
         pipeline_order: str = "1f1b", stages_per_rank: int | None = None, schedule: Any = "zoo",
-        checkpoint_policy: str = "", attention: str | None = None,
+        checkpoint_policy: str = "", attention: str | None = None, kernels: Any = "reference",
+        device: torch.device | str = "cpu",
     ):  # fmt: skip
         self.mesh, self.seed = mesh, 0 if seed is None else seed
         self._config, self._dtype = config, dtype
@@ -60,11 +64,12 @@ class Outline:
             stages = self.places.num_stages
             apply_table(
                 self.schedule, self.table, checkpoint_ratio, sequence_parallel, stages,
-                checkpoint_policy, attention,
+                checkpoint_policy, attention, kernels, device_name(device),
             )  # fmt: skip
         else:
             _refuse_knobs(checkpoint_ratio=checkpoint_ratio, sequence_parallel=sequence_parallel,
-                          checkpoint_policy=checkpoint_policy, attention=attention)  # fmt: skip
+                          checkpoint_policy=checkpoint_policy, attention=attention,
+                          kernels="" if kernels in ("auto", "reference") else kernels)  # fmt: skip
             self._apply(schedule)
         late = [base_prefix(self.model) + path for path in self.table.after_blocks]
         blocks = block_paths(self.schedule, self.table)

@@ -148,6 +148,7 @@ class Schedule(Selection):
         self.state = State(model, mesh or Mesh(), RandomStream(seed))
         self.history: list[Step] = []
         self.landed: list[tuple[str, ...]] = []  # the modules that each step was applied to
+        self.kernels: list[Any] = []  # Choice: which kernels were considered, and why (not)
 
     @property
     def model(self) -> nn.Module:

@@ -44,5 +44,6 @@ def require_indices(inside: Tensor, what: str, size: int) -> None:
         size: of the whole axis.
     """
     hint = "do the tokenizer and the model have the same vocabulary?"
-    problem = f"{what}: found one beyond 0..{size - 1}\n  hint: {hint}"
+    # On one line: torch.compile writes it into C++ as it is.
+    problem = f"{what}: found one beyond 0..{size - 1}; hint: {hint}"
     torch._assert_async(inside.all(), problem)  # pyright: ignore[reportPrivateImportUsage]

@@ -99,12 +99,12 @@ def _on_local(func: Any, x: VocabLogits, rest: tuple, kwargs: dict) -> tuple[Ten
         sizes = tuple(rest[0]) if isinstance(rest[0], tuple | list) else rest
         if all(isinstance(s, int) for s in sizes) and sizes[-1:] == (x.vocab_size,):
             return (func(local, (*sizes[:-1], local.shape[-1])),)
-    if func is torch.Tensor.__getitem__ and _keeps_last_axis(rest[0], local.ndim):
+    if func is torch.Tensor.__getitem__ and keeps_last_axis(rest[0], local.ndim):
         return (func(local, *rest),)
     return None
 
 
-def _keeps_last_axis(index: Any, ndim: int) -> bool:
+def keeps_last_axis(index: Any, ndim: int) -> bool:
     """Whether an index leaves the last axis whole and in place."""
     index = index if isinstance(index, tuple) else (index,)
     if not index or index[-1] is Ellipsis or index[-1] == slice(None):

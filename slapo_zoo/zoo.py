@@ -1,10 +1,12 @@
 """Applying a zoo table: divided tensors, random streams, recomputation and pipeline cuts."""
 
 import dataclasses
+from typing import Any
 
 from slapo_zoo.costs import unit_costs
 from slapo_zoo.directive import Directive
 from slapo_zoo.errors import ArchitectureError, MeshError
+from slapo_zoo.kernel_choice import apply_kernels
 from slapo_zoo.orders import balanced_cuts
 from slapo_zoo.primitives import (
     Checkpoint,
@@ -35,8 +37,10 @@ def apply_table(
     num_stages: int | None = None,
     checkpoint_policy: str = "",
     attention: str | None = None,
+    kernels: Any = "reference",
+    device: str = "cpu",
 ) -> Schedule:
-    """Apply a table: tensor and sequence parallelism, random streams, recomputation, pipeline cuts.
+    """Apply a table: tensor and sequence parallelism, random streams, kernels, recomputation, cuts.
 
     Rows that match no module of this head class are skipped, and so is a division of a tensor
     that the module does not have (a Linear without bias).
@@ -49,6 +53,8 @@ def apply_table(
         num_stages: pipeline stages; None takes pp.
         checkpoint_policy: what a recomputed block keeps.
         attention: the back end of the attention seam; None takes sdpa.
+        kernels: "auto", "reference", a name, or several.
+        device: for which "auto" chooses, see `kernel_choice.device_name`.
     """
     blocks = block_paths(sch, table)
     cuts = place_cuts(sch, table, num_stages or sch.mesh.pp)
@@ -57,6 +63,7 @@ def apply_table(
     if sequence_parallel and sch.mesh.tp > 1:
         _apply_rows(sch, _sequence_rows(sch, table, rows))
     _apply_rows(sch, [("**:Dropout", dropout)])
+    apply_kernels(sch, kernels, device)
     recomputed = spread(len(blocks), checkpoint_ratio)
     if checkpoint_policy and not recomputed:
         problem = f"no block is recomputed at checkpoint_ratio={checkpoint_ratio}"

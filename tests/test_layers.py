@@ -24,6 +24,7 @@ LAYERS = [  # low to high; one name per line, so that two people can add
     collectives
     directive
     distributed
+    dropped_attention
     emulation
     graph
     hf
@@ -58,6 +59,7 @@ LAYERS = [  # low to high; one name per line, so that two people can add
     data_parallel
     gradients
     input_guard
+    kernel_choice
     numerics
     orders
     pipeline
@@ -80,6 +82,7 @@ LAYERS = [  # low to high; one name per line, so that two people can add
     features
     forecast
     launch
+    kernel_times
     locate
     outline
     plan

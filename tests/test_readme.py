@@ -48,7 +48,7 @@ def execute(arguments, folder):
     )
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/tutorial.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/tutorial.md", "docs/adding_a_kernel.md"])
 def test_python_blocks_run(name, tmp_path):
     """All in one process, in order: a later block may use the names of an earlier one."""
     page = (ROOT / name).read_text(encoding="utf-8")

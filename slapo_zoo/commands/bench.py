@@ -5,7 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
-Model = Annotated[str, typer.Argument(help="A checkpoint folder, or the id of a model on the Hub.")]
+Model = Annotated[
+    str, typer.Argument(help='A checkpoint folder, a model id of the Hub, or "kernels".')
+]
 Order = Annotated[str, typer.Option(help="Of the pipeline: a name, or a .csv file.")]
 Trace = Annotated[
     Path | None, typer.Option(help="Write trace.json (Chrome) and trace.png of one step here.")
@@ -24,8 +26,17 @@ def bench(
     steps: Annotated[int, typer.Option(min=1, help="Timed steps, after two to warm up.")] = 5,
     pipeline_trace: Trace = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.", metavar="NAME")] = "auto",
+    only: Annotated[str, typer.Option(help="Of kernels: those whose name begins so.")] = "",
+    quick: Annotated[bool, typer.Option(help="Of kernels: small sizes, nothing is kept.")] = False,
 ) -> None:
-    """Time training steps (forward and backward) of a checkpoint on random input."""
+    """Time training steps (forward and backward) of a checkpoint on random input.
+
+    `slapo-zoo bench kernels` times every kernel beside what it replaces, and writes the table that
+    kernels="auto" follows on this device.
+    """
+    if model == "kernels":
+        _kernels(only, quick)
+        return
     from slapo_zoo.errors import MeshError
     from slapo_zoo.trace_files import require_matplotlib
     from slapo_zoo.training import job, step_times
@@ -43,6 +54,24 @@ def bench(
     found = step_times.measure(options)
     if found is not None:
         _show(options, found, pipeline_trace)
+
+
+def _kernels(only: str, quick: bool) -> None:
+    from slapo_zoo.kernel_times import run
+
+    for title, rows in run(quick, only).items():
+        typer.echo(title)
+        for row in rows:
+            figures = ", ".join(
+                f"{key} {_number(row[key])}" for key in row if key.endswith("/ ours")
+            )
+            typer.echo(
+                f"  {row['what']} {row['shape']} {row['dtype']}: {row['p50 ms']:.3g} ms; {figures}"
+            )
+
+
+def _number(value: Any) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def _show(options: Any, found: Any, folder: Path | None) -> None:

@@ -22,22 +22,29 @@ def show(
     auto_class: Head = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")] = 1,
     seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 128,
+    kernels: Annotated[
+        list[str] | None, typer.Option(help="auto, reference, or the names of kernels.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", metavar="NAME")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Print the program, shapes and bytes per rank, and collectives per step; no weight is read."""
     with stdout_for_json(as_json):
         import torch
 
-        from slapo_zoo.locate import config_of
+        from slapo_zoo.locate import config_of, pick_device
         from slapo_zoo.mesh import Mesh
         from slapo_zoo.outline import Outline
         from slapo_zoo.survey import survey
+        from slapo_zoo.training.job import device_named
 
         config, head = config_of(model)
+        asked = kernels or ["auto"]
         dtype = config.dtype or torch.float32
         outline = Outline(
-            config, auto_class or head, Mesh(tp, pp, dp), dtype, sequence_parallel=sequence_parallel
-        )
+            config, auto_class or head, Mesh(tp, pp, dp), dtype, sequence_parallel=sequence_parallel,
+            kernels=asked[0] if len(asked) == 1 else asked, device=pick_device(device_named(device)),
+        )  # fmt: skip
         found = survey(outline, batch_size, seq_len)
     if as_json:
         typer.echo(json.dumps(as_data(found), indent=1))
@@ -58,6 +65,7 @@ def as_data(found: Any) -> dict[str, Any]:
         "ranks": [vars(rank) for rank in found.ranks],
         "total_parameters": found.total_parameters,
         "collectives": [row._asdict() for row in found.traffic],
+        "kernels": [vars(choice) for choice in found.outline.schedule.kernels],
         "tunable": found.outline.table.tunable,
     }
 
@@ -87,7 +95,11 @@ def _print(found: Any, title: str) -> None:
     knobs = Table("knob", "values to try")
     for name, values in found.outline.table.tunable.items():
         knobs.add_row(name, " ".join(str(value) or "none" for value in values))
-    for table in (shapes, ranks, traffic, knobs):
+    kernels = Table("kernel", "at", "runs", "because")
+    for choice in found.outline.schedule.kernels:
+        verdict = "yes" if choice.accepted else "no"
+        kernels.add_row(choice.kernel, choice.pattern, verdict, choice.reason)
+    for table in (shapes, ranks, traffic, kernels, knobs):
         console.print(table)
 
 

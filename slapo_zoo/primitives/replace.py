@@ -17,7 +17,7 @@ from slapo_zoo.graph.rewrite import (
     replace_vertical,
 )
 from slapo_zoo.graph.target import LIVE, is_node, resolve
-from slapo_zoo.kernel import FUSED_KERNELS, KERNELS
+from slapo_zoo.kernel import FUSED_KERNELS, KERNELS, load_kernels
 
 
 @primitive("replace")
@@ -81,7 +81,7 @@ class Replace(Directive):
                 hint = "build a schedule on the new one"
                 raise self.fail(site, "the root cannot be replaced", hint)
             return
-        if self.new not in KERNELS:
+        if self.new not in KERNELS and self.new not in load_kernels():
             raise self.fail(site, f"no kernel {self.new!r}", f"registered: {sorted(KERNELS)}")
         if reason := KERNELS[self.new].refuses(site.module):
             raise self.fail(site, reason, "select only modules that the kernel serves")

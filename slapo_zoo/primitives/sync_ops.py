@@ -5,6 +5,7 @@ from torch import Tensor
 
 from slapo_zoo import collectives
 from slapo_zoo.directive import Site
+from slapo_zoo.kernels.logits_on_demand import LogitsOnDemand
 from slapo_zoo.primitives.overlap import sum_gradient_of
 from slapo_zoo.primitives.sync import Sync, require_divisible, sync_op
 from slapo_zoo.vocab_logits import VocabLogits, vocab_parallel_cross_entropy
@@ -84,6 +85,8 @@ def _vocab_logits(x: Tensor, sync: Sync, site: Site) -> Tensor:
     placed = site.placed("weight")
     assert placed is not None  # noqa: S101 - check() saw it
     group, size, traffic = site.group(sync), placed.shape[0], site.state.traffic
+    if isinstance(x, LogitsOnDemand):
+        return x.divided(size, group)
     if traffic is not None:  # fake tensors cannot be VocabLogits: the loss is noted here
         rows = x.flatten(0, -2)
         target = torch.zeros(len(rows), dtype=torch.int64, device=x.device)

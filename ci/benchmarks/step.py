@@ -1,0 +1,254 @@
+"""Whole training steps, forward + backward + AdamW on one process: ours, plain transformers, torch.compile.
+
+The alternatives of a row take turns in one process, and what counts is their ratio. The floor is the time
+that our step spends in its own matrix products. Peaks are anonymous memory of new processes, B=8 S=512.
+`--only NAME` runs the models whose name begins so; rows are kept in hub_cards/bench/<device>.json.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+
+from slapo_zoo.kernel import MEASURED, UNMEASURED, slug
+
+ONLY = ""
+REPEATS, MOST_SECONDS = 7, 100.0
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmm_", "aten::baddbmm_",
+            "aten::mkldnn_convolution", "aten::convolution_backward")  # fmt: skip
+WIDE = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row.
+
+    Args:
+        config: class and fields of the config; sizes and dropout are the family's own defaults.
+        cls: of the model.
+        layers: fields that shorten the model, as said in the table; {} for all layers.
+        rows: B.
+        tokens: S.
+        masked: share of the labels that count, as in masked-language models.
+        padded: whether half of the batch is padding.
+        targets: dtype --> least ratio of plain to ours that is wanted.
+    """
+
+    config: tuple[str, dict[str, Any]]
+    cls: str
+    layers: dict[str, Any]
+    rows: int = 2
+    tokens: int = 512
+    masked: float = 1.0
+    padded: bool = False
+    targets: dict[str, float] = field(default_factory=dict)
+
+
+BERT, GPT2 = ("BertConfig", {}), ("GPT2Config", {"loss_type": "ForCausalLMLoss"})
+NEO = ("GPTNeoConfig", {"hidden_size": 768, "num_heads": 12})
+CASES = {
+    "bert 12 layers": Case(BERT, "BertForMaskedLM", {}, masked=0.15, targets={"float32": 1.2, "bfloat16": 1.2}),
+    "gpt2 12 layers": Case(GPT2, "GPT2LMHeadModel", {}, targets={"float32": 1.1, "bfloat16": 1.2}),
+    "bert": Case(BERT, "BertForMaskedLM", {"num_hidden_layers": 4}, masked=0.15),
+    "padded bert": Case(BERT, "BertForMaskedLM", {"num_hidden_layers": 4}, rows=8, masked=0.15, padded=True, targets={"float32": 1.5, "bfloat16": 1.5}),
+    "roberta 12 layers": Case(("RobertaConfig", {"vocab_size": 50265, "max_position_embeddings": 514}), "RobertaForMaskedLM", {}, masked=0.15, targets={"float32": 1.25, "bfloat16": 1.25}),
+    "albert": Case(("AlbertConfig", WIDE), "AlbertForMaskedLM", {"num_hidden_layers": 4}, masked=0.15),
+    "gpt2": Case(GPT2, "GPT2LMHeadModel", {"n_layer": 4}),
+    "gpt_neo": Case(NEO, "GPTNeoForCausalLM", {"num_layers": 4, "attention_types": [[["global", "local"], 2]]}, tokens=1024, targets={"float32": 1.15, "bfloat16": 1.5}),
+    "opt": Case(("OPTConfig", {}), "OPTForCausalLM", {"num_hidden_layers": 4}),
+    "t5": Case(("T5Config", {"d_model": 768, "d_ff": 3072, "num_heads": 12}), "T5ForConditionalGeneration", {"num_layers": 3}),
+    "llama": Case(("LlamaConfig", WIDE | {"vocab_size": 32000}), "LlamaForCausalLM", {"num_hidden_layers": 4}),
+    "gpt_neox": Case(("GPTNeoXConfig", WIDE | {"vocab_size": 50432}), "GPTNeoXForCausalLM", {"num_hidden_layers": 4}),
+    "vit": Case(("ViTConfig", {"num_labels": 1000}), "ViTForImageClassification", {"num_hidden_layers": 4}, rows=4),
+}  # fmt: skip
+
+
+def config_of(case: Case) -> Any:
+    """The config of a row."""
+    import transformers
+
+    name, fields = case.config
+    return getattr(transformers, name)(**fields, **case.layers, architectures=[case.cls])
+
+
+def batch_of(case: Case, config: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Random tokens (or pixels) and labels."""
+    torch.manual_seed(0)
+    B, S = case.rows, case.tokens
+    if case.cls.startswith("ViT"):
+        pixels = torch.randn(B, 3, config.image_size, config.image_size, dtype=dtype)
+        return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (B,))}
+    ids = torch.randint(3, config.vocab_size, (B, S))
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if case.masked < 1.0:
+        batch["labels"][torch.rand(B, S) >= case.masked] = -100
+    if case.padded:
+        lengths = torch.linspace(S // 8, S - S // 8, B).long()[:, None]
+        batch["attention_mask"] = (torch.arange(S) < lengths).long()
+        batch["labels"].masked_fill_(batch["attention_mask"] == 0, -100)
+    return batch
+
+
+def build(case: Case, dtype: torch.dtype, ours: bool) -> Any:
+    """A model that trains."""
+    import transformers
+
+    config = config_of(case)
+    if ours:
+        from slapo_zoo import AutoScheduledModel
+
+        return AutoScheduledModel.from_config(config, dtype=dtype, seed=0).train()
+    return getattr(transformers, case.cls)._from_config(config, dtype=dtype).train()
+
+
+def stepper(model: Any, forward: Any, batch: dict[str, Any], ours: bool) -> Callable[[], None]:
+    """One whole step. Both sides have the optimizer that transformers' Trainer takes."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def run() -> None:
+        if ours:
+            model.train_step(batch)
+        else:
+            forward(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
+def alternatives(case: Case, dtype: torch.dtype, compile: bool) -> dict[str, Callable[[], None]]:
+    """Name --> its step."""
+    batch = batch_of(case, config_of(case), dtype)
+    plain = build(case, dtype, ours=False)
+    mine = build(case, dtype, ours=True)
+    found = {"plain": stepper(plain, plain, batch, False), "ours": stepper(mine, None, batch, True)}
+    if compile:
+        other = build(case, dtype, ours=False)
+        found["compile"] = stepper(other, torch.compile(other, dynamic=False), batch, False)
+    return found
+
+
+def timed(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
+    """Milliseconds of each; they run in turn, after one that warms up."""
+    # one thread: its own time, which work beside it does not lengthen
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for run in steps.values():
+        run()
+    begin = time.perf_counter()
+    for repeat in range(repeats):
+        if repeat >= 2 and time.perf_counter() - begin > MOST_SECONDS:
+            break
+        for name, run in steps.items():
+            before = clock()
+            run()
+            found[name].append(1e3 * (clock() - before))
+    return found
+
+
+def shares(step: Callable[[], None]) -> tuple[float, str]:
+    """Of our step: the share of its matrix products, and what takes most of the rest."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        step()
+    times = {e.key: e.self_cpu_time_total for e in seen.key_averages()}
+    total = sum(times.values())
+    products = sum(t for name, t in times.items() if name in PRODUCTS)
+    rest = sorted(((t, name) for name, t in times.items() if name not in PRODUCTS), reverse=True)
+    said = ", ".join(f"{name.split('::')[-1]} {100 * t / total:.0f} %" for t, name in rest[:4])
+    return products / total, said
+
+
+def peak(case: Case, dtype_name: str, ours: bool) -> int:
+    """Peak anonymous bytes of two steps, the model itself included."""
+    from slapo_zoo.weights.ledger import AnonymousPeak
+
+    dtype = getattr(torch, dtype_name)
+    with AnonymousPeak() as seen:
+        model = build(case, dtype, ours)
+        run = stepper(model, model, batch_of(case, config_of(case), dtype), ours)
+        run()
+        run()
+    return seen.growth
+
+
+def measure(name: str, case: Case, dtype_name: str, compile: bool, repeats: int) -> dict[str, Any]:
+    """One row."""
+    dtype = getattr(torch, dtype_name)
+    torch._dynamo.reset()
+    steps = alternatives(case, dtype, compile)
+    times = timed(steps, repeats)
+    share, rest = shares(steps["ours"])
+    ours = median(times["ours"])
+
+    def ratio(other: str) -> Any:  # of neighbours in time, so that a slow minute counts for both
+        pairs = zip(times[other], times["ours"], strict=True) if other in times else ()
+        return median([a / b for a, b in pairs]) if other in times else UNMEASURED
+
+    row = {"model": name, "dtype": dtype_name, "B x S": f"{case.rows} x {case.tokens}",
+           "ours ms": ours, "plain / ours": ratio("plain"), "wanted": case.targets.get(dtype_name, 1.0),
+           "compile / ours": ratio("compile"), "GEMM share": share, "rest": rest,
+           "threads": torch.get_num_threads()}  # fmt: skip
+    row["beyond"] = ["plain / ours"] if row["plain / ours"] < row["wanted"] else []
+    return row
+
+
+def keep(title: str, rows: list[dict[str, Any]]) -> None:
+    """Put rows into the file of the device; older ones of the same model and dtype go."""
+    file = MEASURED / f"{slug('cpu')}.json"
+    content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"device": "cpu"}
+    table = content.setdefault(title, [])
+    new = {(row["model"], row["dtype"]) for row in rows}
+    content[title] = [r for r in table if (r["model"], r["dtype"]) not in new] + rows
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def tiny(case: Case) -> Case:
+    """For --quick: does it run at all?"""
+    from dataclasses import replace
+
+    return replace(case, tokens=min(case.tokens, 32), rows=2)
+
+
+def memory_rows(chosen: dict[str, Case]) -> list[dict[str, Any]]:
+    """Peaks of the language models, B=8 S=512, each in a process of its own."""
+    from dataclasses import replace
+
+    from benchmarks.ranks import on_ranks
+
+    rows = []
+    for name, case in chosen.items():
+        if case.cls.startswith("ViT") or case.padded:
+            continue
+        case = replace(case, rows=8, tokens=512)
+        mine, plain = (on_ranks(peak, 1, case, "float32", ours)[0] for ours in (True, False))
+        row = {"model": name, "dtype": "float32", "ours GiB": mine / 2**30, "plain GiB": plain / 2**30,
+               "ours / plain": mine / plain, "wanted": 0.6}  # fmt: skip
+        rows.append(row | {"beyond": ["ours / plain"] if mine > 0.6 * plain else []})
+    return rows
+
+
+def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
+    """The rows of the chosen models, in both dtypes; `memory NAME` for peaks only."""
+    wanted = ONLY.removeprefix("memory ")
+    chosen = {name: case for name, case in CASES.items() if name.startswith(wanted)}
+    if quick:
+        small = {n: tiny(c) for n, c in chosen.items() if "12 layers" not in n}
+        names = list(small)[:1] if ONLY else ["gpt2"]
+        rows = [measure(n, small[n], "float32", False, 1) for n in names]
+        return {"steps": [row | {"beyond": []} for row in rows]}
+    if ONLY.startswith("memory "):
+        found = {"memory": memory_rows(chosen)}
+    else:
+        rows = [measure(n, c, d, "no-compile" not in ONLY, REPEATS)
+                for n, c in chosen.items() for d in ("float32", "bfloat16")]  # fmt: skip
+        found = {"steps": rows}
+    for title, rows in found.items():
+        keep(title, [{k: v for k, v in row.items() if k != "beyond"} for row in rows])
+    return found

@@ -1,0 +1,44 @@
+"""Attention with dropout in blocks: the values and gradients of the explicit form, in less memory."""
+
+import pytest
+import torch
+
+from slapo_zoo import dropped_attention
+from slapo_zoo.attention import CoreAttention
+from slapo_zoo.rng import RandomStream
+
+
+class Attention(torch.nn.Module):
+    is_causal = True
+
+
+def run(q, k, v, mask, p=0.3):
+    core = CoreAttention(RandomStream(7, step=2, first_row=1, num_rows=3), "a", range(2, 6)).train()
+    out, _ = core(q, k, v, mask, attention=Attention(), dropout=p)
+    scale = torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype).view(out.shape)
+    return out, torch.autograd.grad((out * scale).sum(), (q, k, v))
+
+
+def masks():
+    padded = torch.ones(3, 1, 9, 13, dtype=torch.bool)
+    padded[0, :, :, 10:] = False
+    lowest = torch.zeros(3, 1, 1, 13, dtype=torch.float64)
+    lowest[1, :, :, :4] = torch.finfo(torch.float64).min
+    return {"causal": None, "padded": padded, "additive": lowest}
+
+
+@pytest.mark.parametrize("block", [1, 200, 1 << 19])
+@pytest.mark.parametrize("kind", masks())
+def test_blocks_are_the_explicit_form(kind, block, monkeypatch):
+    q, *kv = (torch.randn(3, n, s, 8, dtype=torch.float64, requires_grad=True)
+              for n, s in ((4, 9), (2, 13), (2, 13)))  # fmt: skip
+    want, want_grads = run(q, *kv, masks()[kind])
+    monkeypatch.setattr(dropped_attention, "SMALL", 0)
+    monkeypatch.setattr(dropped_attention, "BLOCK", block)
+    found, grads = run(q, *kv, masks()[kind])
+    assert found.grad_fn is not None
+    assert type(found.grad_fn).__name__ == "_DroppedAttentionBackward"
+    torch.testing.assert_close(found, want)
+    for grad, want_grad in zip(grads, want_grads, strict=True):
+        torch.testing.assert_close(grad, want_grad)
+    assert not torch.equal(found, run(q, *kv, masks()[kind], p=0.1)[0])

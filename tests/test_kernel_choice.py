@@ -1,0 +1,171 @@
+"""The knob `kernels=`: what it picks and why, and that every pick computes what the model computed."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from heads import HEADS
+from parity import LAYOUTS, Case, batch_of, checkpoint, compare, references, scheduled, tiny_config
+from refusals import refused
+from slapo_zoo import AutoScheduledModel, Mesh, SlapoError, kernel
+from slapo_zoo.kernel_choice import choose
+from slapo_zoo.outline import Outline
+
+GPT2, BERT = HEADS["gpt2"][0], Case("BertForMaskedLM", ("tokens",))
+CASES = {family: cases[0] for family, cases in HEADS.items()}
+PARALLEL = ("gpt2", "bert", "roberta", "albert", "gpt_neo", "opt", "t5", "llama", "mt5")
+QUICK = {("2x1x1-sp", f) for f in ("gpt2", "bert", "albert", "t5")} | {
+    ("2x1x1", "gpt_neo"), ("2x1x1", "opt"), ("1x2x1", "t5"), ("2x2x1-sp", "roberta"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("kernels")
+
+
+def applicable(case):
+    """Every kernel that serves some module of a case's model."""
+    config, cls = tiny_config(case)
+    sch = Outline(config, cls, Mesh(), torch.float32).schedule
+    return list(dict.fromkeys(choice.kernel for choice in choose(sch, "auto", "cpu")))
+
+
+def cells():
+    for family in CASES:
+        for layout in ("1x1x1", "2x1x1", "2x1x1-sp", "1x2x1", "2x2x1-sp"):
+            if layout == "1x1x1" or family in PARALLEL:
+                quick = layout == "1x1x1" or (layout, family) in QUICK
+                yield pytest.param(
+                    family,
+                    layout,
+                    marks=[] if quick else [pytest.mark.slow],
+                    id=f"{family}-{layout}",
+                )
+
+
+@pytest.mark.parametrize(("family", "layout"), [*cells()])
+def test_all_kernels_equal_plain_transformers(family, layout, root, ranks):
+    """Outputs, loss, every gradient and four steps, with all kernels that apply switched on."""
+    case, sizes = CASES[family], LAYOUTS[layout]
+    folder = checkpoint(case, root)
+    truth, plains = references(case, folder)
+    world = sizes[0] * sizes[1] * sizes[2]
+    results = ranks.run(with_kernels, world, case, folder, sizes, applicable(case))
+    found = results[0][0]
+    if family == "gpt_neo":  # queries that see padding alone have no meaning: not compared
+        real = batch_of(case)["attention_mask"][..., None]
+        truth, found, *plains = (masked(result, real) for result in (truth, found, *plains))
+    compare(found, plains, truth)
+
+
+def masked(result, real):
+    return replace(result, outputs=result.outputs | {"logits": result.outputs["logits"] * real})
+
+
+def with_kernels(case, folder, sizes, names):
+    return scheduled(case, folder, sizes, kernels=names)
+
+
+def test_a_names_only_choice(root):
+    """Exactly what was asked for; the rest says that it was not."""
+    model = AutoScheduledModel.from_pretrained(checkpoint(GPT2, root), kernels="bias_gelu")
+    verdicts = {choice.kernel: choice for choice in model.schedule.kernels}
+    assert verdicts["bias_gelu"].accepted
+    assert verdicts["bias_gelu"].reason == "asked for"
+    assert verdicts["linear_cross_entropy"].reason == "not asked for"
+    steps = [str(directive) for _, directive in model.schedule.history]
+    assert steps.count("replace(new='bias_gelu')") == 1
+    assert not any("linear_cross_entropy" in step for step in steps)
+
+
+def test_reference_turns_all_off(root):
+    model = AutoScheduledModel.from_pretrained(checkpoint(GPT2, root), kernels="reference").train()
+    assert not model.schedule.kernels
+    assert not any("replace" in str(directive) for _, directive in model.schedule.history)
+    assert type(model(**batch_of(GPT2)).logits) is torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("case", "asked", "said"),
+    [
+        (GPT2, "bias_gleu", "no such kernel, there are auto, reference, batch_norm_relu_add, bias"),
+        (GPT2, ["bias_gelu", "gelu"], "kernels='gelu'"),
+        (GPT2, "t5_attention", "no module that it serves (MT5Attention, T5Attention)"),
+        (GPT2, 3, "expected auto, reference, the name of a kernel or a list of them"),
+    ],
+)
+def test_what_cannot_be_asked_for(case, asked, said, root):
+    assert said in refused(SlapoError, checkpoint(case, root), kernels=asked)
+
+
+def test_auto_follows_the_table_of_the_device(root, monkeypatch, tmp_path):
+    """A default that loses is switched off, and so is what was not measured."""
+    table = {"bias_gelu:float32:64": "ours", "linear_cross_entropy:float32:32": "torch"}
+    ratios = {"bias_gelu:float32:64": 3.0, "linear_cross_entropy:float32:32": 0.5}
+    (tmp_path / "cpu.json").write_text(json.dumps({"dispatch": table, "ratios": ratios}))
+    for name, value in (("MEASURED", tmp_path), ("_tables", {}), ("_ratios", {})):
+        monkeypatch.setattr(kernel, name, value)
+    model = AutoScheduledModel.from_pretrained(checkpoint(GPT2, root))
+    found = {choice.kernel: (choice.accepted, choice.reason) for choice in model.schedule.kernels}
+    assert found["bias_gelu"][0]
+    assert found["linear_cross_entropy"] == (
+        False, "the best alternative takes 0.50 times as long (linear_cross_entropy:float32:32 on cpu)",
+    )  # fmt: skip
+    assert found["layer_norm"] == (False, "unmeasured on cpu in float32")
+
+
+def of(case, root, kernels):
+    torch.manual_seed(0)
+    return AutoScheduledModel.from_pretrained(
+        checkpoint(case, root), auto_class=case.cls, kernels=kernels
+    ).train()
+
+
+@pytest.mark.parametrize(("case", "name"), [(GPT2, "linear_cross_entropy"), (BERT, "sparse_mlm_head_loss")])  # fmt: skip
+def test_logits_are_there_when_somebody_reads_them(case, name, root):
+    """In a plain forward: untouched by the loss, right when read, part of a loss of one's own."""
+    plain, model = of(case, root, "reference"), of(case, root, name)
+    batch = batch_of(case)
+    want, found = plain(**batch), model(**batch)
+    torch.testing.assert_close(found.loss, want.loss)
+    assert found.logits.untouched()
+    assert found.logits.shape == want.logits.shape
+    (found.loss + found.logits.square().mean()).backward()
+    (want.loss + want.logits.square().mean()).backward()
+    for (path, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), path
+        if p.grad is not None:
+            torch.testing.assert_close(q.grad, p.grad, atol=2e-6, rtol=1e-4, msg=path)
+    torch.testing.assert_close(found.logits.detach(), want.logits.detach())
+    assert type(model.eval()(**batch).logits) is torch.Tensor
+
+
+def test_logits_that_are_read_too_late(root):
+    """The weights have moved on: an error, not logits of another step."""
+    model = of(GPT2, root, "linear_cross_entropy")
+    output = model(**batch_of(GPT2))
+    output.loss.backward()
+    torch.optim.AdamW(model.parameters()).step()
+    with pytest.raises(SlapoError, match="the weights have changed since"):
+        output.logits.argmax(-1)
+
+
+def test_logits_of_a_training_step(root):
+    """`return_logits` and micro-batches: as without the kernel."""
+    outputs = []
+    for kernels in ("reference", "linear_cross_entropy"):
+        model = of(GPT2, root, kernels)
+        outputs.append(model.train_step(batch_of(GPT2), micro_batches=2, return_logits=True))
+    torch.testing.assert_close(outputs[1].loss, outputs[0].loss)
+    torch.testing.assert_close(outputs[1].logits, outputs[0].logits)
+
+
+def test_a_program_with_kernels_is_replayed_in_a_new_process(root):
+    """The names are looked up in the registry, whether its files were imported or not."""
+    model = of(GPT2, root, ["bias_gelu", "linear_cross_entropy"])
+    steps = [step for step in model.schedule.history if step[1].name == "replace"]
+    again = AutoScheduledModel.from_pretrained(checkpoint(GPT2, root), schedule=steps)
+    assert again.schedule.history == steps
