@@ -1,0 +1,64 @@
+"""Pictures of what was measured with a card: throughput.png and memory.png, beside the baselines."""
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+PICTURES = {  # measure of bench.json --> (file, what the axis says)
+    "tokens_per_s": ("throughput.png", "tokens per second"),
+    "peak_memory_gib": ("memory.png", "peak memory, GiB"),
+}
+
+
+def pictures_of(bench: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(file, what it shows) of every picture that the figures allow; of what is unmeasured there is none."""
+    return [PICTURES[measure] for measure in PICTURES if len(_bars(bench, measure)) > 0]
+
+
+def draw(bench: Mapping[str, Any]) -> dict[str, bytes]:
+    """The pictures as PNG files, by name.
+
+    Args:
+        bench: of a card: measure --> value or "unmeasured"; "baselines" is name --> measure --> value.
+
+    Raises:
+        ImportError: something was measured, and matplotlib is not installed.
+    """
+    found = {}
+    for measure, (name, label) in PICTURES.items():
+        if bars := _bars(bench, measure):
+            found[name] = _bar_chart(bars, label, str(bench.get("device", "")))
+    return found
+
+
+def _bars(bench: Mapping[str, Any], measure: str) -> dict[str, float]:
+    """This schedule's figure and those of the baselines; none without the first."""
+    own = bench.get(measure)
+    if not _is_number(own):
+        return {}
+    others = bench.get("baselines")
+    rows = others.items() if isinstance(others, Mapping) else ()
+    beside = {str(n): r[measure] for n, r in rows if isinstance(r, Mapping) and _is_number(r.get(measure))}  # fmt: skip
+    return {"this schedule": float(own), **beside}  # pyright: ignore[reportArgumentType]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _bar_chart(bars: Mapping[str, float], label: str, device: str) -> bytes:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.0, 0.6 + 0.4 * len(bars)), layout="constrained")
+    FigureCanvasAgg(figure)  # draws without a display, and without the state of pyplot
+    axes = figure.add_subplot()
+    found = axes.barh(list(bars), list(bars.values()), color=["#2b6cb0", *["#a0aec0"] * len(bars)])
+    axes.bar_label(found, fmt="{:,.4g}", padding=3)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set_xlabel(label)
+    axes.set_title(device, fontsize="small", loc="left", parse_math=False)
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=120, metadata={"Software": None})
+    return data.getvalue()

@@ -1,0 +1,42 @@
+"""Pictures of a card: of what was measured, and of nothing else."""
+
+from dataclasses import replace
+
+from slapo_zoo.cards.card import UNMEASURED, read_card
+from slapo_zoo.cards.make import zoo_card
+from slapo_zoo.cards.pictures import draw
+from slapo_zoo.locate import config_of
+from slapo_zoo.mesh import Mesh
+
+BENCH = {
+    "device": "2 cores <b>$x$", "step_ms_p50": 10.0, "tokens_per_s": 1000, "peak_memory_gib": UNMEASURED,
+    "baselines": {"plain": {"tokens_per_s": 800.0, "peak_memory_gib": 3.0}, "other": UNMEASURED},
+}  # fmt: skip
+
+
+def card():
+    config, head = config_of("gpt2")
+    return zoo_card(config, head, Mesh(tp=2), "gpt2", any_size=True)
+
+
+def test_nothing_measured_nothing_drawn(tmp_path):
+    card().write(tmp_path)
+    assert not list(tmp_path.glob("*.png"))
+    assert "![" not in (tmp_path / "README.md").read_text()
+
+
+def test_what_was_measured_is_drawn(tmp_path):
+    replace(card(), bench={**BENCH, "device": "2 cores"}).write(tmp_path)
+    assert [path.name for path in tmp_path.glob("*.png")] == ["throughput.png"]
+    assert (tmp_path / "throughput.png").read_bytes().startswith(b"\x89PNG")
+    assert "![tokens per second](throughput.png)" in (tmp_path / "README.md").read_text()
+    assert read_card(tmp_path).bench["tokens_per_s"] == 1000
+
+
+def test_the_picture_shows_the_figures():
+    """Other figures, another picture; the same ones, the same bytes. Text from a card is no markup."""
+    first, again = draw(BENCH), draw(dict(BENCH))
+    assert first == again
+    assert draw({**BENCH, "tokens_per_s": 10}) != first
+    assert set(draw({**BENCH, "peak_memory_gib": 2})) == {"throughput.png", "memory.png"}
+    assert draw({**BENCH, "tokens_per_s": True, "peak_memory_gib": "9"}) == {}
