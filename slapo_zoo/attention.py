@@ -1,6 +1,7 @@
 """The attention seam: `transformers` calls our function, which calls the child `core_attn`."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from slapo_zoo import dropped_attention
 from slapo_zoo.attention_backends import BACKENDS, find_backend, implementation
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.rng import RandomStream, dropout
+from slapo_zoo.rng import RandomStream, dropout, hashed_cells
 
 ATTRIBUTE = "core_attn"
 
@@ -69,6 +70,8 @@ class CoreAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
         """Shapes: q [B, H, S, d], k and v [B, K, T, d], mask broadcasts to [B, 1, S, T]."""
+        if self.stream.real_tokens is not None:
+            return self._within_rows(q, k, v, attention, dropout, scaling), None
         if not (self.training and dropout):
             run = self.backend.run
             return run(attention, q, k, v, mask, dropout=0.0, scaling=scaling, **kwargs)
@@ -81,6 +84,31 @@ class CoreAttention(nn.Module):
         causal = getattr(attention, "is_causal", True) if causal is None else causal
         bias, cap = kwargs.get("position_bias"), kwargs.get("softcap")
         return self._dropped(q, k, v, mask, bias, dropout, scaling, causal, cap), None
+
+    def _within_rows(
+        self, q: Tensor, k: Tensor, v: Tensor, attention: nn.Module, p: float, scaling: float | None
+    ) -> Tensor:
+        """All real tokens of the batch stand in one row: each sees those of its own batch row."""
+        real: Any = self.stream.real_tokens
+        p = p if self.training else 0.0
+        seeds = self.stream.cells(len(real), self.site, self.heads) if p else []
+        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+        found, start, H = [], 0, q.shape[1]
+        for row, count in enumerate(real.sum(1).tolist()):
+            part = [x[:, :, start : start + count] for x in (q, k, v)]
+            start += count
+            if p:
+                draw = partial(
+                    _draw_some,
+                    real[row],
+                    self.stream.draw_cells if q.device.type == "cpu" else hashed_cells,
+                )
+                mine = seeds[row * H : (row + 1) * H]
+                found.append(dropped_attention.dropped_attention(*part, None, p, scale, mine, draw))
+            else:
+                options = {"dropout": 0.0, "scaling": scale, "is_causal": False}
+                found.append(self.backend.run(attention, *part, None, **options)[0])
+        return torch.cat(found, 1)
 
     def _dropped(self, q, k, v, mask, bias, p, scaling, causal, cap) -> Tensor:
         """The explicit form: torch's fused attention offers no way to choose the dropout mask."""
@@ -104,6 +132,17 @@ class CoreAttention(nn.Module):
         probabilities = scores.softmax(-1)  # in fp32 inside, also for bf16 scores
         probabilities = dropout(probabilities, p, self.stream, self.site, self.heads)
         return (probabilities @ v).transpose(1, 2).contiguous()
+
+
+def _draw_some(real: Tensor, draw: Any, like: Tensor, p: float, seeds: list[int]) -> Tensor:
+    """The mask of the real tokens of a row: a part of that of all."""
+    S = len(real)
+    whole = draw(like.new_empty(()).expand(len(seeds), S, S), p, seeds)
+    count = like.shape[-1]
+    if bool(real[:count].all()):
+        return whole[:, :count, :count]
+    at = real.nonzero()[:, 0]
+    return whole[:, at][:, :, at]
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -43,6 +43,8 @@ class State:
     sequence_parallel: bool = False  # some directive divides tokens
     tokens_divided: bool = False  # they are divided in the current forward
     traffic: Traffic | None = None  # of a rehearsal that counts
+    unpads: bool = False  # some kernel leaves padding out
+    real_tokens: Tensor | None = None  # [B, S] of the current forward, where it may
 
     def __post_init__(self):
         self.index()

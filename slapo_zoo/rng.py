@@ -42,6 +42,16 @@ class RandomStream:
     step: int = 0
     first_row: int = 0
     num_rows: int = 0
+    real_tokens: Tensor | None = None  # [B, S], while all that are real stand in one row
+
+    @contextmanager
+    def packing(self, real: Tensor) -> Iterator[None]:
+        """Within it, a mask for [1, N, ...] is that of the real tokens of [B, S, ...]."""
+        self.real_tokens = real
+        try:
+            yield
+        finally:
+            self.real_tokens = None
 
     def position(self) -> tuple[int, int, int]:
         """What a recomputation must restore to draw the same masks."""
@@ -66,6 +76,13 @@ class RandomStream:
             site: path of the module that drops; two sites are independent.
             heads: global indices of axis 1, whose cells are drawn one by one.
         """
+        real = self.real_tokens
+        if real is not None:
+            whole = x.new_empty(()).expand(*real.shape, *x.shape[2:])
+            return self._mask(whole, p, site, heads)[real][None]
+        return self._mask(x, p, site, heads)
+
+    def _mask(self, x: Tensor, p: float, site: str, heads: Sequence[int]) -> Tensor:
         draw = self.draw_cells if x.device.type == "cpu" else hashed_cells
         keep = draw(x, p, self.cells(x.shape[0], site, heads))
         return keep.div_(1.0 - p) if p < 1.0 else keep

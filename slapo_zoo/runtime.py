@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from slapo_zoo.data_parallel import DataParallel
 from slapo_zoo.errors import MeshError
 from slapo_zoo.pipeline import Pipeline, split_batch
@@ -14,6 +16,8 @@ from slapo_zoo.placement import TensorSpec
 from slapo_zoo.schedule import Schedule
 from slapo_zoo.weights.keys import KeyMap
 from slapo_zoo.weights.ledger import Ledger
+
+WORTH_UNPADDING = 0.9  # share of real tokens up to which moving them is cheaper
 
 
 @dataclass
@@ -89,6 +93,30 @@ def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
             stacklevel=4,
         )
     return divide
+
+
+def real_tokens(model: Any, batch: Mapping[str, Any]) -> Tensor | None:
+    """Which tokens are real [B, S], where a kernel may leave the others out: nothing reads them.
+
+    That is where a loss over tokens ignores every label at padding.
+    """
+    state = model._slapo.schedule.state
+    mask, labels = batch.get("attention_mask"), batch.get("labels")
+    if not (state.unpads and model.training and isinstance(mask, Tensor) and mask.ndim == 2):
+        return None
+    over_tokens = model.unscheduled_class.__name__.endswith(
+        ("ForMaskedLM", "ForTokenClassification")
+    )
+    if not over_tokens or labels is None or labels.shape != mask.shape:
+        return None
+    config = model.config
+    shown = any(batch.get(name) or getattr(config, name, False)
+                for name in ("output_hidden_states", "output_attentions", "is_decoder"))  # fmt: skip
+    if shown or state.checkpointed or state.tokens_divided or model.mesh.pp > 1:
+        return None
+    real = mask.bool()
+    ignored = bool((labels[~real] == -100).all()) and bool(real.any(1).all())
+    return real if ignored and int(real.sum()) <= WORTH_UNPADDING * real.numel() else None
 
 
 def takes_cache(runtime: Runtime) -> bool:

@@ -17,7 +17,14 @@ from slapo_zoo.generation import Generates, refuse_cache, with_source
 from slapo_zoo.input_guard import INTERVAL
 from slapo_zoo.mesh import Mesh
 from slapo_zoo.pipeline import pipeline_forward
-from slapo_zoo.runtime import Runtime, count_rows, refuse_divided, takes_cache, tokens_divide
+from slapo_zoo.runtime import (
+    Runtime,
+    count_rows,
+    real_tokens,
+    refuse_divided,
+    takes_cache,
+    tokens_divide,
+)
 from slapo_zoo.schedule import Schedule
 from slapo_zoo.training_step import train_step
 from slapo_zoo.vocab_logits import VocabLogits
@@ -334,6 +341,7 @@ def _forward(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if runtime.schedule.state.checkpointed:
             batch["use_cache"] = False  # a recomputation would append to the cache once more
     runtime.schedule.state.tokens_divided = tokens_divide(model, batch)
+    runtime.schedule.state.real_tokens = real_tokens(model, batch)
     refuse_divided(model, batch, pp=mesh.pp)
     run = functools.partial(_run_own, model, runtime)
     if runtime.pipeline is None:

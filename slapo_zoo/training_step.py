@@ -15,7 +15,14 @@ from slapo_zoo.input_guard import check_batch
 from slapo_zoo.losses import LABELS, GlobalMeans, count_targets
 from slapo_zoo.mesh import Mesh
 from slapo_zoo.pipeline import ROWS, Pipeline, share_output, split_batch
-from slapo_zoo.runtime import Runtime, count_rows, refuse_divided, takes_cache, tokens_divide
+from slapo_zoo.runtime import (
+    Runtime,
+    count_rows,
+    real_tokens,
+    refuse_divided,
+    takes_cache,
+    tokens_divide,
+)
 from slapo_zoo.vocab_logits import VocabLogits
 
 
@@ -48,6 +55,7 @@ def train_step(
     def run(part: Mapping[str, Any], part_rows: Tensor) -> Tensor:
         """The loss of one micro-batch, its means taken over the whole batch."""
         place = stream.at(step, int(part_rows[0]), len(part_rows))
+        runtime.schedule.state.real_tokens = real_tokens(model, part)
         with place, GlobalMeans(totals[:-1]) if is_part else nullcontext():
             output = runtime.data_parallel.run(model, dict(part))
         if kept is not None:

@@ -169,3 +169,41 @@ def test_a_program_with_kernels_is_replayed_in_a_new_process(root):
     steps = [step for step in model.schedule.history if step[1].name == "replace"]
     again = AutoScheduledModel.from_pretrained(checkpoint(GPT2, root), schedule=steps)
     assert again.schedule.history == steps
+
+
+def unpadding(root, kernels, p, options, sizes=(1, 1, 1)):
+    """Loss and gradients of a padded batch in training, and whether padding was left out."""
+    case = replace(BERT, dropout=p)
+    model = AutoScheduledModel.from_pretrained(
+        checkpoint(case, root), tp=sizes[0], auto_class=case.cls, kernels=kernels, seed=3, dtype="float64"
+    ).train()  # fmt: skip
+    batch = batch_of(case)
+    seen = []
+    layer = model.bert.encoder.layer[0]
+    layer.register_forward_pre_hook(lambda module, args: seen.append(tuple(args[0].shape[:2])))
+    batch |= options
+    loss = model.train_step(batch, micro_batches=2)
+    return loss, model.consolidated_state_dict(grads=True), seen
+
+
+@pytest.mark.parametrize("p", [0.0, 0.2])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1)])
+def test_padding_is_left_out(p, sizes, root, ranks):
+    """The loss, the dropout masks and every gradient are those of the padded run."""
+    names = ["unpadded_encoder", "sparse_mlm_head_loss", "bias_dropout_residual_layer_norm"]
+    want, want_grads, whole = ranks.run(unpadding, sizes[0], root, "reference", p, {}, sizes)[0]
+    loss, grads, seen = ranks.run(unpadding, sizes[0], root, names, p, {}, sizes)[0]
+    assert [shape[0] for shape in seen] == [1, 1]
+    assert whole == [(2, 12), (2, 12)]
+    torch.testing.assert_close(loss, want)
+    assert grads.keys() == want_grads.keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, want_grads[name], msg=name)
+
+
+def test_padding_that_counts_stays(root):
+    """A label at padding, or hidden states that are asked for: nothing is left out."""
+    labels = torch.randint(3, 99, (4, 12))
+    for options in ({"labels": labels}, {"output_hidden_states": True}):
+        _, _, seen = unpadding(root, "unpadded_encoder", 0.0, options)
+        assert seen == [(2, 12), (2, 12)]

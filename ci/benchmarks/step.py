@@ -2,7 +2,8 @@
 
 The alternatives of a row take turns in one process, and what counts is their ratio. The floor is the time
 that our step spends in its own matrix products. Peaks are anonymous memory of new processes, B=8 S=512.
-`--only NAME` runs the models whose name begins so; rows are kept in hub_cards/bench/<device>.json.
+`--only NAMES` runs the models whose names begin so, "NAMES eager" without torch.compile, "memory NAMES" the
+peaks, NAME:dtype one dtype; rows are kept in hub_cards/bench/<device>.json.
 """
 
 import json
@@ -15,9 +16,10 @@ from typing import Any
 import torch
 
 from slapo_zoo.kernel import MEASURED, UNMEASURED, slug
+from slapo_zoo.kernel_times import GAIN
 
 ONLY = ""
-REPEATS, MOST_SECONDS = 7, 100.0
+REPEATS, MOST_SECONDS = 7, 8.0
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmm_", "aten::baddbmm_",
             "aten::mkldnn_convolution", "aten::convolution_backward")  # fmt: skip
 WIDE = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
@@ -54,7 +56,7 @@ CASES = {
     "bert 12 layers": Case(BERT, "BertForMaskedLM", {}, masked=0.15, targets={"float32": 1.2, "bfloat16": 1.2}),
     "gpt2 12 layers": Case(GPT2, "GPT2LMHeadModel", {}, targets={"float32": 1.1, "bfloat16": 1.2}),
     "bert": Case(BERT, "BertForMaskedLM", {"num_hidden_layers": 4}, masked=0.15),
-    "padded bert": Case(BERT, "BertForMaskedLM", {"num_hidden_layers": 4}, rows=8, masked=0.15, padded=True, targets={"float32": 1.5, "bfloat16": 1.5}),
+    "padded bert": Case(BERT, "BertForMaskedLM", {"num_hidden_layers": 4}, rows=4, masked=0.15, padded=True, targets={"float32": 1.5, "bfloat16": 1.5}),
     "roberta 12 layers": Case(("RobertaConfig", {"vocab_size": 50265, "max_position_embeddings": 514}), "RobertaForMaskedLM", {}, masked=0.15, targets={"float32": 1.25, "bfloat16": 1.25}),
     "albert": Case(("AlbertConfig", WIDE), "AlbertForMaskedLM", {"num_hidden_layers": 4}, masked=0.15),
     "gpt2": Case(GPT2, "GPT2LMHeadModel", {"n_layer": 4}),
@@ -93,15 +95,24 @@ def batch_of(case: Case, config: Any, dtype: torch.dtype) -> dict[str, torch.Ten
     return batch
 
 
-def build(case: Case, dtype: torch.dtype, ours: bool) -> Any:
-    """A model that trains."""
+UNPADDED = "unpadded_encoder"  # no function of tensors: whole steps say whether it pays
+
+
+def build(case: Case, dtype: torch.dtype, ours: bool, unpadded: bool = True) -> Any:
+    """A model that trains; ours with the kernels of "auto", in a padded case with or without UNPADDED."""
     import transformers
 
     config = config_of(case)
     if ours:
-        from slapo_zoo import AutoScheduledModel
+        from slapo_zoo import AutoScheduledModel, Mesh
+        from slapo_zoo.outline import Outline
 
-        return AutoScheduledModel.from_config(config, dtype=dtype, seed=0).train()
+        kernels: Any = "auto"
+        if case.padded:
+            found = Outline(config, None, Mesh(), dtype, kernels="auto").schedule.kernels
+            kernels = {c.kernel for c in found if c.accepted} - {UNPADDED}
+            kernels = sorted(kernels | ({UNPADDED} if unpadded else set()))
+        return AutoScheduledModel.from_config(config, dtype=dtype, seed=0, kernels=kernels).train()
     return getattr(transformers, case.cls)._from_config(config, dtype=dtype).train()
 
 
@@ -126,6 +137,9 @@ def alternatives(case: Case, dtype: torch.dtype, compile: bool) -> dict[str, Cal
     plain = build(case, dtype, ours=False)
     mine = build(case, dtype, ours=True)
     found = {"plain": stepper(plain, plain, batch, False), "ours": stepper(mine, None, batch, True)}
+    if case.padded:
+        whole = build(case, dtype, ours=True, unpadded=False)
+        found["padding kept"] = stepper(whole, None, batch, True)
     if compile:
         other = build(case, dtype, ours=False)
         found["compile"] = stepper(other, torch.compile(other, dynamic=False), batch, False)
@@ -194,17 +208,25 @@ def measure(name: str, case: Case, dtype_name: str, compile: bool, repeats: int)
            "ours ms": ours, "plain / ours": ratio("plain"), "wanted": case.targets.get(dtype_name, 1.0),
            "compile / ours": ratio("compile"), "GEMM share": share, "rest": rest,
            "threads": torch.get_num_threads()}  # fmt: skip
+    if case.padded:
+        row["padding kept / ours"] = ratio("padding kept")
     row["beyond"] = ["plain / ours"] if row["plain / ours"] < row["wanted"] else []
     return row
 
 
 def keep(title: str, rows: list[dict[str, Any]]) -> None:
     """Put rows into the file of the device; older ones of the same model and dtype go."""
+    rows = [{k: v for k, v in row.items() if k != "beyond"} for row in rows]
     file = MEASURED / f"{slug('cpu')}.json"
     content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"device": "cpu"}
     table = content.setdefault(title, [])
     new = {(row["model"], row["dtype"]) for row in rows}
     content[title] = [r for r in table if (r["model"], r["dtype"]) not in new] + rows
+    for row in rows:
+        if ratio := row.get("padding kept / ours"):
+            key = f"{UNPADDED}:{row['dtype']}:1024"
+            content.setdefault("dispatch", {})[key] = "ours" if ratio >= GAIN else "torch"
+            content.setdefault("ratios", {})[key] = round(ratio, 3)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
@@ -228,16 +250,23 @@ def memory_rows(chosen: dict[str, Case]) -> list[dict[str, Any]]:
             continue
         case = replace(case, rows=8, tokens=512)
         mine, plain = (on_ranks(peak, 1, case, "float32", ours)[0] for ours in (True, False))
-        row = {"model": name, "dtype": "float32", "ours GiB": mine / 2**30, "plain GiB": plain / 2**30,
+        row: dict[str, Any] = {"model": name, "dtype": "float32", "ours GiB": mine / 2**30, "plain GiB": plain / 2**30,
                "ours / plain": mine / plain, "wanted": 0.6}  # fmt: skip
         rows.append(row | {"beyond": ["ours / plain"] if mine > 0.6 * plain else []})
+        keep("memory", rows[-1:])
     return rows
 
 
+def _dtypes(name: str, wanted: list[str]) -> list[str]:
+    """What is wanted of a model by words "NAME" or "NAME:dtype"."""
+    found = [word.partition(":")[2] for word in wanted if name.startswith(word.partition(":")[0])]
+    return [d for d in ("float32", "bfloat16") if d in found or "" in found]
+
+
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """The rows of the chosen models, in both dtypes; `memory NAME` for peaks only."""
-    wanted = ONLY.removeprefix("memory ")
-    chosen = {name: case for name, case in CASES.items() if name.startswith(wanted)}
+    """The rows of the chosen models, in both dtypes."""
+    wanted = ONLY.removeprefix("memory ").removesuffix(" eager").split(",")
+    chosen = {name: case for name, case in CASES.items() if _dtypes(name, wanted)}
     if quick:
         small = {n: tiny(c) for n, c in chosen.items() if "12 layers" not in n}
         names = list(small)[:1] if ONLY else ["gpt2"]
@@ -246,9 +275,10 @@ def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
     if ONLY.startswith("memory "):
         found = {"memory": memory_rows(chosen)}
     else:
-        rows = [measure(n, c, d, "no-compile" not in ONLY, REPEATS)
-                for n, c in chosen.items() for d in ("float32", "bfloat16")]  # fmt: skip
-        found = {"steps": rows}
-    for title, rows in found.items():
-        keep(title, [{k: v for k, v in row.items() if k != "beyond"} for row in rows])
+        found = {"steps": []}
+        for name, case in chosen.items():
+            for dtype in _dtypes(name, wanted):
+                row = measure(name, case, dtype, not ONLY.endswith(" eager"), REPEATS)
+                found["steps"].append(row)
+                keep("steps", [row])  # a run that is cut short keeps what it has
     return found

@@ -1,0 +1,83 @@
+"""unpadded_encoder: the layers of a BERT-like encoder run on the real tokens of a padded batch alone.
+
+All tokens stand behind one another in one row while the layers run; attention looks within each row of
+the batch (`core_attn` knows where they begin). B batch rows, S tokens, N real tokens of all rows.
+"""
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.kernel import register_kernel
+
+SHAPES = [(1, 5, 16), (3, 7, 24), (2, 33, 16)]
+SERVES = ("BertEncoder", "RobertaEncoder", "AlbertTransformer")
+
+
+def reference(x: Tensor, real: Tensor, layers: Callable[[Tensor], Tensor]) -> Tensor:
+    """The definition: all tokens pass, and what comes out where there was none does not count."""
+    return layers(x) * real[..., None]
+
+
+def inputs(B: int, S: int, D: int, **like: Any) -> dict[str, Any]:
+    """Random arguments of one test shape; the last row has one token."""
+    real = torch.arange(S) < torch.tensor([[S]] * (B - 1) + [[1]])
+    return {
+        "x": torch.randn(B, S, D, **like),
+        "real": real.to(like.get("device")),
+        "layers": torch.tanh,
+    }
+
+
+def unpadded(x: Tensor, real: Tensor, layers: Callable[[Tensor], Tensor]) -> Tensor:
+    """layers(x) [B, S, D'], 0 where a token is not real.
+
+    Args:
+        x: [B, S, D].
+        real: [B, S], bool.
+        layers: [1, N, D] --> [1, N, D'].
+    """
+    if torch.compiler.is_compiling():  # no shape may depend on data
+        return reference(x, real, layers)
+    at = real.flatten().nonzero()[:, 0]
+    y = layers(x.flatten(0, 1).index_select(0, at)[None])[0]
+    return y.new_zeros((real.numel(), y.shape[-1])).index_copy(0, at, y).view(*real.shape, -1)
+
+
+def _refuses(module: Any) -> str:
+    kinds = ", ".join(SERVES)
+    known = any(cls.__name__ in SERVES for cls in type(module).__mro__)
+    return "" if known else f"found {type(module).__name__}, unpadded_encoder serves {kinds}"
+
+
+def _install(site: Any, **options: Any) -> None:
+    state, own = site.state, type(site.module).forward
+    state.unpads = True
+
+    def forward(
+        module: Any, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any
+    ) -> Any:
+        real = state.real_tokens
+        if real is None or hidden_states.shape[:2] != real.shape:
+            return own(module, hidden_states, attention_mask, **kwargs)
+        outputs = []
+
+        def layers(rows: Tensor) -> Tensor:
+            outputs.append(own(module, rows, None, **kwargs))
+            return outputs[0].last_hidden_state
+
+        with state.random.packing(real):
+            found = unpadded(hidden_states, real, layers)
+        outputs[0].last_hidden_state = found
+        return outputs[0]
+
+    site.module.forward = MethodType(forward, site.module)
+
+
+register_kernel(
+    "unpadded_encoder", _refuses, serves=dict.fromkeys(SERVES, unpadded), entry=unpadded,
+    reference=reference, inputs=inputs, shapes=tuple(SHAPES), paths={"cpu": "real tokens only", "cuda": "the same"},
+)(_install)  # fmt: skip
