@@ -34,7 +34,7 @@ def measure(device: str | None, ranks: int = 2) -> Hardware:
     )
     return Hardware(
         name, f"measured with torch {torch.__version__}", rates, copy_rate(on), launch_time(on), link,
-        link, per_node=per_node, memory=float(memory), reserved=1.5 * GIB if cuda else 24 * 2**20,
+        link, per_node=per_node, memory=float(memory), reserved=1.5 * GIB if cuda else 16 * 2**20,
         foreach=cuda,
     )  # fmt: skip
 

@@ -86,7 +86,7 @@ HARDWARE = {
     "v100": data_sheet("NVIDIA V100 SXM2", 125e12, 0.9e12, 150e9, 12.5e9, 16 * GIB),
     # one thread of a server core; `slapo-zoo calibrate` replaces it by this machine's figures
     "cpu": Hardware("CPU", "a server core, rounded", {"float32": 5e10, "bfloat16": 5e10}, 8e9, 4e-6,
-                    2e9, 1e9, 5e-5, 1, 16 * GIB, 24 * 2**20, 2.0, False),
+                    2e9, 1e9, 5e-5, 1, 16 * GIB, 16 * 2**20, 2.0, False),
 }  # fmt: skip
 
 
