@@ -15,6 +15,7 @@ from slapo_zoo.commands.plan_search import calibrate
 from slapo_zoo.commands.reshard import reshard
 from slapo_zoo.commands.show import show
 from slapo_zoo.commands.train import train
+from slapo_zoo.commands.tune import tune
 from slapo_zoo.commands.verify import verify
 from slapo_zoo.commands.version import show_version
 from slapo_zoo.report import readable_errors
@@ -28,6 +29,7 @@ app.command("show")(show)
 app.command("reshard")(reshard)
 app.command("train")(train)
 app.command("bench")(bench)
+app.command("tune")(tune)
 app.command("verify")(verify)
 app.command("demo")(demo)
 app.command("version")(show_version)

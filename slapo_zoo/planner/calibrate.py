@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from slapo_zoo.launch import run_local
-from slapo_zoo.planner.hardware import GIB, Hardware
+from slapo_zoo.planner.hardware import CPU_SCRATCH, GIB, Hardware
 
 SIZE, ELEMENTS, REPEATS = 1024, 1 << 22, 7
 BUCKET = 32 << 20  # bytes of a sum over ranks
@@ -34,8 +34,8 @@ def measure(device: str | None, ranks: int = 2) -> Hardware:
     )
     return Hardware(
         name, f"measured with torch {torch.__version__}", rates, copy_rate(on), launch_time(on), link,
-        link, per_node=per_node, memory=float(memory), reserved=1.5 * GIB if cuda else 16 * 2**20,
-        foreach=cuda,
+        link, per_node=per_node, memory=float(memory), reserved=1.5 * GIB if cuda else 5 * 2**20,
+        foreach=cuda, scratch=0.0 if cuda else CPU_SCRATCH,
     )  # fmt: skip
 
 

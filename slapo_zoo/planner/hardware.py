@@ -8,6 +8,7 @@ from pathlib import Path
 from slapo_zoo.errors import SlapoError
 
 GIB = 2**30
+CPU_SCRATCH = 13.0  # fitted to what `ci/bench.py memory` measured
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Hardware:
         reserved: bytes that libraries and the context take on each device.
         optimizer_copies: temporaries of the optimizer's step: of the largest parameter, or (foreach
             on CUDA) of all of them when `foreach`.
+        scratch: short-lived memory inside of operations, which a rehearsal cannot see, in units of what a
+            block returns for a micro-batch.
         foreach: whether torch's optimizers take their many-tensor form here.
     """
 
@@ -44,6 +47,7 @@ class Hardware:
     reserved: float = 1.5 * GIB
     optimizer_copies: float = 2.0
     foreach: bool = True
+    scratch: float = 0.0
 
     def flops(self, dtype: str) -> float:
         """Operations per second in a dtype; the nearest known one where it was not measured."""
@@ -86,7 +90,7 @@ HARDWARE = {
     "v100": data_sheet("NVIDIA V100 SXM2", 125e12, 0.9e12, 150e9, 12.5e9, 16 * GIB),
     # one thread of a server core; `slapo-zoo calibrate` replaces it by this machine's figures
     "cpu": Hardware("CPU", "a server core, rounded", {"float32": 5e10, "bfloat16": 5e10}, 8e9, 4e-6,
-                    2e9, 1e9, 5e-5, 1, 16 * GIB, 16 * 2**20, 2.0, False),
+                    2e9, 1e9, 5e-5, 1, 16 * GIB, 5 * 2**20, 2.0, False, CPU_SCRATCH),
 }  # fmt: skip
 
 

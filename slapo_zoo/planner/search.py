@@ -159,6 +159,9 @@ class Planner:
         stages, times = zip(*self._stages_of(layout), strict=True)
         places = StageMap.make(layout.pipeline_order, layout.pp,
                                layout.stages_per_rank if layout.stages_per_rank > 1 else None)  # fmt: skip
+        profile = self.profile(layout.tp, layout.sequence_parallel)
+        uses = zip(profile.units, profile.uses(layout.rows), strict=True)
+        scratch = self.hardware.scratch * max(use.output for unit, use in uses if unit.is_block)
         ranks = []
         for rank in range(layout.pp):
             mine = places.stages_of(rank)
@@ -166,6 +169,7 @@ class Planner:
                              layout.micro_batches, rank)  # fmt: skip
             found = rank_memory([stages[i] for i in mine], held, layout.micro_batches, layout.dp,
                                 self.hardware.optimizer_copies)  # fmt: skip
+            found = replace(found, total=found.total + scratch, working=found.working + scratch)
             ranks.append(self._with_foreach(found))
         fullest = max(range(layout.pp), key=lambda rank: ranks[rank].total)
         step = step_time(times, layout, ranks[fullest].weights, self.hardware)

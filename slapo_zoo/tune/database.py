@@ -68,6 +68,10 @@ class Database:
     def __getitem__(self, key: str) -> Any:
         return self.db[key]
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """The result of a key, or the default."""
+        return self.db.get(key, default)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.db)
 

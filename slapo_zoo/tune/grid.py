@@ -48,11 +48,13 @@ class Grid:
         off = np.abs(self.index[chosen] - np.asarray(wanted)) / spans
         return int(chosen[off.sum(1).argmin()])
 
-    def coordinates(self) -> np.ndarray:
+    def coordinates(self, without: Sequence[str] = ()) -> np.ndarray:
         """[points, symbols and categories] in 0..1: numbers scaled, one column per category."""
         columns = []
         for j, name in enumerate(self.names):
             values = self.values[name]
+            if name in without:
+                continue
             if len(values) > 1 and all(is_number(v) for v in values):
                 columns.append(_scaled(np.array(values, dtype=float))[self.index[:, j]])
                 continue
@@ -97,6 +99,26 @@ class Grid:
         wanted += [(low + high) // 2] * bool(axes)
         place = {tuple(row): i for i, row in enumerate(self.index.tolist())}
         return [place[tuple(row.tolist())] for row in wanted if tuple(row.tolist()) in place]
+
+    def memory_terms(self) -> np.ndarray:
+        """[points, terms] of which peak memory is a sum: a constant, the rows, and rows times the rest.
+
+        What recomputation or a kernel saves, it saves per row. Without a symbol that counts rows,
+        every symbol is a term.
+        """
+        counts = [
+            n
+            for n in self.names
+            if self.memory.get(n, 0) > 0 and all(map(is_number, self.values[n]))
+        ]
+        columns, one = self.coordinates(counts), np.ones((len(self.points), 1))
+        if not counts:
+            return np.concatenate([one, columns], 1)
+        rows = one[:, 0].copy()
+        for name in counts:
+            values = np.array(self.values[name], dtype=float)
+            rows *= (values / values.max())[self.index[:, self.names.index(name)]]
+        return np.concatenate([one, rows[:, None], rows[:, None] * columns], 1)
 
     def memory_rank(self) -> np.ndarray:
         """0..1 at every point: how far its symbols are towards more memory."""

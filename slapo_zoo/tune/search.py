@@ -19,7 +19,7 @@ Known = Mapping[int, Outcome]
 WORTH = (
     0.0005  # expected relative improvement below which another measurement is not worth its time
 )
-ENOUGH = 4  # points that ran, before a model is asked
+ENOUGH = 3  # points that ran, before a model is asked
 FEWEST = 13  # measurements before a model may say so
 MORE_MEMORY = 0.15  # expected before anything is known: what takes all memory is so much faster
 
@@ -180,9 +180,7 @@ class Model:
         model.mean = model.mean + self.prior
         failed = [i for i, outcome in known.items() if outcome.kind == OUT_OF_MEMORY]
         peaks = [known[i].peak_memory for i in ran]
-        return model.improvement(float(values.max())) * fits(
-            self.grid, self.coordinates, ran, peaks, failed
-        )
+        return model.improvement(float(values.max())) * fits(self.grid, ran, peaks, failed)
 
 
 def best_of(known: Known) -> int | None:

@@ -66,20 +66,18 @@ def _kernel(a: np.ndarray, b: np.ndarray, length: float) -> np.ndarray:
 
 def fits(
     grid: Grid,
-    coordinates: np.ndarray,
     ran: Sequence[int],
     peaks: Sequence[float],
     failed: Sequence[int],
 ) -> np.ndarray:
     """How likely each point fits into memory.
 
-    Where peaks were measured, memory is taken as a plane with interactions, and the limit lies between
-    the highest peak and the least estimate of what failed. Without, a point between one that ran and
+    Where peaks were measured, memory is estimated from them (`Grid.memory_terms`), and the limit lies
+    between the highest peak and the least estimate of what failed. Without, a point between one that ran and
     one that failed is the likelier to fit the nearer it is to the first.
 
     Args:
         grid: the space.
-        coordinates: [points, axes] in 0..1.
         ran: numbers of points that fit.
         peaks: their bytes; 0 where unknown.
         failed: numbers of points that ran out of memory.
@@ -91,7 +89,7 @@ def fits(
         never |= grid.takes_more(i)
     chance = _between(grid, surely, never)
     if len(ran) >= 3 and all(peaks) and failed:
-        chance = _by_peaks(coordinates, list(ran), peaks, list(failed), chance)
+        chance = _by_peaks(grid.memory_terms(), list(ran), peaks, list(failed), chance)
     chance[surely], chance[never] = 1.0, 0.0
     return chance
 
@@ -112,22 +110,16 @@ def _distance(x: np.ndarray, mask: np.ndarray) -> np.ndarray | None:
 
 
 def _by_peaks(
-    coordinates: np.ndarray,
+    x: np.ndarray,
     ran: list[int],
     peaks: Sequence[float],
     failed: list[int],
     chance: np.ndarray,
 ) -> np.ndarray:
-    x = _features(coordinates)
     y = np.asarray(peaks, dtype=float)
-    inner = x[ran].T @ x[ran] + 1e-4 * np.eye(x.shape[1])
+    inner = x[ran].T @ x[ran] + 1e-6 * np.eye(x.shape[1])
     memory = x @ np.linalg.solve(inner, x[ran].T @ (y / y.max()))
     low, high = memory[ran].max(), memory[failed].min()
     if high <= low:  # the estimate contradicts what happened
         return chance
     return np.clip((high - memory) / (high - low), 0.0, 1.0) ** CAUTION
-
-
-def _features(x: np.ndarray) -> np.ndarray:
-    pairs = [x[:, i] * x[:, j] for i in range(x.shape[1]) for j in range(i)]
-    return np.stack([np.ones(len(x)), *x.T, *pairs], 1)
