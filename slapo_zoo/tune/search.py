@@ -158,6 +158,8 @@ class Model:
             return corners[0] if set(corners) & set(left) else easiest(self.grid, known, left)
         if len(ran) < ENOUGH:
             return self._spread(known, left)
+        if (unseen := self._unseen(ran, left)) is not None:
+            return unseen
         free = np.asarray(left)
         gain = self._gain(known, ran)[free]
         chosen = int(gain.argmax())
@@ -172,6 +174,21 @@ class Model:
         x = self.coordinates
         distance = ((x[free][:, None] - x[seen][None]) ** 2).sum(-1).min(1)
         return int(free[distance.argmax()])
+
+    def _unseen(self, ran: list[int], left: Sequence[int]) -> int | None:
+        """A point that tells what a symbol does to memory, of which only one value ran so far.
+
+        From where all symbols take least, half-way along that symbol of what may still fit.
+        """
+        corners = self.grid.corners(self.grid.index[self.start])[:1]
+        for j, name in enumerate(self.grid.names) if corners else ():
+            if not self.grid.memory.get(name) or len(set(self.grid.index[ran, j])) > 1:
+                continue
+            low = np.delete(self.grid.index[corners[0]], j)
+            row = [i for i in left if (np.delete(self.grid.index[i], j) == low).all()]
+            if row:
+                return sorted(row, key=lambda i: self.grid.index[i, j])[len(row) // 2]
+        return None
 
     def _gain(self, known: Known, ran: list[int]) -> np.ndarray:
         """Expected improvement of log throughput at every point, weighted with the chance to run."""
