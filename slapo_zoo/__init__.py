@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from slapo_zoo.resume import load_checkpoint as load_checkpoint
     from slapo_zoo.resume import save_checkpoint as save_checkpoint
     from slapo_zoo.schedule import Schedule as Schedule
+    from slapo_zoo.tune.database import Database as Database
+    from slapo_zoo.tune.space import Space as Space
+    from slapo_zoo.tune.symbol import Symbol as Symbol
     from slapo_zoo.verify.context import Verify as Verify
 
 __version__ = "0.1.0"
@@ -59,6 +62,9 @@ _HOME = {
     "is_random_seed_set": "seeds",
     "async_save_checkpoint": "resume",
     "Verify": "verify.context",
+    "Database": "tune.database",
+    "Space": "tune.space",
+    "Symbol": "tune.symbol",
     "load_checkpoint": "resume",
     "save_checkpoint": "resume",
     "set_random_seed": "seeds",

@@ -11,9 +11,11 @@ from slapo_zoo.commands.bench import bench
 from slapo_zoo.commands.demo import demo
 from slapo_zoo.commands.families import list_families
 from slapo_zoo.commands.plan import plan
+from slapo_zoo.commands.plan_search import calibrate
 from slapo_zoo.commands.reshard import reshard
 from slapo_zoo.commands.show import show
 from slapo_zoo.commands.train import train
+from slapo_zoo.commands.tune import tune
 from slapo_zoo.commands.verify import verify
 from slapo_zoo.commands.version import show_version
 from slapo_zoo.report import readable_errors
@@ -22,10 +24,12 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.add_typer(card.app, name="card")
 app.command("list")(list_families)
 app.command("plan")(plan)
+app.command("calibrate")(calibrate)
 app.command("show")(show)
 app.command("reshard")(reshard)
 app.command("train")(train)
 app.command("bench")(bench)
+app.command("tune")(tune)
 app.command("verify")(verify)
 app.command("demo")(demo)
 app.command("version")(show_version)

@@ -86,6 +86,7 @@ LAYERS = [  # low to high; one name per line, so that two people can add
     locate
     outline
     plan
+    planner
     recording
     probe
     reshard

@@ -48,7 +48,9 @@ def execute(arguments, folder):
     )
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/tutorial.md", "docs/adding_a_kernel.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/tutorial.md", "docs/adding_a_kernel.md", "docs/tuning.md"]
+)
 def test_python_blocks_run(name, tmp_path):
     """All in one process, in order: a later block may use the names of an earlier one."""
     page = (ROOT / name).read_text(encoding="utf-8")
@@ -84,8 +86,9 @@ def test_command_line_exists(words, tmp_path):
         assert option in result.stdout, f"slapo-zoo {words[0]} has no {option}"
 
 
-def test_the_commands_of_the_cards_page_run(tmp_path):
-    page = (ROOT / "docs" / "cards.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["cards.md", pytest.param("tuning.md", marks=pytest.mark.slow)])
+def test_the_commands_of_a_page_run(name, tmp_path):
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
     lines = list(commands(page))
     assert lines
     for program, *words in lines:

@@ -19,7 +19,11 @@ from slapo_zoo.weights.together import together
 
 
 def load_card(name: str) -> Card:
-    """A card from a folder or the Hub."""
+    """A card from a folder or the Hub, or one that is only a program: a .json file."""
+    if name.endswith(".json") and Path(name).is_file():
+        path = Path(name).absolute()
+        program = Program.parse(files.read(path.parent, path.name), path.name)
+        return Card(program, {"tp": 1, "pp": 1, "dp": 1}, program.model_type)
     if Path(name).is_dir():
         return read_card(Path(name))
     pulled = pull(Reference.parse(name))

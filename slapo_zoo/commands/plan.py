@@ -1,14 +1,18 @@
 """`slapo-zoo plan`: what every rank would read, compute and hold, before any is started."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-Model = Annotated[str, typer.Argument(help="A checkpoint folder, or the id of a model on the Hub.")]
+Model = Annotated[
+    str, typer.Argument(help="A checkpoint folder, a Hub id, or with --gpus a family.")
+]
 Weights = Annotated[bool, typer.Option("--weights/--no-weights", help="What is read of the files.")]
 Training = Annotated[
     bool, typer.Option("--training/--no-training", help="Cost and memory of a step.")
 ]
+SEARCH = "With --gpus"
 Order = Annotated[str, typer.Option(help="Of the pipeline: a name, or a .csv file.")]
 
 
@@ -23,10 +27,47 @@ def plan(
     pipeline_order: Order = "1f1b",
     micro_batches: Annotated[int | None, typer.Option(min=1, help="Per step; 2 * pp.")] = None,
     micro_batch_size: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")] = 1,
-    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens per row.")] = None,
+    seq_len: Annotated[
+        int | None, typer.Option("--seq-len", "--seq", min=1, help="Tokens per row.")
+    ] = None,
     checkpoint_ratio: Annotated[float, typer.Option(help="Share of recomputed blocks.")] = 0.0,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Search: which layout of so many?")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Of a device, e.g. 80GiB.", rich_help_panel=SEARCH)
+    ] = None,
+    batch: Annotated[
+        int, typer.Option(min=1, help="Rows of a step, all copies.", rich_help_panel=SEARCH)
+    ] = 1024,
+    hardware: Annotated[
+        str, typer.Option(help="A name, or a file of calibrate.", rich_help_panel=SEARCH)
+    ] = "a100",
+    dtype: Annotated[
+        str, typer.Option(help="Of the parameters.", rich_help_panel=SEARCH)
+    ] = "bfloat16",
+    explain: Annotated[
+        bool, typer.Option(help="Why others do not fit.", rich_help_panel=SEARCH)
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="For programs.", rich_help_panel=SEARCH)
+    ] = False,
+    write: Annotated[
+        Path | None, typer.Option(help="The winner's schedule.json.", rich_help_panel=SEARCH)
+    ] = None,
+    most: Annotated[
+        int, typer.Option("--top", min=1, help="Layouts shown.", rich_help_panel=SEARCH)
+    ] = 10,
 ) -> None:
-    """Print what each rank would read, compute and hold; no weight is read."""
+    """Print what each rank would read, compute and hold; no weight is read.
+
+    With --gpus, look at every layout of a cluster instead, and name the fastest that fits.
+    """
+    if gpus is not None:
+        from slapo_zoo.commands.plan_search import search
+
+        search(model, gpus, memory, batch, seq_len, hardware, dtype, explain, as_json, write, most)
+        return
     if weights:
         _print_weights(model, tp, pp, dp, every_rank)
     if training:
@@ -36,8 +77,8 @@ def plan(
         from slapo_zoo.training.job import read_config
 
         config = read_config(model)
-        dtype = getattr(config, "dtype", None) or _float32()
-        outline = Outline(config, None, Mesh(tp, pp, dp), dtype, pipeline_order=pipeline_order,
+        own = getattr(config, "dtype", None) or _float32()
+        outline = Outline(config, None, Mesh(tp, pp, dp), own, pipeline_order=pipeline_order,
                           checkpoint_ratio=checkpoint_ratio)  # fmt: skip
         custom = outline.places.custom
         count = micro_batches or (custom.micro_batches if custom else max(1, 2 * (pp > 1) * pp))

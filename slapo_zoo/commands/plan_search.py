@@ -1,0 +1,65 @@
+"""`slapo-zoo plan --gpus N` and `slapo-zoo calibrate`: the fastest layout on paper, and this machine."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def search(
+    model: str, gpus: int, memory: str | None, batch: int, seq_len: int | None, hardware: str, dtype: str,
+    explain: bool, as_json: bool, write: Path | None, most: int,
+) -> None:  # fmt: skip
+    """Search all layouts and print what was found; the arguments are options of `plan`."""
+    from slapo_zoo.costs import usual_tokens
+    from slapo_zoo.errors import MeshError
+    from slapo_zoo.locate import config_of, to_dtype
+    from slapo_zoo.planner import show
+    from slapo_zoo.planner.hardware import find_hardware, with_memory
+    from slapo_zoo.planner.search import Planner, require_feasible
+    from slapo_zoo.table import table_for
+    from slapo_zoo.weights.load import parse_size
+
+    config, head = config_of(model)
+    table_for(config.model_type)
+    tokens = seq_len or usual_tokens(config)
+    longest = getattr(config, "max_position_embeddings", None) or tokens
+    if tokens > longest:
+        problem = f"found {tokens}, the model has {longest} positions"
+        raise MeshError("plan", "--seq", problem, "shorten the rows")
+    device = with_memory(find_hardware(hardware), parse_size(memory, "--memory"))
+    planner = Planner(config, device, tokens, to_dtype(dtype), head)
+    found = planner.search(gpus, batch)
+    if as_json:
+        typer.echo(json.dumps(show.as_json(found, most), indent=1))
+    else:
+        show.show(found, most, explain)
+    if write is not None:
+        best = show.write_schedule(planner, found, write)
+        typer.echo(
+            f"{write}: from_pretrained(..., schedule={str(write)!r}, {_mesh(best)})", err=as_json
+        )
+    require_feasible(found, f"--gpus {gpus}")
+
+
+def _mesh(best: Any) -> str:
+    names = ("tp", "pp", "dp", "micro_batches", "pipeline_order", "stages_per_rank")
+    knobs = {name: value for name, value in best.layout.knobs().items() if name in names}
+    return ", ".join(f"{name}={value!r}" for name, value in knobs.items())
+
+
+def calibrate(
+    output: Annotated[Path, typer.Argument(help="JSON file to write.")],
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", metavar="NAME")] = "auto",
+    ranks: Annotated[int, typer.Option(min=1, help="Local ranks that talk to each other.")] = 2,
+) -> None:
+    """Measure this machine once: matrix products, memory, launches and links, for `plan`."""
+    from slapo_zoo.planner.calibrate import measure
+    from slapo_zoo.training.job import device_named
+
+    found = measure(device_named(device), ranks)
+    found.write(output)
+    rates = ", ".join(f"{name} {rate / 1e9:.3g} GFLOP/s" for name, rate in found.matmul.items())
+    typer.echo(f"{found.name}: {rates}; memory {found.bandwidth / 1e9:.3g} GB/s, "
+               f"links {found.link / 1e9:.3g} GB/s; written to {output}")  # fmt: skip

@@ -1,0 +1,109 @@
+"""The configurations that a planner looks at: every way to divide a cluster, a batch and the memory."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+RECOMPUTE = ((0.0, ""), (0.25, ""), (0.5, ""), (0.75, ""), (1.0, "save_matmuls"), (1.0, ""))
+MOST_ROWS = 64  # of a micro-batch
+MOST_INTERLEAVED = 32  # ranks of an interleaved pipeline
+
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """One configuration; the names are those of `from_pretrained` where it has them.
+
+    Args:
+        tp: ranks that divide each layer.
+        pp: ranks that divide the layers.
+        dp: copies of the model.
+        rows: of a micro-batch.
+        micro_batches: of a step and copy.
+        pipeline_order: name of the order.
+        stages_per_rank: of it.
+        checkpoint_ratio: share of the blocks that are recomputed.
+        checkpoint_policy: what they keep.
+        sequence_parallel: tp ranks divide the tokens too.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    rows: int = 1
+    micro_batches: int = 1
+    pipeline_order: str = "1f1b"
+    stages_per_rank: int = 1
+    checkpoint_ratio: float = 0.0
+    checkpoint_policy: str = ""
+    sequence_parallel: bool = False
+
+    @property
+    def stages(self) -> int:
+        """Of the whole pipeline."""
+        return self.pp * self.stages_per_rank
+
+    def knobs(self) -> dict[str, Any]:
+        """The arguments of `from_pretrained` that differ from its defaults."""
+        defaults, found = asdict(Layout()), asdict(self)
+        found.pop("rows")
+        if self.stages_per_rank == 1:
+            found.pop("stages_per_rank")
+        return {n: v for n, v in found.items() if n in ("tp", "pp", "dp") or v != defaults[n]}
+
+    def __str__(self) -> str:
+        text = f"tp={self.tp} pp={self.pp} dp={self.dp} micro-batches {self.micro_batches} x {self.rows} rows"
+        if self.stages_per_rank > 1:
+            text += f" {self.pipeline_order} x{self.stages_per_rank}"
+        if self.checkpoint_ratio:
+            kept = f" ({self.checkpoint_policy})" if self.checkpoint_policy else ""
+            text += f" recompute {self.checkpoint_ratio:g}{kept}"
+        return text + (" sequence parallel" if self.sequence_parallel else "")
+
+
+def divisors(n: int) -> list[int]:
+    """All of them, in order.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [i for i in range(1, int(n**0.5) + 1) if n % i == 0]
+    return small + [n // i for i in reversed(small) if i * i != n]
+
+
+def layouts(
+    tp: int, gpus: int, batch: int, blocks: int, orders: Sequence[str] = ("1f1b", "interleaved_1f1b"),
+    sequence_parallel: bool = False,
+) -> Iterator[Layout]:  # fmt: skip
+    """Every layout with so many tp ranks that uses all devices and divides the batch evenly.
+
+    Args:
+        tp: ranks that divide each layer.
+        gpus: devices.
+        batch: rows of a step, all copies together.
+        blocks: of the model, the most stages there may be.
+        orders: of the pipeline to look at.
+        sequence_parallel: tp ranks divide the tokens too.
+    """
+    for pp in (n for n in divisors(gpus // tp) if n <= blocks):
+        dp = gpus // tp // pp
+        if batch % dp:
+            continue
+        for rows in (n for n in divisors(batch // dp) if n <= MOST_ROWS):
+            count = batch // dp // rows
+            for order, laps in _orders(pp, count, blocks, orders):
+                for ratio, policy in RECOMPUTE:
+                    yield Layout(
+                        tp, pp, dp, rows, count, order, laps, ratio, policy, sequence_parallel
+                    )
+
+
+def _orders(pp: int, count: int, blocks: int, orders: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """(order, stages per rank) that can run with so many micro-batches."""
+    if pp == 1:
+        yield "1f1b", 1
+        return
+    for name in orders:
+        if name != "interleaved_1f1b":
+            yield name, 1
+        elif count % pp == 0 and pp <= MOST_INTERLEAVED:
+            yield from ((name, laps) for laps in (2, 4) if pp * laps <= blocks)

@@ -1,0 +1,155 @@
+"""The points of a space as vectors: what searches and models compute with."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from slapo_zoo.tune.space import Point, Space
+
+# Symbols whose larger values take more memory (+1) or less (-1), whatever the rest is.
+MEMORY = {
+    "batch_size": 1, "micro_batch_size": 1, "rows": 1, "bs": 1, "ckpt_ratio": -1, "checkpoint_ratio": -1,
+}  # fmt: skip
+
+
+class Grid:
+    """All points of a space, by number.
+
+    Args:
+        points: the space.
+        memory: symbol --> +1 or -1: larger values take more or less memory.
+    """
+
+    def __init__(self, points: Sequence[Point], memory: Mapping[str, int] | None = None):
+        self.points = list(points)
+        self.names = list(dict.fromkeys(name for point in points for name in point))
+        self.values = {name: self._ordered(name) for name in self.names}
+        self.memory = {**MEMORY, **(memory or {})}
+        self.number = {_key(point): i for i, point in enumerate(self.points)}
+        place = {name: {_hash(v): i for i, v in enumerate(vs)} for name, vs in self.values.items()}
+        self.index = np.array(
+            [[place[n].get(_hash(p.get(n)), -1) for n in self.names] for p in self.points],
+            dtype=int,
+        ).reshape(len(self.points), len(self.names))
+
+    def _ordered(self, name: str) -> list[Any]:
+        values = list({_hash(p[name]): p[name] for p in self.points if name in p}.values())
+        return sorted(values) if all(is_number(v) for v in values) else values
+
+    def find(self, point: Mapping[str, Any]) -> int | None:
+        """The number of a point, or None."""
+        return self.number.get(_key(point))
+
+    def nearest(self, wanted: Sequence[float], among: Iterable[int]) -> int:
+        """Of some points the one whose indices are nearest."""
+        chosen = np.fromiter(among, dtype=int)
+        spans = np.array([max(len(self.values[n]) - 1, 1) for n in self.names])
+        off = np.abs(self.index[chosen] - np.asarray(wanted)) / spans
+        return int(chosen[off.sum(1).argmin()])
+
+    def coordinates(self, without: Sequence[str] = ()) -> np.ndarray:
+        """[points, symbols and categories] in 0..1: numbers scaled, one column per category."""
+        columns = []
+        for j, name in enumerate(self.names):
+            values = self.values[name]
+            if name in without:
+                continue
+            if len(values) > 1 and all(is_number(v) for v in values):
+                columns.append(_scaled(np.array(values, dtype=float))[self.index[:, j]])
+                continue
+            columns += [(self.index[:, j] == i).astype(float) for i in range(1, len(values))]
+        return np.stack(columns, 1) if columns else np.zeros((len(self.points), 1))
+
+    def takes_more(self, small: int) -> np.ndarray:
+        """Which points need at least as much memory as a point: a mask."""
+        mask = np.ones(len(self.points), dtype=bool)
+        for j, name in enumerate(self.names):
+            direction = self.memory.get(name, 0) if all(map(is_number, self.values[name])) else 0
+            column, here = self.index[:, j], self.index[small, j]
+            mask &= column == here if not direction else column * direction >= here * direction
+        return mask
+
+    def takes_less(self, large: int) -> np.ndarray:
+        """Which points need at most as much memory as a point: a mask."""
+        mask = np.ones(len(self.points), dtype=bool)
+        for j, name in enumerate(self.names):
+            direction = self.memory.get(name, 0) if all(map(is_number, self.values[name])) else 0
+            column, here = self.index[:, j], self.index[large, j]
+            mask &= column == here if not direction else column * direction <= here * direction
+        return mask
+
+    def corners(self, here: np.ndarray) -> list[int]:
+        """Points from which memory is learned, the one that takes least first.
+
+        All symbols that tell memory at the end that takes least, then each of them alone at the other
+        end, then half-way in all; the others stay as they are `here`.
+        """
+        axes = [
+            j for j, n in enumerate(self.names) if self.memory.get(n) and len(self.values[n]) > 1
+        ]
+        low, high = np.array(here), np.array(here)
+        for j in axes:
+            ends = 0, len(self.values[self.names[j]]) - 1
+            low[j], high[j] = ends if self.memory[self.names[j]] > 0 else ends[::-1]
+        wanted = [low] * bool(axes)
+        for j in axes if len(axes) > 1 else ():
+            wanted.append(np.array(low))
+            wanted[-1][j] = high[j]
+        wanted += [(low + high) // 2] * bool(axes)
+        place = {tuple(row): i for i, row in enumerate(self.index.tolist())}
+        return [place[tuple(row.tolist())] for row in wanted if tuple(row.tolist()) in place]
+
+    def memory_terms(self) -> np.ndarray:
+        """[points, terms] of which peak memory is a sum: a constant, the rows, and rows times the rest.
+
+        What recomputation or a kernel saves, it saves per row. Without a symbol that counts rows,
+        every symbol is a term.
+        """
+        counts = [
+            n
+            for n in self.names
+            if self.memory.get(n, 0) > 0 and all(map(is_number, self.values[n]))
+        ]
+        columns, one = self.coordinates(counts), np.ones((len(self.points), 1))
+        if not counts:
+            return np.concatenate([one, columns], 1)
+        rows = one[:, 0].copy()
+        for name in counts:
+            values = np.array(self.values[name], dtype=float)
+            rows *= (values / values.max())[self.index[:, self.names.index(name)]]
+        return np.concatenate([one, rows[:, None], rows[:, None] * columns], 1)
+
+    def memory_rank(self) -> np.ndarray:
+        """0..1 at every point: how far its symbols are towards more memory."""
+        found = np.zeros(len(self.points))
+        names = [n for n in self.names if self.memory.get(n) and len(self.values[n]) > 1]
+        for name in names:
+            share = self.index[:, self.names.index(name)] / (len(self.values[name]) - 1)
+            found += share if self.memory[name] > 0 else 1.0 - share
+        return found / max(len(names), 1)
+
+    def text(self, number: int) -> str:
+        """A point in one line."""
+        return Space.cfg_dict_to_str(self.points[number])
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value lies on a scale."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _scaled(values: np.ndarray) -> np.ndarray:
+    """0..1, on a logarithmic scale where values span an order of magnitude."""
+    low, high = values.min(), values.max()
+    if low > 0 and high / low >= 8:
+        values, low, high = np.log(values), np.log(low), np.log(high)
+    return (values - low) / (high - low)
+
+
+def _hash(value: Any) -> str:
+    return repr(value)
+
+
+def _key(point: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((name, _hash(value)) for name, value in point.items()))

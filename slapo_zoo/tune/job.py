@@ -1,0 +1,198 @@
+"""`slapo-zoo tune MODEL`: the space of a model's knobs, the planner's word on it, workers that measure."""
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.knobs import KNOBS
+from slapo_zoo.locate import config_of, to_dtype
+from slapo_zoo.planner.hardware import HARDWARE, Hardware
+from slapo_zoo.planner.layout import Layout
+from slapo_zoo.planner.search import Planner
+from slapo_zoo.table import table_for
+from slapo_zoo.tune.database import Scope
+from slapo_zoo.tune.grid import Grid
+from slapo_zoo.tune.outcome import OK, Outcome
+from slapo_zoo.tune.space import Point, Space
+from slapo_zoo.tune.trial import OWN, Job
+from slapo_zoo.tune.worker import measure_in_worker
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all points of a search share.
+
+    Args:
+        model: a family, a folder or a Hub id.
+        ranks: processes of a measurement: tp * pp * dp.
+        seq_len: tokens of a row.
+        dtype: of the parameters.
+        device: cpu or cuda.
+        memory: bytes of a rank; 0 for all there is.
+        timeout_s: of a measurement.
+        changes: fields of the config to change.
+    """
+
+    model: str
+    ranks: int = 1
+    seq_len: int = 128
+    dtype: str = "float32"
+    device: str = "cpu"
+    memory: int = 0
+    timeout_s: float = 600.0
+    changes: Mapping[str, Any] | None = None
+
+
+def space_for(setting: Setting, symbols: Mapping[str, list[Any]]) -> Space:
+    """The space of a model: given symbols, and layouts of all ranks.
+
+    Args:
+        setting: of the search.
+        symbols: name --> candidates; knobs of `from_pretrained`, `batch_size`, `threads`, `kernels`.
+
+    Raises:
+        SlapoError: a name that is no knob.
+    """
+    space = Space()
+    for name, values in symbols.items():
+        if name not in KNOBS and name not in OWN:
+            hint = f"there are {', '.join((*KNOBS, *OWN))}"
+            raise SlapoError("tune", f"--symbol {name}", "no such knob", hint)
+        space.create_symbol(name, values)
+    if setting.ranks > 1:
+        sizes = [n for n in range(1, setting.ranks + 1) if setting.ranks % n == 0]
+        for name in ("tp", "pp"):
+            if name not in symbols:
+                space.create_symbol(name, sizes)
+        space.create_symbol("dp", lambda tp, pp: [n for n in sizes if tp * pp * n == setting.ranks])
+    return space
+
+
+def points_for(setting: Setting, symbols: Mapping[str, list[Any]]) -> list[Point]:
+    """All points that can be measured: micro-batches divide the rows, a policy needs recomputation."""
+
+    def legal(point: Point) -> bool:
+        rows, count = point.get("batch_size", 8), point.get("micro_batches") or 1
+        needless = point.get("checkpoint_policy") and not point.get("checkpoint_ratio")
+        return rows % count == 0 and not needless
+
+    found = [point for point in space_for(setting, symbols).all_points() if legal(point)]
+    if not found:
+        raise SlapoError(
+            "tune", "space", "it has no legal point", "let micro-batches divide the rows"
+        )
+    return found
+
+
+def default_symbols(model: str) -> dict[str, list[Any]]:
+    """What is tried when nobody says: rows, and what the family's table says may be tuned."""
+    config, _ = config_of(model)
+    tunable = table_for(config.model_type).tunable
+    found: dict[str, list[Any]] = {"batch_size": [1, 2, 4, 8, 16, 32]}
+    for name in ("checkpoint_ratio", "attention"):
+        if name in tunable:
+            found[name] = [v for v in tunable[name] if v not in ("flash", "flex", "xformers")]
+    return found
+
+
+class Forecaster:
+    """What the planner expects of each point: memory, and relative throughput."""
+
+    def __init__(self, setting: Setting, hardware: Hardware | None = None):
+        device = hardware or HARDWARE["cpu" if setting.device == "cpu" else "a100"]
+        self.hardware = replace(device, memory=setting.memory) if setting.memory else device
+        config, head = config_of(setting.model)
+        for name, value in (setting.changes or {}).items():
+            setattr(config, name, value)
+        self.planner = Planner(
+            config, self.hardware, setting.seq_len, to_dtype(setting.dtype), head
+        )
+
+    def judge(self, grid: Grid) -> tuple[list[float], dict[int, str]]:
+        """Expected throughput of every point, and why some cannot be."""
+        expected, refused = [], {}
+        for i, point in enumerate(grid.points):
+            rows, count = int(point.get("batch_size", 8)), int(point.get("micro_batches") or 1)
+            known = {n: point[n] for n in ("tp", "pp", "dp", "checkpoint_ratio", "checkpoint_policy",
+                                           "sequence_parallel") if point.get(n) is not None}  # fmt: skip
+            layout = Layout(**known, rows=rows // count, micro_batches=count)
+            try:
+                found = self.planner.forecast(layout)
+            except SlapoError as error:
+                expected.append(1e-9)
+                refused[i] = error.problem
+                continue
+            expected.append(rows * layout.dp / found.step.seconds)
+            if found.memory > self.hardware.memory - self.hardware.reserved:
+                refused[i] = self.planner.why(found)
+        return expected, refused
+
+
+class Workers:
+    """Measures points in fresh processes, each checked against the loss of the plain schedule."""
+
+    def __init__(self, setting: Setting):
+        self.setting = setting
+        self.probe: float | None = None
+
+    def __call__(self, point: Point, steps: int) -> Outcome:
+        """Measure one point."""
+        if self.probe is None:
+            self.probe = self._probe()
+        return measure_in_worker(self._job(point, steps, self.probe), self.setting.timeout_s)
+
+    def _probe(self) -> float:
+        outcome = measure_in_worker(self._job({"batch_size": 2}, 1, None), self.setting.timeout_s)
+        if outcome.kind != OK:
+            problem = f"the plain schedule cannot be measured: {outcome.kind}: {outcome.message}"
+            raise SlapoError("tune", self.setting.model, problem, "try `slapo-zoo bench` first")
+        return float(outcome.message.rpartition(" ")[2])
+
+    def _job(self, point: Point, steps: int, probe: float | None) -> dict[str, Any]:
+        s = self.setting
+        job = Job(s.model, point, steps, s.seq_len, s.changes, s.dtype, s.device, s.memory, probe,
+                  int(point.get("threads") or 1))  # fmt: skip
+        return asdict(job)
+
+
+def device_name(device: str) -> str:
+    """What a measurement depends on, in words."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return cpu_name()
+
+
+def cpu_name() -> str:
+    """Model name and number of cores of this machine's processor."""
+    import os
+
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            lines = [
+                line.partition(":")[2].strip() for line in file if line.startswith("model name")
+            ]
+    except OSError:
+        lines = []
+    name = lines[0] if lines else platform.processor() or platform.machine()
+    return f"{name} x{os.cpu_count()}"
+
+
+def scope_of(setting: Setting) -> Scope:
+    """What the measurements of a search hold for."""
+    config, _ = config_of(setting.model)
+    text = json.dumps(
+        [config.to_json_string(use_diff=False), dict(setting.changes or {})], sort_keys=True
+    )
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    versions = {name: version(name) for name in ("slapo-zoo", "torch", "transformers")}
+    more = {"seq_len": setting.seq_len, "dtype": setting.dtype, "memory": setting.memory}
+    return Scope(
+        device_name(setting.device), f"{config.model_type} {digest}", "zoo", versions, more
+    )

@@ -1,0 +1,71 @@
+"""What became of one measurement, and how the ways to fail are told apart."""
+
+import signal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+OK, OUT_OF_MEMORY, CRASH, TIMEOUT, WRONG, SLOW = KINDS = (
+    "ok", "out_of_memory", "crash", "timeout", "wrong", "slow",
+)  # fmt: skip
+NO_MEMORY = (
+    "out of memory", "can't allocate memory", "cannot allocate memory", "outofmemoryerror", "memoryerror",
+    "not enough memory",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One measurement.
+
+    Args:
+        kind: ok; out_of_memory; crash; timeout; wrong (it computes something else); slow (given up
+            after the first steps).
+        throughput: rows per second, the higher the better; 0.0 where nothing was measured.
+        peak_memory: bytes of the fullest rank, 0 where unknown.
+        steps: over how many it was measured.
+        message: the error, in a line.
+        seconds: that the measurement took, start and all.
+    """
+
+    kind: str
+    throughput: float = 0.0
+    peak_memory: int = 0
+    steps: int = 0
+    message: str = ""
+    seconds: float = 0.0
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether there is a throughput."""
+        return self.kind in (OK, SLOW)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the database."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> "Outcome":
+        """From the database."""
+        return Outcome(**data)
+
+
+def failure_of(returncode: int, text: str) -> Outcome:
+    """The outcome of a process that ended without a result.
+
+    Args:
+        returncode: as of `subprocess`.
+        text: what it wrote on stderr.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    last = lines[-1] if lines else ""
+    if any(word in text.lower() for word in NO_MEMORY):
+        found = next(line for line in reversed(lines) if any(w in line.lower() for w in NO_MEMORY))
+        return Outcome(OUT_OF_MEMORY, message=found[:300])
+    if returncode == -signal.SIGKILL:
+        return Outcome(OUT_OF_MEMORY, message="killed: the kernel does so when memory runs out")
+    if returncode < 0:
+        return Outcome(CRASH, message=f"died of {signal.Signals(-returncode).name}: {last}"[:300])
+    return Outcome(
+        CRASH, message=(last or f"ended with exit code {returncode} and no result")[:300]
+    )

@@ -1,0 +1,44 @@
+"""Tuned values beside a card: `tuning.json`, one entry per device and setting, each with what was measured."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slapo_zoo.cards import files
+from slapo_zoo.cards.card import read_card
+from slapo_zoo.tune.database import Scope
+from slapo_zoo.tune.outcome import Outcome
+
+TUNING = "tuning.json"
+
+
+def record(card: Path, scope: Scope, point: Mapping[str, Any], outcome: Outcome) -> None:
+    """Write the best point of a search into the folder of a card.
+
+    Args:
+        card: its folder; it must be a whole card.
+        scope: what the measurement holds for.
+        point: the fastest.
+        outcome: its measurement.
+    """
+    read_card(card)  # CardError for anything else
+    before = json.loads(files.read(card, TUNING)) if (card / TUNING).exists() else {}
+    setting = ", ".join(f"{name}={value}" for name, value in sorted(scope.setting.items()))
+    entry = {
+        "point": dict(point), "rows_per_s": round(outcome.throughput, 4),
+        "peak_memory_bytes": outcome.peak_memory, "steps": outcome.steps, "model": scope.model,
+        "software": dict(scope.versions),
+    }  # fmt: skip
+    before.setdefault(scope.device, {})[setting or "-"] = entry
+    part = card / f".git-part-{TUNING}"  # a name that no card has
+    part.write_text(json.dumps(before, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    os.replace(part, card / TUNING)
+
+
+def recorded(card: Path, device: str) -> dict[str, Any]:
+    """Setting --> entry of one device; empty where nothing was tuned."""
+    if not (card / TUNING).exists():
+        return {}
+    return json.loads(files.read(card, TUNING)).get(device, {})

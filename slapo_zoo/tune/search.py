@@ -1,0 +1,233 @@
+"""Strategies: which point of a grid to measure next, from what is known by now.
+
+A strategy has `ask(known, open_points)`; it keeps no state that could not be found again from the
+measurements, so a search that was killed goes on where it was.
+"""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.tune.grid import Grid
+from slapo_zoo.tune.outcome import OK, OUT_OF_MEMORY, Outcome
+from slapo_zoo.tune.surrogate import Surrogate, fits
+
+Known = Mapping[int, Outcome]
+WORTH = (
+    0.0005  # expected relative improvement below which another measurement is not worth its time
+)
+ENOUGH = 3  # points that ran, before a model is asked
+FEWEST = 13  # measurements before a model may say so
+MORE_MEMORY = 0.15  # expected before anything is known: what takes all memory is so much faster
+
+
+class Strategy(Protocol):
+    """One way to search."""
+
+    def ask(self, known: Known, left: Sequence[int]) -> int | None:
+        """The number of the next point; None when no other is worth measuring."""
+        ...
+
+
+class Exhaustive:
+    """Every point, in order."""
+
+    def __init__(self, grid: Grid, **options: Any):
+        self.grid = grid
+
+    def ask(self, known: Known, left: Sequence[int]) -> int | None:
+        """The first that is left."""
+        return left[0] if left else None
+
+
+class Random:
+    """Points in random order."""
+
+    def __init__(self, grid: Grid, seed: int = 0, **options: Any):
+        self.order = list(range(len(grid.points)))
+        random.Random(seed).shuffle(self.order)  # noqa: S311 - no secret
+
+    def ask(self, known: Known, left: Sequence[int]) -> int | None:
+        """The next of the shuffled order."""
+        return next((i for i in self.order if i in set(left)), None)
+
+
+class Coordinate:
+    """Coordinate descent: along one symbol after the other, to the nearest neighbours first."""
+
+    def __init__(self, grid: Grid, start: int = 0, **options: Any):
+        self.grid, self.start = grid, start
+
+    def ask(self, known: Known, left: Sequence[int]) -> int | None:
+        """A neighbour of the best point along one symbol; beyond a point that failed it looks back."""
+        if not known:
+            return self.start if self.start in left else (left[0] if left else None)
+        best = best_of(known)
+        if best is None:
+            return easiest(self.grid, known, left)
+        here, free = self.grid.index[best], set(left)
+        for reach in (1, 2):
+            for j in range(len(self.grid.names)):
+                for i in self._along(here, j, reach):
+                    if i in free:
+                        return i
+        return None
+
+    def _along(self, here: np.ndarray, axis: int, reach: int) -> list[int]:
+        same = np.delete(self.grid.index, axis, 1) == np.delete(here, axis)
+        near = np.abs(self.grid.index[:, axis] - here[axis]) == reach
+        is_category = not all(
+            isinstance(v, int | float) for v in self.grid.values[self.grid.names[axis]]
+        )
+        near |= is_category & (self.grid.index[:, axis] != here[axis])
+        return [int(i) for i in np.flatnonzero(same.all(1) & near)]
+
+
+class Optuna:
+    """The tree-structured Parzen estimator of `optuna` (Bergstra et al. 2011)."""
+
+    def __init__(self, grid: Grid, seed: int = 0, start: int = 0, **options: Any):
+        try:
+            import optuna
+        except ImportError:
+            hint = "pip install slapo-zoo[tune], or choose another --search"
+            raise SlapoError("tune", "--search optuna", "optuna is not installed", hint) from None
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.grid, self.start, self.optuna = grid, start, optuna
+        sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=5)
+        self.study = optuna.create_study(direction="maximize", sampler=sampler)
+        self.ranges: dict[str, Any] = {
+            name: optuna.distributions.IntDistribution(0, max(len(grid.values[name]) - 1, 0))
+            for name in grid.names
+        }
+        self.told: set[int] = set()
+
+    def ask(self, known: Known, left: Sequence[int]) -> int | None:
+        """The free point nearest to what the sampler draws."""
+        if not left:
+            return None
+        if not known:
+            return self.start if self.start in left else left[0]
+        for i in known.keys() - self.told:
+            self._tell(i, known[i])
+        trial = self.study.ask(self.ranges)
+        return self.grid.nearest([trial.params[name] for name in self.grid.names], left)
+
+    def _tell(self, number: int, outcome: Outcome) -> None:
+        self.told.add(number)
+        values = {
+            n: max(int(v), 0) for n, v in zip(self.grid.names, self.grid.index[number], strict=True)
+        }
+        trial = self.optuna.trial.create_trial(
+            params=values, distributions=self.ranges, value=outcome.throughput
+        )
+        self.study.add_trial(trial)
+
+
+class Model:
+    """A surrogate of throughput and memory; the largest expected improvement is measured next.
+
+    Args:
+        grid: the space.
+        start: the first point.
+        prior: relative throughput that a planner expects at every point, or None.
+        options: of other strategies.
+    """
+
+    def __init__(
+        self, grid: Grid, start: int = 0, prior: Sequence[float] | None = None, **options: Any
+    ):
+        self.grid, self.start = grid, start
+        self.coordinates = grid.coordinates()
+        self.prior = MORE_MEMORY * grid.memory_rank()
+        if prior is not None:
+            self.prior = np.log(np.maximum(np.asarray(prior, float), 1e-12))
+
+    def ask(self, known: Known, left: Sequence[int]) -> int | None:
+        """The start; then where most is to be gained."""
+        if not left:
+            return None
+        if not known:
+            return self.start if self.start in left else left[0]
+        ran = [i for i, outcome in known.items() if outcome.is_measured]
+        if not ran:
+            corners = self.grid.corners(self.grid.index[self.start])[:1]
+            return corners[0] if set(corners) & set(left) else easiest(self.grid, known, left)
+        if len(ran) < ENOUGH:
+            return self._spread(known, left)
+        if (unseen := self._unseen(ran, left)) is not None:
+            return unseen
+        free = np.asarray(left)
+        gain = self._gain(known, ran)[free]
+        chosen = int(gain.argmax())
+        return int(free[chosen]) if gain[chosen] > WORTH or len(known) < FEWEST else None
+
+    def _spread(self, known: Known, left: Sequence[int]) -> int:
+        """A point from which much is learned: where memory is a question, a corner that may fit."""
+        corners = self.grid.corners(self.grid.index[self.start])
+        if found := [i for i in corners if i in set(left)]:
+            return found[0]
+        free, seen = np.array(left), list(known)
+        x = self.coordinates
+        distance = ((x[free][:, None] - x[seen][None]) ** 2).sum(-1).min(1)
+        return int(free[distance.argmax()])
+
+    def _unseen(self, ran: list[int], left: Sequence[int]) -> int | None:
+        """A point that tells what a symbol does to memory, of which only one value ran so far.
+
+        From where all symbols take least, half-way along that symbol of what may still fit.
+        """
+        corners = self.grid.corners(self.grid.index[self.start])[:1]
+        for j, name in enumerate(self.grid.names) if corners else ():
+            if not self.grid.memory.get(name) or len(set(self.grid.index[ran, j])) > 1:
+                continue
+            low = np.delete(self.grid.index[corners[0]], j)
+            row = [i for i in left if (np.delete(self.grid.index[i], j) == low).all()]
+            if row:
+                return sorted(row, key=lambda i: self.grid.index[i, j])[len(row) // 2]
+        return None
+
+    def _gain(self, known: Known, ran: list[int]) -> np.ndarray:
+        """Expected improvement of log throughput at every point, weighted with the chance to run."""
+        values = np.log([known[i].throughput for i in ran])
+        model = Surrogate(self.coordinates, ran, list(values - self.prior[ran]))
+        model.mean = model.mean + self.prior
+        failed = [i for i, outcome in known.items() if outcome.kind == OUT_OF_MEMORY]
+        peaks = [known[i].peak_memory for i in ran]
+        return model.improvement(float(values.max())) * fits(self.grid, ran, peaks, failed)
+
+
+def best_of(known: Known) -> int | None:
+    """The number of the fastest point that ran to its end."""
+    ran = [i for i, outcome in known.items() if outcome.kind == OK]
+    return max(ran, key=lambda i: known[i].throughput, default=None)
+
+
+def easiest(grid: Grid, known: Known, left: Sequence[int]) -> int | None:
+    """A point that needs less memory than all that failed: half-way down to the least there is."""
+    if not left:
+        return None
+    failed = [i for i, outcome in known.items() if outcome.kind == OUT_OF_MEMORY]
+    less = np.ones(len(grid.points), dtype=bool)
+    for i in failed:
+        less &= grid.takes_less(i)
+    free = [i for i in left if less[i]] or list(left)
+    amount = {i: int(less[[i]].sum()) + int(grid.takes_less(i).sum()) for i in free}
+    ordered = sorted(free, key=lambda i: (amount[i], i))
+    return ordered[len(ordered) // 2] if len(failed) < 3 else ordered[0]
+
+
+STRATEGIES: dict[str, Callable[..., Strategy]] = {
+    "model": Model, "coordinate": Coordinate, "optuna": Optuna, "random": Random, "exhaustive": Exhaustive,
+}  # fmt: skip
+
+
+def find_strategy(name: str) -> Callable[..., Strategy]:
+    """The strategy of a name."""
+    if name not in STRATEGIES:
+        hint = f"choose one of {', '.join(STRATEGIES)}"
+        raise SlapoError("tune", f"search={name!r}", "no such strategy", hint)
+    return STRATEGIES[name]

@@ -1,0 +1,131 @@
+"""What a person sees of a search: the best so far, a table, CSV, and pictures."""
+
+import csv
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from slapo_zoo.tune.grid import Grid, is_number
+from slapo_zoo.tune.space import Space
+from slapo_zoo.tune.tuner import OnTrial, Result, Trial
+
+
+@contextmanager
+def progress(total: int) -> Iterator[OnTrial]:
+    """A bar with the best so far on a terminal; elsewhere a line per evaluation."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(highlight=False, soft_wrap=True)
+    bar = Progress(TextColumn("tuning"), BarColumn(), MofNCompleteColumn(), TextColumn("best {task.fields[best]}"),
+                   TimeElapsedColumn(), console=console, disable=not console.is_terminal)  # fmt: skip
+    task = bar.add_task("", total=total, best="-")
+
+    def on_trial(trial: Trial, result: Result) -> None:
+        best = result.best
+        said = f"{best.outcome.throughput:.4g} rows/s" if best else "-"
+        bar.update(task, advance=1, best=said)
+        console.print(f"{len(result.trials)}/{total}  {line_of(trial)}  best {said}")
+
+    with bar:
+        yield on_trial
+
+
+def line_of(trial: Trial) -> str:
+    """One evaluation in a line."""
+    outcome = trial.outcome
+    known = " (known)" * trial.was_known
+    rate = f" {outcome.throughput:.4g} rows/s" if outcome.throughput else ""
+    why = f": {outcome.message}" if outcome.kind not in ("ok",) and outcome.message else ""
+    return f"{Space.cfg_dict_to_str(trial.point)} {outcome.kind}{rate}{known}{why}"
+
+
+def show(result: Result, most: int = 10) -> None:
+    """The fastest points, the failures by kind, and what was never measured."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    names = list(dict.fromkeys(name for trial in result.trials for name in trial.point))
+    table = Table(*names, "rows/s", "peak MiB", title=f"{len(result.trials)} evaluations")
+    ran = sorted(
+        (t for t in result.trials if t.outcome.kind == "ok"), key=lambda t: -t.outcome.throughput
+    )
+    for trial in ran[:most]:
+        values = [str(trial.point.get(name, "-")) for name in names]
+        table.add_row(
+            *values, f"{trial.outcome.throughput:.4g}", f"{trial.outcome.peak_memory / 2**20:.0f}"
+        )
+    console.print(table)
+    kinds = [trial.outcome.kind for trial in result.trials]
+    console.print(", ".join(f"{kind}: {kinds.count(kind)}" for kind in dict.fromkeys(kinds)))
+    for why, count in result.pruned.items():
+        console.print(f"never measured: {count} ({why})")
+
+
+def write_csv(result: Result, path: Path) -> None:
+    """One line per evaluation, in order."""
+    names = list(dict.fromkeys(name for trial in result.trials for name in trial.point))
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow([*names, "kind", "rows_per_s", "peak_bytes", "steps", "message"])
+        for trial in result.trials:
+            o = trial.outcome
+            values = [trial.point.get(name, "") for name in names]
+            writer.writerow([*values, o.kind, o.throughput, o.peak_memory, o.steps, o.message])
+
+
+def draw_trace(result: Result, path: Path) -> None:
+    """Throughput of every evaluation, and the best so far."""
+    plt = _pyplot()
+    rates = [trial.outcome.throughput for trial in result.trials]
+    best = [max(rates[: i + 1]) for i in range(len(rates))]
+    figure, axes = plt.subplots(figsize=(7, 4))
+    axes.plot(range(1, len(rates) + 1), rates, "o", label="evaluation; failures at 0")
+    axes.step(range(1, len(rates) + 1), best, where="post", label="best so far")
+    axes.set(xlabel="evaluation", ylabel="rows/s")
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    plt.close(figure)
+
+
+def draw_surface(result: Result, grid: Grid, path: Path) -> bool:
+    """The median throughput over the two numeric symbols with most values; False if there are not two."""
+    numeric = [
+        n for n in grid.names if len(grid.values[n]) > 1 and all(map(is_number, grid.values[n]))
+    ]
+    numeric = sorted(numeric, key=lambda n: -len(grid.values[n]))[:2]
+    if len(numeric) < 2:
+        return False
+    plt, (x, y) = _pyplot(), numeric
+    cells: dict[tuple[Any, Any], list[float]] = {}
+    for trial in result.trials:
+        if x in trial.point and y in trial.point:
+            cells.setdefault((trial.point[x], trial.point[y]), []).append(trial.outcome.throughput)
+    nan = float("nan")
+    values = [
+        [statistics.median(cells.get((a, b), [nan])) for a in grid.values[x]]
+        for b in grid.values[y]
+    ]
+    figure, axes = plt.subplots(figsize=(7, 4))
+    image = axes.imshow(values, origin="lower", aspect="auto")
+    axes.set(xlabel=x, ylabel=y, xticks=range(len(grid.values[x])), yticks=range(len(grid.values[y])),
+             xticklabels=grid.values[x], yticklabels=grid.values[y])  # fmt: skip
+    figure.colorbar(image, label="rows/s; 0 failed, white not measured")
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    plt.close(figure)
+    return True
+
+
+def _pyplot() -> Any:
+    from slapo_zoo.trace_files import require_matplotlib
+
+    require_matplotlib()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt

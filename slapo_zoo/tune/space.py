@@ -1,0 +1,176 @@
+"""A space of configurations whose symbols may depend on each other (polyhedral).
+
+A symbol is created with its candidates, or with a function of symbols before it that returns them. One
+that has a condition exists only where the condition holds, and constraints cut points away. The older
+form is a function `update(arguments, space)` that is called again each time one more symbol is fixed and
+creates the symbols anew from what is known by then.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from inspect import signature
+from typing import Any
+
+from slapo_zoo.tune.symbol import SpaceError, Symbol
+
+Point = dict[str, Any]
+Update = Callable[[Any, "Space"], Any]
+MOST_POINTS = 200_000
+
+
+class Space:
+    """The tuning space; symbols are fixed in the order in which they were created."""
+
+    def __init__(self) -> None:
+        self.space: dict[str, Symbol] = {}
+        self.fixed_idx = -1
+        self._candidates: dict[str, Callable[..., Iterable[Any]]] = {}
+        self._conditions: dict[str, Callable[..., bool]] = {}
+        self._constraints: list[Callable[..., bool]] = []
+        self._absent: set[str] = set()
+
+    def create_symbol(
+        self, name: str, vals: Iterable[Any] | Callable[..., Iterable[Any]],
+        when: Callable[..., bool] | None = None,
+    ) -> Symbol:  # fmt: skip
+        """Create a symbol; one that is fixed already stays, any other gets the new candidates.
+
+        Args:
+            name: of the symbol.
+            vals: candidates, or a function whose parameters are names of symbols before.
+            when: a function of symbols before: where it is False, points have no such symbol.
+        """
+        known = self.space.get(name)
+        if known is not None and known.is_fixed():
+            return known
+        for rules, rule in ((self._candidates, vals), (self._conditions, when)):
+            rules.pop(name, None)  # pyright: ignore[reportArgumentType, reportCallIssue]
+            if callable(rule):
+                _check_names(name, rule, [n for n in self.space if n != name])
+                rules[name] = rule  # pyright: ignore[reportArgumentType]
+        self.space[name] = Symbol(name, () if callable(vals) else vals)
+        self._settle()
+        return self.space[name]
+
+    def constrain(self, rule: Callable[..., bool]) -> None:
+        """Keep only points where a rule holds: `space.constrain(lambda tp, pp: tp * pp <= 8)`."""
+        _check_names("constrain", rule, list(self.space))
+        self._constraints.append(rule)
+
+    def next(self) -> Symbol | None:
+        """The next symbol to fix, in the order of creation; None after the last."""
+        names = list(self.space)
+        while self.fixed_idx + 1 < len(names):
+            self.fixed_idx += 1
+            if names[self.fixed_idx] not in self._absent:
+                return self.space[names[self.fixed_idx]]
+        return None
+
+    def reset(self) -> None:
+        """No symbol is fixed any more."""
+        self.fixed_idx = -1
+        for symbol in self.space.values():
+            symbol.fixed_idx = -1
+        self._settle()
+
+    def to_dict(self) -> Point:
+        """Name --> value; SpaceError while a symbol is not fixed."""
+        return {n: symbol.value for n, symbol in self.space.items() if n not in self._absent}
+
+    def clone(self) -> "Space":
+        """An independent copy."""
+        other = Space()
+        for name, symbol in self.space.items():
+            other.space[name] = Symbol(name, symbol.vals)
+            other.space[name].fixed_idx = symbol.fixed_idx
+        other.fixed_idx, other._absent = self.fixed_idx, set(self._absent)
+        other._candidates, other._conditions = dict(self._candidates), dict(self._conditions)
+        other._constraints = list(self._constraints)
+        return other
+
+    @staticmethod
+    def cfg_dict_to_str(cfg_dict: Mapping[str, Any]) -> str:
+        """A point in one line: `(batch_size: 8, ckpt_ratio: 0.5)`."""
+        return "(" + ", ".join(f"{name}: {value}" for name, value in cfg_dict.items()) + ")"
+
+    def points(
+        self, training_script_args: Any = None, update_space_fn: Update | None = None
+    ) -> Iterator[Point]:
+        """Every point, in the order of the symbols and their candidates.
+
+        Args:
+            training_script_args: handed to the function.
+            update_space_fn: creates symbols from what is fixed by then.
+        """
+        space = self.clone()
+        space.reset()
+        yield from space._walk(training_script_args, update_space_fn)
+
+    def all_points(self, *arguments: Any) -> list[Point]:
+        """`list(points(...))`; SpaceError where there is none, or more than MOST_POINTS."""
+        found: list[Point] = []
+        for point in self.points(*arguments):
+            found.append(point)
+            if len(found) > MOST_POINTS:
+                problem = f"it has more than {MOST_POINTS} points"
+                raise SpaceError("Space", self, problem, "fix a symbol, or add a constraint")
+        if not found:
+            raise SpaceError("Space", self, "it has no point", "loosen a constraint")
+        return found
+
+    def log_space(self, training_script_args: Any, update_space_fn: Update) -> None:
+        """Log every point of the space and their number."""
+        from slapo_zoo.seeds import get_logger
+
+        say, count = get_logger("slapo_zoo").info, 0
+        for count, point in enumerate(self.points(training_script_args, update_space_fn), 1):  # noqa: B007
+            say("\t%s", self.cfg_dict_to_str(point))
+        say("Space size: %d", count)
+
+    def _walk(self, arguments: Any, update: Update | None) -> Iterator[Point]:
+        if update is not None:
+            update(arguments, self)
+        self._settle()
+        if not self._allowed():
+            return
+        symbol = self.next()
+        if symbol is None:
+            yield self.to_dict()
+            return
+        for idx in range(len(symbol.vals)):
+            branch = self.clone()
+            branch.space[symbol.name].fix_at(idx)
+            yield from branch._walk(arguments, update)
+
+    def _settle(self) -> None:
+        """Compute the candidates that are functions of symbols fixed by now."""
+        fixed = {n: symbol.value for n, symbol in self.space.items() if symbol.is_fixed()}
+        self._absent = {n for n, rule in self._conditions.items()
+                        if _applies(rule, fixed, self._absent) and not _call(rule, fixed)}  # fmt: skip
+        for name, rule in self._candidates.items():
+            symbol = self.space[name]
+            if not symbol.is_fixed() and _applies(rule, fixed, self._absent):
+                symbol.vals = list(_call(rule, fixed))
+
+    def _allowed(self) -> bool:
+        fixed = {n: symbol.value for n, symbol in self.space.items() if symbol.is_fixed()}
+        known = [
+            rule for rule in self._constraints if set(signature(rule).parameters) <= set(fixed)
+        ]
+        return all(_call(rule, fixed) for rule in known)
+
+    def __repr__(self) -> str:
+        return "Space(" + ", ".join(map(repr, self.space.values())) + ")"
+
+
+def _check_names(what: str, rule: Callable[..., Any], known: list[str]) -> None:
+    if unknown := [name for name in signature(rule).parameters if name not in known]:
+        problem = f"its rule asks for {unknown[0]!r}, symbols before it are {known}"
+        raise SpaceError("Space", what, problem, "create that symbol first")
+
+
+def _applies(rule: Callable[..., Any], fixed: Mapping[str, Any], absent: set[str]) -> bool:
+    return all(name in fixed or name in absent for name in signature(rule).parameters)
+
+
+def _call(rule: Callable[..., Any], fixed: Mapping[str, Any]) -> Any:
+    return rule(**{name: fixed.get(name) for name in signature(rule).parameters})

@@ -1,0 +1,125 @@
+"""A model of what was measured: a Gaussian process over a quadratic trend, and the memory that runs out.
+
+The trend says that step time changes smoothly with batch size and recomputation; the process corrects it
+where measurements disagree. Rasmussen and Williams 2006, chapter 2; expected improvement: Jones et al. 1998.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from slapo_zoo.tune.grid import Grid
+
+CAUTION = 2.0  # how fast the chance to fit sinks on the way to what failed
+LENGTHS, NOISES = (0.25, 0.5, 1.0), (1e-3, 1e-2)
+LINEAR, QUADRATIC, CONSTANT = 1.0, 0.25, 4.0  # prior variances of the trend, of scaled values
+
+
+class Surrogate:
+    """Mean and deviation of a value at every point of a grid.
+
+    Args:
+        coordinates: [points, axes] in 0..1.
+        measured: numbers of points.
+        values: at those.
+    """
+
+    def __init__(self, coordinates: np.ndarray, measured: Sequence[int], values: Sequence[float]):
+        y = np.asarray(values, dtype=float)
+        self.scale = max(float(y.std()), 1e-3)
+        self.middle = float(y.mean())
+        z, rows = (y - self.middle) / self.scale, list(measured)
+        best = None
+        for length in LENGTHS:
+            kernel = _kernel(coordinates, coordinates[rows], length)
+            for noise in NOISES:
+                inner = kernel[rows] + noise * np.eye(len(rows))
+                root = np.linalg.cholesky(inner)
+                weights = np.linalg.solve(root.T, np.linalg.solve(root, z))
+                evidence = -0.5 * z @ weights - np.log(np.diag(root)).sum()
+                if best is None or evidence > best[0]:
+                    best = evidence, kernel, root, weights, length
+        assert best is not None  # noqa: S101 - the loops ran
+        _, kernel, root, weights, length = best
+        self.mean = self.middle + self.scale * (kernel @ weights)
+        half = np.linalg.solve(root, kernel.T)
+        prior = np.array([_kernel(x[None], x[None], length)[0, 0] for x in coordinates])
+        self.deviation = self.scale * np.sqrt(np.maximum(prior - (half**2).sum(0), 1e-12))
+
+    def improvement(self, best: float) -> np.ndarray:
+        """Expected improvement over a value, at every point."""
+        from math import erf, pi
+
+        gain = self.mean - best
+        z = gain / self.deviation
+        cdf = 0.5 * (1.0 + np.array([erf(v / 2**0.5) for v in z]))
+        return gain * cdf + self.deviation * np.exp(-0.5 * z**2) / (2.0 * pi) ** 0.5
+
+
+def _kernel(a: np.ndarray, b: np.ndarray, length: float) -> np.ndarray:
+    ca, cb = a - 0.5, b - 0.5
+    inner = ca @ cb.T
+    distance = ((a[:, None] - b[None]) ** 2).sum(-1)
+    smooth = np.exp(-0.5 * distance / length**2)
+    return CONSTANT + LINEAR * 4.0 * inner + QUADRATIC * 16.0 * inner**2 + 0.25 * smooth
+
+
+def fits(
+    grid: Grid,
+    ran: Sequence[int],
+    peaks: Sequence[float],
+    failed: Sequence[int],
+) -> np.ndarray:
+    """How likely each point fits into memory.
+
+    Where peaks were measured, memory is estimated from them (`Grid.memory_terms`), and the limit lies
+    between the highest peak and the least estimate of what failed. Without, a point between one that ran and
+    one that failed is the likelier to fit the nearer it is to the first.
+
+    Args:
+        grid: the space.
+        ran: numbers of points that fit.
+        peaks: their bytes; 0 where unknown.
+        failed: numbers of points that ran out of memory.
+    """
+    surely, never = (np.zeros(len(grid.points), dtype=bool) for _ in range(2))
+    for i in ran:
+        surely |= grid.takes_less(i)
+    for i in failed:
+        never |= grid.takes_more(i)
+    chance = _between(grid, surely, never)
+    if len(ran) >= 3 and all(peaks) and failed:
+        chance = _by_peaks(grid.memory_terms(), list(ran), peaks, list(failed), chance)
+    chance[surely], chance[never] = 1.0, 0.0
+    return chance
+
+
+def _between(grid: Grid, surely: np.ndarray, never: np.ndarray) -> np.ndarray:
+    spans = np.array([max(len(grid.values[n]) - 1, 1) for n in grid.names])
+    x = grid.index / spans
+    near, far = (_distance(x, mask) for mask in (surely, never))
+    if far is None or near is None:
+        return np.full(len(x), 0.5) if near is None else 1.0 / (1.0 + near)
+    return (far / np.maximum(near + far, 1e-9)) ** CAUTION
+
+
+def _distance(x: np.ndarray, mask: np.ndarray) -> np.ndarray | None:
+    if not mask.any():
+        return None
+    return np.abs(x[:, None] - x[mask][None]).sum(-1).min(1)
+
+
+def _by_peaks(
+    x: np.ndarray,
+    ran: list[int],
+    peaks: Sequence[float],
+    failed: list[int],
+    chance: np.ndarray,
+) -> np.ndarray:
+    y = np.asarray(peaks, dtype=float)
+    inner = x[ran].T @ x[ran] + 1e-6 * np.eye(x.shape[1])
+    memory = x @ np.linalg.solve(inner, x[ran].T @ (y / y.max()))
+    low, high = memory[ran].max(), memory[failed].min()
+    if high <= low:  # the estimate contradicts what happened
+        return chance
+    return np.clip((high - memory) / (high - low), 0.0, 1.0) ** CAUTION

@@ -1,0 +1,201 @@
+"""What a worker does: build a model at one point, check what it computes, time its training steps."""
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slapo_zoo.auto import AutoScheduledModel
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.example_inputs import random_batch
+from slapo_zoo.knobs import KNOBS
+from slapo_zoo.launch import run_local
+from slapo_zoo.locate import config_of, to_dtype
+from slapo_zoo.tune.outcome import NO_MEMORY, OK, OUT_OF_MEMORY, WRONG, Outcome
+from slapo_zoo.tune.worker import RESULT
+from slapo_zoo.weights.ledger import AnonymousPeak
+
+PROBE_ROWS, WARM_UP = 2, 1
+LOOSE = {
+    "float32": 1e-3,
+    "bfloat16": 5e-2,
+    "float16": 2e-2,
+}  # relative difference of the probe's loss
+OWN = ("batch_size", "threads", "kernels")  # symbols beside the knobs of `from_pretrained`
+
+
+@dataclass(frozen=True)
+class Job:
+    """One measurement.
+
+    Args:
+        model: a family, a folder or a Hub id; only its config is used.
+        point: symbol --> value: knobs of `from_pretrained`, `batch_size` (rows of a step and copy),
+            `threads`, `kernels` (names of kernels that replace what they serve).
+        steps: timed.
+        seq_len: tokens of a row.
+        changes: fields of the config to change.
+        dtype: of the parameters.
+        device: cpu or cuda; None takes what there is.
+        memory: bytes that a rank may take; 0 for all.
+        probe: loss of the plain schedule on the probe, or None.
+        threads: of the process.
+    """
+
+    model: str
+    point: Mapping[str, Any]
+    steps: int = 5
+    seq_len: int = 128
+    changes: Mapping[str, Any] | None = None
+    dtype: str = "float32"
+    device: str | None = None
+    memory: int = 0
+    probe: float | None = None
+    threads: int = 1
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        sizes = (int(self.point.get(name) or 1) for name in ("tp", "pp", "dp"))
+        tp, pp, dp = sizes
+        return tp * pp * dp
+
+
+def build(job: Job) -> Any:
+    """The model of a job on this rank, in training mode."""
+    config, head = config_of(job.model)
+    for name, value in (job.changes or {}).items():
+        setattr(config, name, value)
+    knobs = {n: v for n, v in job.point.items() if n in KNOBS and n != "dtype"}
+    dtype = to_dtype(job.point.get("dtype", job.dtype))
+    model: Any = AutoScheduledModel.from_config(
+        config, auto_class=head, dtype=dtype, device=job.device, seed=0, **knobs
+    )
+    for name in (n for n in str(job.point.get("kernels") or "").split("+") if n):
+        replace_modules(model, name)
+    return model.train()
+
+
+def replace_modules(model: Any, kernel: str) -> None:
+    """Put a kernel into every module that it serves."""
+    import slapo_zoo.primitives  # noqa: F401 - registers the kernels
+    from slapo_zoo.kernel import KERNELS
+
+    if kernel not in KERNELS:
+        hint = f"there are {', '.join(sorted(KERNELS))}"
+        raise SlapoError("tune", f"kernels={kernel!r}", "no such kernel", hint)
+    for path, module in list(model.named_modules()):
+        if path and not KERNELS[kernel].refuses(module):
+            model.schedule[path].replace(kernel)
+
+
+def measure(job: Job) -> Outcome:
+    """On one rank: the probe, then the timed steps."""
+    torch.set_num_threads(int(job.point.get("threads") or job.threads))
+    with AnonymousPeak(exact=False) as peak:
+        model = build(job)
+        device = next(model.parameters()).device
+        loss = float(model.train_step(_batch(model, PROBE_ROWS, job.seq_len, device), 1))
+        model.zero_grad()
+        if problem := differs(loss, job):
+            return Outcome(WRONG, message=problem)
+        rows = int(job.point.get("batch_size") or 8)
+        seconds = timed_steps(model, _batch(model, rows, job.seq_len, device), job)
+    taken = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak.growth
+    rate = rows * int(job.point.get("dp") or 1) / statistics.median(seconds)
+    return Outcome(OK, rate, int(taken), job.steps, f"loss of the probe {loss!r}")
+
+
+def differs(loss: float, job: Job) -> str:
+    """Why the loss of the probe is not that of the plain schedule, or the empty string."""
+    if loss != loss or abs(loss) == float("inf"):
+        return f"the loss of the probe is {loss}"
+    if job.probe is None:
+        return ""
+    most = LOOSE.get(str(job.point.get("dtype", job.dtype)), 1e-3)
+    off = abs(loss - job.probe) / max(abs(job.probe), 1e-12)
+    return (
+        f"the loss of the probe is {loss:.6g}, the plain schedule's {job.probe:.6g}"
+        if off > most
+        else ""
+    )
+
+
+def timed_steps(model: Any, batch: Any, job: Job) -> list[float]:
+    """Seconds of each step: forward, backward and AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    found = []
+    for _ in range(WARM_UP + job.steps):
+        begin = time.perf_counter()
+        model.train_step(batch, job.point.get("micro_batches"))
+        optimizer.step()
+        optimizer.zero_grad()
+        if next(iter(batch.values())).is_cuda:
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - begin)
+    return found[WARM_UP:]
+
+
+def _batch(model: Any, rows: int, seq_len: int, device: torch.device) -> dict[str, Any]:
+    return {k: v.to(device) for k, v in random_batch(model, rows, seq_len).items()}
+
+
+def limit_memory(job: Job) -> None:
+    """Let allocations beyond the limit fail: on the CPU by the kernel's, on a GPU by the allocator's."""
+    if not job.memory:
+        return
+    if torch.cuda.is_available() and job.device != "cpu":
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, job.memory / total))
+        return
+    import resource
+
+    from slapo_zoo.weights.ledger import anonymous_bytes
+
+    most = anonymous_bytes() + job.memory
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+def on_rank(job: Job) -> Outcome:
+    """What each rank does."""
+    limit_memory(job)
+    return measure(job)
+
+
+def run(job: Job) -> Outcome:
+    """On as many ranks as the point asks for; the fullest rank's memory."""
+    try:
+        found = (
+            [on_rank(job)]
+            if job.world == 1
+            else run_local(on_rank, job.world, (job,), device=job.device)
+        )
+    except (RuntimeError, MemoryError) as error:
+        text = f"{type(error).__name__}: {error}"
+        if not any(word in text.lower() for word in NO_MEMORY):
+            raise
+        return Outcome(OUT_OF_MEMORY, message=text.splitlines()[0][:300])
+    most = max(outcome.peak_memory for outcome in found)
+    first = found[0]
+    return Outcome(first.kind, first.throughput, most, first.steps, first.message)
+
+
+def main() -> None:
+    """A job from the command line; its outcome goes to the file that the environment names."""
+    data = json.loads(sys.argv[1])
+    job = Job(**{field.name: data[field.name] for field in fields(Job) if field.name in data})
+    outcome = run(job)
+    path = Path(os.environ[RESULT])
+    path.with_suffix(".part").write_text(json.dumps(outcome.to_dict()))
+    path.with_suffix(".part").replace(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""The loop: ask a strategy, look the point up or measure it, keep the result, stop in time."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from slapo_zoo.tune.database import Database, Scope
+from slapo_zoo.tune.grid import Grid
+from slapo_zoo.tune.outcome import CRASH, OK, OUT_OF_MEMORY, SLOW, Outcome
+from slapo_zoo.tune.search import Strategy, best_of
+from slapo_zoo.tune.space import Point
+
+Measure = Callable[[Point, int], Outcome]
+OnTrial = Callable[["Trial", "Result"], None]
+MOST_STARTS = 2  # a point that ended this often without a result took the tuner down with it
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One evaluation.
+
+    Args:
+        number: of the point in the grid.
+        point: symbol --> value.
+        outcome: what became of it.
+        was_known: it came from the database.
+    """
+
+    number: int
+    point: Point
+    outcome: Outcome
+    was_known: bool = False
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When to stop.
+
+    Args:
+        evaluations: at most; those from the database count, so that a resumed run ends alike.
+        patience: stop after so many without a better one; 0 for never.
+        quick_steps: measure these first, and go on only where it is promising; 0 for no such phase.
+        steps: of a full measurement.
+        slack: a point goes on when its quick throughput is at least this share of the best quick one.
+    """
+
+    evaluations: int = 50
+    patience: int = 0
+    quick_steps: int = 0
+    steps: int = 10
+    slack: float = 0.9
+
+
+@dataclass
+class Result:
+    """What a run of the tuner found.
+
+    Args:
+        trials: in order.
+        pruned: number of points that were never measured, by reason.
+    """
+
+    trials: list[Trial] = field(default_factory=list)
+    pruned: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def best(self) -> Trial | None:
+        """The fastest that ran to its end."""
+        number = best_of({trial.number: trial.outcome for trial in self.trials})
+        return next((trial for trial in self.trials if trial.number == number), None)
+
+
+class Tuner:
+    """Searches a grid.
+
+    Args:
+        grid: the space.
+        measure: (point, steps) --> outcome.
+        strategy: which point is next.
+        database: where outcomes are kept.
+        scope: what they hold for.
+        limits: when to stop.
+        refused: number of a point --> why it cannot be (the planner's word); never measured.
+        on_trial: called after each.
+    """
+
+    def __init__(
+        self, grid: Grid, measure: Measure, strategy: Strategy, database: Database | None = None,
+        scope: Scope | None = None, limits: Limits | None = None, refused: Mapping[int, str] | None = None,
+        on_trial: OnTrial | None = None,
+    ):  # fmt: skip
+        self.grid, self.measure, self.strategy = grid, measure, strategy
+        self.database = database if database is not None else Database()
+        self.scope, self.limits = scope or Scope("", ""), limits or Limits()
+        self.refused, self.on_trial = dict(refused or {}), on_trial
+        self._quick = 0.0
+
+    def run(self) -> Result:
+        """Search until a limit or the strategy says stop."""
+        result, known = Result(), dict[int, Outcome]()
+        left = [i for i in range(len(self.grid.points)) if i not in self.refused]
+        if self.refused:
+            result.pruned["the planner: it does not fit"] = len(self.refused)
+        without_gain = 0
+        while len(result.trials) < self.limits.evaluations:
+            number = self.strategy.ask(known, left)
+            if number is None:
+                break
+            before = result.best
+            trial = self._trial(number)
+            result.trials.append(trial)
+            known[number] = trial.outcome
+            left.remove(number)
+            if trial.outcome.kind == OUT_OF_MEMORY:
+                more = self.grid.takes_more(number)
+                cut = [i for i in left if more[i]]
+                left = [i for i in left if not more[i]]
+                name = "they take more memory than one that ran out"
+                result.pruned[name] = result.pruned.get(name, 0) + len(cut)
+            if self.on_trial is not None:
+                self.on_trial(trial, result)
+            without_gain = 0 if result.best is not before else without_gain + 1
+            if self.limits.patience and without_gain >= self.limits.patience:
+                break
+        return result
+
+    def _trial(self, number: int) -> Trial:
+        point, limits = self.grid.points[number], self.limits
+        if not limits.quick_steps:
+            return self._measured(number, point, limits.steps)
+        quick = self._measured(number, point, limits.quick_steps)
+        if quick.outcome.kind != OK:
+            return quick
+        if quick.outcome.throughput < limits.slack * self._quick:
+            why = f"{quick.outcome.throughput / self._quick:.2f} of the best after {limits.quick_steps} steps"
+            return replace(quick, outcome=replace(quick.outcome, kind=SLOW, message=why))
+        self._quick = max(self._quick, quick.outcome.throughput)
+        return self._measured(number, point, limits.steps)
+
+    def _measured(self, number: int, point: Point, steps: int) -> Trial:
+        """From the database, or measured now and kept before anything else is done."""
+        key = self.scope.key(point, steps)
+        if key in self.database:
+            return Trial(number, point, Outcome.from_dict(self.database[key]), was_known=True)
+        begun = f"begun | {key}"
+        starts = self.database.get(begun, 0)
+        if starts >= MOST_STARTS:
+            outcome = Outcome(
+                CRASH, message=f"the tuner ended {starts} times while it was measured"
+            )
+        else:
+            self.database.commit(begun, starts + 1)
+            outcome = self.measure(point, steps)
+        self.database.commit(key, outcome.to_dict())
+        return Trial(number, point, outcome)
