@@ -52,7 +52,7 @@ def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
             "model": name, "gpus": gpus, "parameters": found.parameters, "work": work,
             "configurations": found.looked_at, "fit": len(found.feasible), "cpu s": round(seconds, 2),
             "wall s": round(time.perf_counter() - wall, 2), "growth": round(growth, 2),
-            "of blocks x configurations": round(work / (first or rows[0] if rows else {"work": work})["work"], 2),
+            "growth of work": round(work / (first["work"] if first else work), 2),
             "best": str(best), "beyond": ["growth"] if growth > max(allowed, 1.0) else [],
         })  # fmt: skip
     return {

@@ -1,5 +1,6 @@
 """What a worker does: build a model at one point, check what it computes, time its training steps."""
 
+import importlib.util
 import json
 import os
 import statistics
@@ -85,11 +86,13 @@ def build(job: Job) -> Any:
 
 def replace_modules(model: Any, kernel: str) -> None:
     """Put a kernel into every module that it serves."""
-    import slapo_zoo.primitives  # noqa: F401 - registers the kernels
     from slapo_zoo.kernel import KERNELS
 
+    name = f"slapo_zoo.kernels.{kernel}"
+    if kernel.isidentifier() and importlib.util.find_spec(name) is not None:
+        importlib.import_module(name)  # it registers itself
     if kernel not in KERNELS:
-        hint = f"there are {', '.join(sorted(KERNELS))}"
+        hint = "see slapo_zoo/kernels/README.md for those there are"
         raise SlapoError("tune", f"kernels={kernel!r}", "no such kernel", hint)
     for path, module in list(model.named_modules()):
         if path and not KERNELS[kernel].refuses(module):
