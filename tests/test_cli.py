@@ -1,8 +1,8 @@
 """The command line: quick, readable errors, and `train` on a person's own checkpoint."""
 
-import importlib
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -105,6 +105,11 @@ JSON_COMMANDS = {
         "slapo_zoo.apart.verify_apart", ["verify", "gpt2"],
         lambda: {"verdict": "verified", "text": "fine"},
     ),
+    "plan": (
+        "slapo_zoo.planner.search.Planner.search",
+        ["plan", "FOLDER", "--gpus", "2", "--batch", "4"], None,
+    ),
+    "bench": ("slapo_zoo.training.step_times.measure", ["bench", "FOLDER", "--steps", "1"], None),
     "card lint": ("slapo_zoo.cards.use.load_card", ["card", "lint", CARD], None),
 }  # fmt: skip
 
@@ -114,7 +119,7 @@ def test_json_stands_alone(command, gpt2, capfd, monkeypatch):
     """Also where a library prints on stdout, as DeepSpeed does, or a child process does."""
     place, arguments, instead = JSON_COMMANDS[command]
     module, _, name = place.rpartition(".")
-    own = getattr(importlib.import_module(module), name)
+    own = getattr(pkgutil.resolve_name(module), name)
 
     def noisy(*args, **kwargs):
         print("[INFO] Setting ds_accelerator to cpu")

@@ -104,6 +104,7 @@ LAYERS = [  # low to high; one name per line, so that two people can add
     schedules
     """,
     """
+    beside
     cli
     commands
     demo

@@ -1,9 +1,12 @@
 """`slapo-zoo bench`: how long training steps take, and a trace of one."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from slapo_zoo.report import stdout_for_json
 
 Model = Annotated[
     str, typer.Argument(help='A checkpoint folder, a model id of the Hub, or "kernels".')
@@ -11,6 +14,10 @@ Model = Annotated[
 Order = Annotated[str, typer.Option(help="Of the pipeline: a name, or a .csv file.")]
 Trace = Annotated[
     Path | None, typer.Option(help="Write trace.json (Chrome) and trace.png of one step here.")
+]
+
+Beside = Annotated[
+    Path | None, typer.Option(help="Compare with what else divides the model; files go here.")
 ]
 
 
@@ -26,17 +33,61 @@ def bench(
     steps: Annotated[int, typer.Option(min=1, help="Timed steps, after two to warm up.")] = 5,
     pipeline_trace: Trace = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.", metavar="NAME")] = "auto",
+    beside: Beside = None,
     only: Annotated[str, typer.Option(help="Of kernels: those whose name begins so.")] = "",
     quick: Annotated[bool, typer.Option(help="Of kernels: small sizes, nothing is kept.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Time training steps (forward and backward) of a checkpoint on random input.
 
     `slapo-zoo bench kernels` times every kernel beside what it replaces, and writes the table that
     kernels="auto" follows on this device.
+
+    With --beside: whole steps on the CPU, in turns with plain transformers and what else divides the
+    model; exit status 1 says that the models did not compute the same.
     """
     if model == "kernels":
         _kernels(only, quick)
         return
+    with stdout_for_json(as_json):
+        if beside is not None:
+            found = _beside(model, tp, (pp, dp or 1), (batch_size, seq_len), steps, beside)
+            if not as_json:
+                typer.echo((beside / "side.md").read_text(encoding="utf-8"))
+        else:
+            found = _alone(
+                model, tp, pp, dp, pipeline_order, micro_batches, batch_size, seq_len, steps,
+                pipeline_trace, device, as_json,
+            )  # fmt: skip
+    if as_json and found is not None:
+        typer.echo(json.dumps(found, indent=1))
+    if beside is not None and found is not None and not found["green"]:
+        raise typer.Exit(1)
+
+
+def _beside(
+    model: str, tp: int, others: tuple[int, int], rows: tuple[int, int], rounds: int, folder: Path
+) -> dict[str, Any]:
+    """The comparison of a checkpoint folder; its files go to `folder`."""
+    from slapo_zoo.beside.run import side_by_side, write_report
+    from slapo_zoo.beside.shapes import Work
+    from slapo_zoo.errors import MeshError
+    from slapo_zoo.locate import local_folder
+
+    if others != (1, 1):
+        problem = "found pp or dp above 1, which no peer trains these families with"
+        raise MeshError("bench", "--beside", problem, "compare --tp only")
+    place = local_folder(model, None, False)
+    found = side_by_side(Work(str(place), *rows, tp=max(1, tp)), rounds)
+    command = f"slapo-zoo bench {model} --tp {tp} --batch-size {rows[0]} --seq-len {rows[1]}"
+    write_report({model: found}, folder, f"{command} --steps {rounds} --beside {folder}")
+    return found
+
+
+def _alone(
+    model: str, tp: int, pp: int, dp: int | None, pipeline_order: str, micro_batches: int | None,
+    batch_size: int, seq_len: int, steps: int, pipeline_trace: Path | None, device: str, quiet: bool,
+) -> dict[str, Any] | None:  # fmt: skip
     from slapo_zoo.errors import MeshError
     from slapo_zoo.trace_files import require_matplotlib
     from slapo_zoo.training import job, step_times
@@ -52,8 +103,15 @@ def bench(
         trace=pipeline_trace is not None, device=job.device_named(device),
     )  # fmt: skip
     found = step_times.measure(options)
-    if found is not None:
-        _show(options, found, pipeline_trace)
+    if found is None:
+        return None
+    rate = options.batch_size * options.dp / found.seconds
+    if not quiet:
+        _show(options, found, rate, pipeline_trace)
+    return {
+        "model": model, "tp": tp, "pp": pp, "dp": options.dp, "device": found.device,
+        "step_ms": found.seconds * 1e3, "rows_per_s": rate, "steps": steps,
+    }  # fmt: skip
 
 
 def _kernels(only: str, quick: bool) -> None:
@@ -74,11 +132,10 @@ def _number(value: Any) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def _show(options: Any, found: Any, folder: Path | None) -> None:
+def _show(options: Any, found: Any, rate: float, folder: Path | None) -> None:
     from slapo_zoo.timeline import bubble
     from slapo_zoo.trace_files import draw, write_chrome_trace
 
-    rate = options.batch_size * options.dp / found.seconds
     typer.echo(
         f"{options.model}: tp={options.tp} pp={options.pp} dp={options.dp} on {found.device}: "
         f"{found.seconds * 1e3:.1f} ms per step (median of {options.steps}), {rate:.1f} rows/s"

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from slapo_zoo.report import stdout_for_json
+
 
 def search(
     model: str, gpus: int, memory: str | None, batch: int, seq_len: int | None, hardware: str, dtype: str,
@@ -30,7 +32,8 @@ def search(
         raise MeshError("plan", "--seq", problem, "shorten the rows")
     device = with_memory(find_hardware(hardware), parse_size(memory, "--memory"))
     planner = Planner(config, device, tokens, to_dtype(dtype), head)
-    found = planner.search(gpus, batch)
+    with stdout_for_json(as_json):
+        found = planner.search(gpus, batch)
     if as_json:
         typer.echo(json.dumps(show.as_json(found, most), indent=1))
     else:

@@ -1,0 +1,226 @@
+"""What a user could take instead: each is a class with a load, one training step, and its gradients.
+
+A contender lives in processes of its own; nothing here is imported before they are started.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slapo_zoo.beside.shapes import Work
+
+LEARNING_RATE = 1e-4
+BERT_BLOCKS = {
+    "bert.encoder.layer.*.attention.self.query": "colwise",
+    "bert.encoder.layer.*.attention.self.key": "colwise",
+    "bert.encoder.layer.*.attention.self.value": "colwise",
+    "bert.encoder.layer.*.attention.output.dense": "rowwise",
+    "bert.encoder.layer.*.intermediate.dense": "colwise",
+    "bert.encoder.layer.*.output.dense": "rowwise",
+}
+
+
+class Contender:
+    """Plain `transformers` in one process; the others differ from it in how they load and step."""
+
+    name = "transformers"
+    divides = False  # over tp ranks; else one process with as many threads
+
+    @staticmethod
+    def why_not(config: Any) -> str:
+        """Why it cannot train a family, or nothing."""
+        return ""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.model: Any = self.load().train()
+        self.batch = work.batch(self.model.config)
+        self.optimizer: Any = self.make_optimizer()
+
+    def load(self) -> Any:
+        """The model from its files."""
+        return plain(self.work.folder)
+
+    def make_optimizer(self) -> Any:
+        """The same for everybody."""
+        return torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
+
+    def gradients(self) -> Tensor:
+        """Forward and backward; the loss."""
+        loss = self.model(**self.batch).loss
+        loss.backward()
+        return loss.detach()
+
+    def step(self, between: Callable[[], None] | None = None) -> float:
+        """One training step; the loss. `between` is called when the gradients are there."""
+        loss = self.gradients()
+        if between is not None:
+            between()
+        self.update()
+        return float(loss)
+
+    def update(self) -> None:
+        """Use the gradients, and forget them."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def norm(self) -> float:
+        """Of all gradients; whichever way they are divided."""
+        whole = dict(_plain_shapes(self.work.folder))
+        total = 0.0
+        for name, parameter in self.model.named_parameters():
+            grad = parameter.grad
+            if grad is None:
+                continue
+            joined = hasattr(grad, "full_tensor")  # a plan may have transposed it too
+            grad = grad.full_tensor() if joined else grad
+            square = grad.double().square().sum()
+            if self.divides and not joined and grad.shape != whole.get(name, grad.shape):
+                dist.all_reduce(square)
+            total += float(square)
+        return math.sqrt(total)
+
+    def parameter_bytes(self) -> int:
+        """Of this rank."""
+        local = (p.to_local() if hasattr(p, "to_local") else p for p in self.model.parameters())
+        return sum(p.numel() * p.element_size() for p in local)
+
+
+def plain(folder: str, **options: Any) -> Any:
+    """The checkpoint's own class of `transformers`."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    cls = getattr(transformers, config.architectures[0])
+    return cls.from_pretrained(folder, **options)
+
+
+def _plain_shapes(folder: str) -> list[tuple[str, torch.Size]]:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = getattr(transformers, config.architectures[0])(config)
+    return [(name, p.shape) for name, p in model.named_parameters()]
+
+
+class Ours(Contender):
+    """slapo_zoo."""
+
+    name = "slapo_zoo"
+    divides = True
+
+    def load(self) -> Any:
+        from slapo_zoo.auto import AutoScheduledModel
+
+        return AutoScheduledModel.from_pretrained(
+            self.work.folder, tp=self.work.tp if self.divides else 1
+        )
+
+    def gradients(self) -> Tensor:
+        return self.model.train_step(self.batch)
+
+    def norm(self) -> float:
+        return float(self.model.clip_grad_norm_(math.inf))
+
+
+class OursAlone(Ours):
+    """slapo_zoo with tp=1: what the schedule itself costs."""
+
+    name = "slapo_zoo tp=1"
+    divides = False
+
+
+class TransformersTP(Contender):
+    """The tensor parallelism of `transformers`; for BERT with a plan written by hand."""
+
+    name = "transformers tp"
+    divides = True
+
+    @staticmethod
+    def why_not(config: Any) -> str:
+        if config.model_type == "bert" or getattr(config, "base_model_tp_plan", None):
+            return ""
+        return f"transformers has no tp plan for {config.model_type}"
+
+    def load(self) -> Any:
+        from transformers import AutoConfig, DistributedConfig
+
+        by_hand = AutoConfig.from_pretrained(self.work.folder).model_type == "bert"
+        plan: Any = BERT_BLOCKS if by_hand else "auto"
+        options = DistributedConfig(tp_size=self.work.tp, tp_plan=plan)
+        return plain(self.work.folder, distributed_config=options)
+
+
+class DTensor(Contender):
+    """torch's `parallelize_module` with a plan written by hand that divides what ours divides."""
+
+    name = "DTensor"
+    divides = True
+
+    @staticmethod
+    def why_not(config: Any) -> str:
+        from slapo_zoo.beside.dtensor import PLANS
+
+        return "" if config.model_type in PLANS else f"no plan written for {config.model_type}"
+
+    def load(self) -> Any:
+        from slapo_zoo.beside.dtensor import divide
+
+        return divide(plain(self.work.folder), self.work.tp)
+
+    def gradients(self) -> Tensor:
+        from slapo_zoo.beside.dtensor import loss_and_backward
+
+        return loss_and_backward(self.model, self.batch)
+
+
+class DeepSpeed(Contender):
+    """AutoTP of DeepSpeed, without its default clipping."""
+
+    name = "DeepSpeed AutoTP"
+    divides = True
+
+    @staticmethod
+    def why_not(config: Any) -> str:
+        from importlib.util import find_spec
+
+        if find_spec("deepspeed") is None:
+            return "deepspeed is not installed"
+        return "AutoTP refuses gpt2" if config.model_type == "gpt2" else ""
+
+    def load(self) -> Any:
+        from slapo_zoo.dialects.deepspeed import import_deepspeed
+
+        config = {
+            "train_micro_batch_size_per_gpu": self.work.batch_size,
+            "gradient_clipping": 0.0,  # its default of 1.0 would train another model
+            "tensor_parallel": {"autotp_size": self.work.tp},
+            "zero_optimization": {"stage": 0},
+        }
+        model = plain(self.work.folder)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        self.engine, *_ = import_deepspeed().initialize(
+            model=model, optimizer=optimizer, config=config, dist_init_required=False
+        )
+        return self.engine.module
+
+    def make_optimizer(self) -> None:
+        return None
+
+    def gradients(self) -> Tensor:
+        loss = self.engine(**self.batch).loss
+        self.engine.backward(loss)
+        return loss.detach()
+
+    def update(self) -> None:
+        self.engine.step()
+
+
+CONTENDERS: dict[str, type[Contender]] = {
+    cls.name: cls for cls in (Ours, Contender, OursAlone, TransformersTP, DTensor, DeepSpeed)
+}

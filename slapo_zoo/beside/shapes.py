@@ -1,0 +1,79 @@
+"""Models of well-known widths with new weights, for comparisons without a download."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every contender does: the same checkpoint, batch and optimizer.
+
+    Args:
+        folder: of the checkpoint.
+        batch_size: rows.
+        seq_len: tokens of a row.
+        tp: ranks of the contenders that divide the model, and threads of those that do not.
+        seed: of weights and tokens.
+    """
+
+    folder: str
+    batch_size: int
+    seq_len: int
+    tp: int = 2
+    seed: int = 0
+
+    def batch(self, config: Any) -> dict[str, Any]:
+        """Random tokens [batch, tokens], which are the labels too."""
+        import torch
+
+        generator = torch.Generator().manual_seed(self.seed)
+        ids = torch.randint(config.vocab_size, (self.batch_size, self.seq_len), generator=generator)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+def shape(name: str, quick: bool) -> Any:
+    """A config with the widths of a known model and fewer layers, without dropout.
+
+    Args:
+        name: bert, gpt2 or llama.
+        quick: tiny widths: does it run at all?
+    """
+    import transformers
+
+    if name == "bert":
+        config: Any = transformers.BertConfig(
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+        )
+        config.architectures = ["BertForMaskedLM"]
+        config.num_hidden_layers = 4
+    elif name == "gpt2":
+        config = transformers.GPT2Config(embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
+        config.architectures, config.n_layer = ["GPT2LMHeadModel"], 4
+    else:
+        config = transformers.LlamaConfig(
+            hidden_size=768, intermediate_size=2048, num_attention_heads=12, num_key_value_heads=4,
+            num_hidden_layers=4, max_position_embeddings=512,
+        )  # fmt: skip
+        config.architectures = ["LlamaForCausalLM"]
+    return _tiny(config) if quick else config
+
+
+def _tiny(config: Any) -> Any:
+    sizes = {"vocab_size": 101, "hidden_size": 48, "num_hidden_layers": 2}
+    sizes["n_inner" if config.model_type == "gpt2" else "intermediate_size"] = 96
+    for name, value in sizes.items():
+        setattr(config, name, value)
+    if config.model_type == "llama":
+        config.head_dim = 4
+    config.bos_token_id, config.eos_token_id = 1, 2
+    return config
+
+
+def write(config: Any, folder: Path, seed: int) -> None:
+    """New weights from a seed, saved by plain `transformers`."""
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    getattr(transformers, config.architectures[0])(config).save_pretrained(folder)

@@ -1,0 +1,93 @@
+"""The side-by-side comparison: parity decides whether a speed is told, and its files say everything."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slapo_zoo.beside.peers import CONTENDERS
+from slapo_zoo.beside.run import side_by_side, write_report
+from slapo_zoo.beside.shapes import Work, shape, write
+from slapo_zoo.beside.summary import percentile, summarize
+
+WORK = Work("folder", batch_size=2, seq_len=10)
+
+
+def team(name, losses=(4.0, 3.9, 3.8), seconds=(0.1, 0.2), norm=2.0, failure="", size=100):
+    start = {
+        "norm": norm, "parameter bytes": size, "peak bytes": size, "load s": 1.0,
+        "first gradients s": 2.0,
+    }  # fmt: skip
+    return SimpleNamespace(
+        name=name, losses=list(losses), seconds=list(seconds), start=start, failure=failure
+    )
+
+
+def test_ratios_are_those_of_the_rounds():
+    teams = [team("slapo_zoo", size=50), team("transformers", seconds=(0.3, 0.4))]
+    found = summarize(teams, WORK, {"DTensor": "no plan"})
+    assert found["green"]
+    ours, plain = found["speed"]
+    assert plain["time / ours"] == pytest.approx(2.5)  # of 3 and 2
+    assert plain["ours / its bytes"] == 0.5
+    assert ours["tokens/s"] == pytest.approx(20 / 0.15)
+    assert {row["contender"]: row["verdict"] for row in found["parity"]}["DTensor"] == "no plan"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"losses": (4.0, 3.9, 3.7)}, {"norm": 2.1}, {"norm": float("nan")}]
+)
+def test_no_speed_is_told_of_a_wrong_model(wrong):
+    found = summarize([team("slapo_zoo", **wrong), team("transformers")], WORK, {})
+    assert not found["green"]
+    assert found["speed"] == []
+    peer = summarize([team("slapo_zoo"), team("transformers"), team("DTensor", **wrong)], WORK, {})
+    assert [row["contender"] for row in peer["speed"]] == ["slapo_zoo", "transformers"]
+
+
+def test_a_peer_that_failed_is_told_with_its_error():
+    found = summarize(
+        [team("slapo_zoo"), team("transformers"), team("DTensor", failure="ValueError: x")],
+        WORK,
+        {},
+    )
+    assert found["parity"][2]["verdict"] == "did not train: ValueError: x"
+
+
+def test_percentiles():
+    assert [percentile([4, 1, 3, 2, 5], share) for share in (0, 0.2, 0.5, 0.8, 1)] == pytest.approx(
+        [1, 1.8, 3, 4.2, 5]
+    )
+
+
+def test_the_report_has_all_files(tmp_path):
+    found = summarize([team("slapo_zoo"), team("transformers")], WORK, {"DTensor": "no plan"})
+    files = write_report(
+        {"tiny": {"work": {"rounds": 2}, **found}}, tmp_path / "new", "the command"
+    )
+    assert [file.name for file in files] == ["side.json", "side.md", "side.png"]
+    data = json.loads(files[0].read_text())
+    assert data["machine"]["torch"] == torch.__version__
+    assert "GPU" in data["unmeasured"]
+    text = files[1].read_text()
+    assert "the command" in text
+    assert "| DTensor | no plan |" in text
+
+
+def test_families_without_a_plan_are_refused_with_a_reason():
+    gpt2 = shape("gpt2", quick=True)
+    assert CONTENDERS["transformers tp"].why_not(gpt2) == "transformers has no tp plan for gpt2"
+    assert CONTENDERS["DeepSpeed AutoTP"].why_not(gpt2) == "AutoTP refuses gpt2"
+    assert not CONTENDERS["transformers tp"].why_not(shape("llama", quick=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_every_contender_trains_the_same(family, tmp_path):
+    write(shape(family, quick=True), tmp_path, seed=0)
+    found = side_by_side(Work(str(tmp_path), 2, 16), rounds=1)
+    verdicts = {row["contender"]: row["verdict"] for row in found["parity"]}
+    for name, verdict in verdicts.items():
+        refused = CONTENDERS[name].why_not(shape(family, quick=True))
+        assert verdict == (refused or "same"), name
