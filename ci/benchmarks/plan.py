@@ -21,11 +21,11 @@ def config_of(blocks: int, width: int, heads: int) -> Any:
     """A GPT-2 of any size."""
     from transformers import GPT2Config
 
-    config = GPT2Config(
+    config: Any = GPT2Config(
         n_layer=blocks, n_embd=width, n_head=heads, n_positions=2048, vocab_size=51200,
-        bos_token_id=1, eos_token_id=2, loss_type="ForCausalLMLoss",
+        bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    config.architectures = ["GPT2LMHeadModel"]
+    config.architectures, config.loss_type = ["GPT2LMHeadModel"], "ForCausalLMLoss"
     return config
 
 
