@@ -48,9 +48,11 @@ def execute(arguments, folder):
     )
 
 
-@pytest.mark.parametrize(
-    "name", ["README.md", "docs/tutorial.md", "docs/adding_a_kernel.md", "docs/tuning.md"]
-)
+PAGES = ["README.md", "docs/tutorial.md", "docs/index.md", "docs/guide.md", "docs/verification.md",
+         "docs/adding_a_kernel.md", "docs/tuning.md"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_python_blocks_run(name, tmp_path):
     """All in one process, in order: a later block may use the names of an earlier one."""
     page = (ROOT / name).read_text(encoding="utf-8")
@@ -131,3 +133,25 @@ def test_other_tests_that_the_readme_names_exist():
 def test_internal_links_lead_somewhere():
     for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", README):
         assert (ROOT / target).exists(), f"README.md points at {target}, which is not there"
+
+
+def test_messages_of_the_troubleshooting_page_are_ours():
+    """What people search for is what the code says."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(messages) > 10
+    files = (ROOT / "slapo_zoo").rglob("*.py")
+    code = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    assert [text for text in messages if text not in code] == []
+
+
+def test_every_page_of_the_documentation_is_in_its_menu():
+    """mkdocs.yml names every page of docs/, and no page that is not there."""
+    named = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert named == {path.name for path in (ROOT / "docs").glob("*.md")}
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), f"{page.name} points at {target}"

@@ -214,6 +214,7 @@ class _Masks:
     """Stands for the random stream: masks of the right size, of which nothing is drawn."""
 
     seed = 0
+    real_tokens = None
 
     def position(self) -> tuple[int, int, int]:
         """Of no step."""
