@@ -109,7 +109,7 @@ JSON_COMMANDS = {
         "slapo_zoo.planner.search.Planner.search",
         ["plan", "FOLDER", "--gpus", "2", "--batch", "4"], None,
     ),
-    "bench": ("slapo_zoo.training.step_times.measure", ["bench", "FOLDER", "--steps", "1"], None),
+    "bench": ("slapo_zoo.training.step_times.measure", ["bench", "FOLDER", "--steps", "1", "--seq-len", "8"], None),
     "card lint": ("slapo_zoo.cards.use.load_card", ["card", "lint", CARD], None),
 }  # fmt: skip
 

@@ -15,10 +15,12 @@ from slapo_zoo.distributed import (
     rank_guard,
     shutdown_distributed,
 )
+from slapo_zoo.errors import MeshError
 from slapo_zoo.example_inputs import random_batch
 from slapo_zoo.launch import run_local
 from slapo_zoo.recording import record_step
 from slapo_zoo.timeline import Span
+from slapo_zoo.training import job
 
 WARM_UP = 2
 
@@ -72,6 +74,10 @@ def measure(options: BenchOptions) -> StepTimes | None:
 
 def time_steps(options: BenchOptions) -> StepTimes:
     """What one rank does."""
+    longest = getattr(job.read_config(options.model), "max_position_embeddings", None)
+    if longest and options.seq_len > longest:
+        problem = f"found {options.seq_len}, the model has {longest} positions"
+        raise MeshError("bench", "--seq-len", problem, "shorten the rows")
     model: Any = AutoScheduledModel.from_pretrained(
         options.model, tp=options.tp, pp=options.pp, dp=options.dp, device=options.device,
         pipeline_order=options.order, micro_batches=options.micro_batches,

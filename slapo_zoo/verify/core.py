@@ -50,7 +50,8 @@ def verify(
         keep_layers: the small config keeps the number of layers.
         seed: of weights, batch and dropout.
         folder: a checkpoint to take weights from; None draws them. Not with `quick`.
-        knobs: sequence_parallel, pipeline_order, stages_per_rank, checkpoint_ratio.
+        knobs: sequence_parallel, pipeline_order, stages_per_rank, checkpoint_ratio, kernels (none of
+            them unless named: what is compared is the schedule).
     """
     begin = time.perf_counter()
     hf.register_models()

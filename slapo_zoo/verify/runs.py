@@ -105,7 +105,7 @@ def load(subject: Subject, changes: Mapping[str, Any], dtype: torch.dtype) -> An
     tp, pp, dp = subject.sizes
     return AutoScheduledModel.from_pretrained(
         subject.folder, tp=tp, pp=pp, dp=dp, seed=subject.seed, auto_class=subject.cls,
-        schedule=subject.schedule, dtype=dtype, **subject.knobs, **changes,
+        schedule=subject.schedule, dtype=dtype, **{"kernels": "reference", **subject.knobs}, **changes,
     )  # fmt: skip
 
 
