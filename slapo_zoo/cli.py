@@ -20,7 +20,7 @@ from slapo_zoo.commands.verify import verify
 from slapo_zoo.commands.version import show_version
 from slapo_zoo.report import readable_errors
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(card.app, name="card")
 app.command("list")(list_families)
 app.command("plan")(plan)

@@ -160,6 +160,22 @@ def test_list_and_version(capsys):
         assert all(word in out for word in words)
 
 
+def test_version_for_programs(capfd):
+    with pytest.raises(SystemExit):
+        main(["version", "--json"])
+    found = json.loads(capfd.readouterr().out)
+    assert found["torch"].startswith("2.")
+    assert set(found) > {"python", "slapo-zoo"}
+
+
+def test_completion_of_the_shell():
+    environment = os.environ | {"_SLAPO_ZOO_COMPLETE": "complete_bash", "COMP_WORDS": "slapo-zoo pl",
+                                "COMP_CWORD": "1"}  # fmt: skip
+    command = [sys.executable, "-c", "from slapo_zoo.cli import app; app(prog_name='slapo-zoo')"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.stdout.split() == ["plan"], result.stderr
+
+
 @pytest.mark.parametrize("mesh", [(), ("--tp", 2, "--pp", 2), ("--dp", 2)], ids=str)
 def test_train_saves_what_transformers_loads(mesh, gpt2, text, tmp_path, capfd):
     from transformers import AutoModelForCausalLM, AutoTokenizer
