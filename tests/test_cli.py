@@ -100,6 +100,7 @@ def test_help_is_quick_and_names_every_command():
 
 JSON_COMMANDS = {
     "list": ("slapo_zoo.features.features", ["list"], lambda: {"a": {}}),
+    "version": ("slapo_zoo.commands.version._version", ["version"], None),
     "show": ("slapo_zoo.survey.survey", ["show", "FOLDER"], None),
     "verify": (
         "slapo_zoo.apart.verify_apart", ["verify", "gpt2"],
