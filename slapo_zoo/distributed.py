@@ -157,7 +157,9 @@ def rank_guard(what: str) -> Iterator[None]:
 
 def is_lost_peer(exc: BaseException | None) -> bool:
     """Whether an error, or what it was raised from, is a collective that lost a peer."""
-    while exc is not None:
+    seen: set[int] = set()  # causes may form a circle
+    while exc is not None and id(exc) not in seen:
+        seen.add(id(exc))
         if isinstance(exc, dist.DistError) or (
             isinstance(exc, RuntimeError) and _LOST_PEER.search(str(exc))
         ):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from parity import Case, batch_of, checkpoint
 from slapo_zoo import AutoScheduledModel, RankError
+from slapo_zoo.distributed import is_lost_peer
 from slapo_zoo.errors import SlapoError, StageError
 from slapo_zoo.launch import _receive, _start_all, stop
 
@@ -134,3 +135,9 @@ def test_an_error_names_stage_module_and_micro_batch(order, how, guilty, folder)
         assert "ValueError: the disk of this node is on fire" in text
         assert same_gradients
         assert same_stream
+
+
+def test_a_circle_of_causes_ends():
+    first, second = ValueError("a"), ValueError("b")
+    first.__cause__, second.__cause__ = second, first
+    assert not is_lost_peer(first)
