@@ -14,7 +14,7 @@ WithCard = Annotated[str | None, typer.Option("--schedule", help="A card; none: 
 # heads whose loss is known, to take where the model names none
 HEADS = (
     "AutoModelForPreTraining", "AutoModelForCausalLM", "AutoModelForMaskedLM",
-    "AutoModelForImageClassification",
+    "AutoModelForSeq2SeqLM", "AutoModelForImageClassification",
 )  # fmt: skip
 
 
