@@ -74,7 +74,9 @@ def growth(
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 * 1024)
     ranks.barrier()
     with AnonymousPeak() as peak:
-        model: Any = AutoScheduledModel.from_config(config, *mesh, device="cpu", **knobs).train()
+        model: Any = AutoScheduledModel.from_config(
+            config, *mesh, device="cpu", kernels="reference", **knobs
+        ).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         batch = random_batch(model, ROWS, tokens)
         for _ in range(2):

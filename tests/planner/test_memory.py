@@ -23,6 +23,7 @@ def check(rows):
     assert not beyond, beyond
 
 
+@pytest.mark.slow
 def test_one_model_in_one_process(memory):
     check(memory.cells("gpt2", "small", {"1": (1, 1)}, {"blocks": {"checkpoint_ratio": 1.0}}))
 
