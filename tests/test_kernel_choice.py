@@ -108,7 +108,7 @@ def test_auto_follows_the_table_of_the_device(root, monkeypatch, tmp_path):
     (tmp_path / "cpu.json").write_text(json.dumps({"dispatch": table, "ratios": ratios}))
     for name, value in (("MEASURED", tmp_path), ("_tables", {}), ("_ratios", {})):
         monkeypatch.setattr(kernel, name, value)
-    model = AutoScheduledModel.from_pretrained(checkpoint(GPT2, root))
+    model = AutoScheduledModel.from_pretrained(checkpoint(GPT2, root), kernels="auto")
     found = {choice.kernel: (choice.accepted, choice.reason) for choice in model.schedule.kernels}
     assert found["bias_gelu"][0]
     assert found["linear_cross_entropy"] == (

@@ -180,7 +180,17 @@ class Blame:
             parent = _parent(self.order[index].path)
             beside = [e.path for e in later if e.when == "in" and _parent(e.path) == parent]
             took = [*beside[:1], parent]
-        return list(dict.fromkeys(took))
+        return _nearest_first(list(dict.fromkeys(took)))
+
+
+def _nearest_first(paths: list[str]) -> list[str]:
+    """Modules that only hand a tensor on to one that hands it on (a stack, its blocks) go last."""
+
+    def within(path: str) -> list[str]:
+        return [p for p in paths if p != path and p.startswith(path + "." if path else "")]
+
+    far = [path for path in paths if any(within(p) for p in within(path))]
+    return [*(p for p in paths if p not in far), *far]
 
 
 def _plain(x: Tensor) -> Tensor:
