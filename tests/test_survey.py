@@ -171,7 +171,15 @@ def explained_alone(folder, case, pp):
     return model.mesh.coord("tp"), [t for t in found.transfers if t.phase != "after backward"]
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if "Mixtral" not in c.cls], ids=lambda c: c.cls)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, marks=() if c.cls.startswith(("GPT2", "Albert")) else pytest.mark.slow)
+        for c in CASES
+        if "Mixtral" not in c.cls
+    ],
+    ids=lambda c: c.cls,
+)
 def test_stages_explain_their_parts(case, root, ranks):
     """The parts of all stages, together, are what one stage that holds everything has."""
     folder = checkpoint(case, root)

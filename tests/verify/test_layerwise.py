@@ -44,7 +44,14 @@ def test_equal_layers_are_verified_once(verified):
     assert verified[0].n_embd == 32
 
 
-@pytest.mark.parametrize(("layer", "runs"), [(0, 1), (5, 2), (8, 2)])
+@pytest.mark.parametrize(
+    ("layer", "runs"),
+    [
+        pytest.param(0, 1, marks=pytest.mark.slow),
+        (5, 2),
+        pytest.param(8, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_a_wrong_layer_is_named_as_it_is(layer, runs, verified):
     """A single forgotten backward sum, in one layer of nine."""
     config = config_of("gpt2", n_layer=9)
@@ -71,6 +78,7 @@ def test_layers_of_two_kinds(verified):
     assert [c.attention_layers for c in verified] == [["global", "local"], ["local", "global"]]
 
 
+@pytest.mark.slow
 def test_tokens_are_divided_in_every_stretch(verified):
     report = verify_layers(config_of("llama", num_hidden_layers=6), sequence_parallel=True)
     assert report.ok, str(report)
