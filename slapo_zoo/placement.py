@@ -4,7 +4,6 @@ Only integers: no tensor, no process group. `n` is the size of the mesh dim, `r`
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -75,7 +74,12 @@ class Placement:
 
     def runs(self, size: int, n: int, r: int) -> list[Run]:
         """The global indices that rank `r` holds, in local order; padding is not among them."""
-        return list(_runs(self, size, n, r))
+        runs, start = [], 0
+        for group, units in zip(self.groups or (size,), self.units(size), strict=True):
+            first, last = self._share(units, n, r)
+            runs.append(Run(start + first * self.unit, start + last * self.unit))
+            start += group
+        return [run for run in runs if run.stop > run.start]
 
     def _share(self, units: int, n: int, r: int) -> tuple[int, int]:
         """First and one-past-last unit of rank `r` among `units`."""
@@ -105,16 +109,6 @@ class Placement:
         local = list(shape)
         local[self.axis] = self.local_size(shape[self.axis], n, r)
         return tuple(local)
-
-
-@lru_cache(maxsize=65536)  # the blocks of a model divide their tensors alike
-def _runs(placement: Placement, size: int, n: int, r: int) -> tuple[Run, ...]:
-    runs, start = [], 0
-    for group, units in zip(placement.groups or (size,), placement.units(size), strict=True):
-        first, last = placement._share(units, n, r)
-        runs.append(Run(start + first * placement.unit, start + last * placement.unit))
-        start += group
-    return tuple(run for run in runs if run.stop > run.start)
 
 
 def _balanced(units: int, n: int, r: int) -> tuple[int, int]:

@@ -102,7 +102,7 @@ def test_the_commands_of_a_page_run(name, tmp_path):
 MARKED_OUT = {"slow", "grid", "gpu", "soak"}  # what `python3 ci/run.py test` leaves out
 
 
-def tests_of(file):
+def named_tests(file):
     """Test functions of a file --> the marks that keep them, as a whole, out of the default run."""
     tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
     assert not [n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "pytestmark"]  # fmt: skip
@@ -122,12 +122,12 @@ def test_the_table_of_engines_names_tests_that_run():
     assert len(rows) > 15
     for *_, named in rows:
         for file, name in re.findall(r"`(test_\w+\.py)::(\w+)`", named):
-            assert tests_of(file).get(name) == set(), f"{file}::{name}"
+            assert named_tests(file).get(name) == set(), f"{file}::{name}"
 
 
 def test_other_tests_that_the_readme_names_exist():
     for file, name in re.findall(r"`(test_\w+\.py)::(\w+)`", README):
-        assert name in tests_of(file), f"{file}::{name}"
+        assert name in named_tests(file), f"{file}::{name}"
 
 
 def test_internal_links_lead_somewhere():

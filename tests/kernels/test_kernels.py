@@ -15,6 +15,7 @@ from kernel_checks import (
 )
 from slapo_zoo.kernel import KERNELS
 
+COMPOSED = ("unpadded_encoder",)  # no operator of their own
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -50,6 +51,8 @@ def test_deterministic(interpreter, name):
 
 @pytest.mark.parametrize("name", KERNEL_NAMES)
 def test_opcheck(interpreter, name):
+    if name in COMPOSED:
+        pytest.skip("it is made of operations of torch")
     shape = KERNELS[name].shapes[1]
     check_operators(name, shape)
     assert interpreter.run(check_operators, name, shape), "no operator of ours ran"
