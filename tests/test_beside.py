@@ -11,6 +11,8 @@ from slapo_zoo.beside.run import side_by_side, write_report
 from slapo_zoo.beside.shapes import Work, shape, write
 from slapo_zoo.beside.summary import percentile, summarize
 
+pytestmark = pytest.mark.slow  # minutes in all: `ci/run.py grid`
+
 WORK = Work("folder", batch_size=2, seq_len=10)
 
 

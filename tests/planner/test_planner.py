@@ -21,6 +21,8 @@ from slapo_zoo.planner.timing import StageTime, step_time
 from slapo_zoo.survey import rank_sizes
 from slapo_zoo.timeline import makespan, most_in_flight, simulate
 
+pytestmark = pytest.mark.slow  # minutes in all: `ci/run.py grid`
+
 GPT2 = Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 6),))
 LLAMA = Case("LlamaForCausalLM", ("tokens",), (("num_hidden_layers", 5),))
 T5 = Case("T5ForConditionalGeneration", ("tokens",), (("num_layers", 4), ("num_decoder_layers", 5)))
