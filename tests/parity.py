@@ -12,7 +12,9 @@ import torch
 import transformers
 
 ROWS, TOKENS, STEPS = 4, 12, 4
-LEARNING_RATE, EPS = 1e-3, 1e-5  # EPS: less amplification of noise in tiny gradients
+# AdamW multiplies the rounding of a gradient near 0 by up to LEARNING_RATE / EPS: with this EPS by 1,
+# so what is compared after training is the gradients, not chance (docs/decisions/0003).
+LEARNING_RATE, EPS = 1e-3, 1e-3
 FLOOR = 8 * torch.finfo(torch.float32).eps
 LAYOUTS = {
     "1x1x1": (1, 1, 1), "2x1x1": (2, 1, 1), "4x1x1": (4, 1, 1),
@@ -352,15 +354,13 @@ def compare(result, plains, truth):
     assert_close("norm", lambda r: r.norm, result, plains, truth)
     for step in range(STEPS):
         assert_close(f"loss {step}", lambda r: torch.tensor(r.losses[step]), result, plains, truth)  # noqa: B023
-    _compare_weights(result, plains, truth, largest)
+    compare_weights(result, plains, truth)
 
 
-def _compare_weights(result, plains, truth, largest):
-    """The weights after STEPS steps; a gradient that is 0 in truth is noise that Adam amplifies."""
-    errors = {n: own_error(plains, truth, lambda r: r.weights[n]) for n in truth.weights}  # noqa: B023
-    noise = {n for n, g in truth.grads.items() if g.abs().max() < 1e-12 * largest}
-    worst = max(error for n, error in errors.items() if n not in noise)
+def compare_weights(result, plains, truth):
+    """The weights after STEPS steps, all by the worst error that plain runs make in any of them."""
+    worst = max(own_error(plains, truth, lambda r: r.weights[n]) for n in truth.weights)  # noqa: B023
     for name, want in truth.weights.items():
-        allowed = 2 * STEPS * LEARNING_RATE if name in noise else 2 * worst + FLOOR
         error = float((result.weights[name].double() - want).abs().max())
+        allowed = 2 * worst + FLOOR
         assert error <= allowed, f"weight {name}: error {error:.2e}, allowed {allowed:.2e}"

@@ -23,8 +23,6 @@ def update_space(args, space):
 """
 SCRIPT = """
 import os, sys
-
-pytestmark = pytest.mark.slow  # minutes in all: `ci/run.py grid`
 rows, ratio = int(sys.argv[2]), float(sys.argv[3].split("=")[1])
 assert os.environ["batch_size"] == sys.argv[2]
 if rows * (2 - ratio) > 40:
