@@ -131,8 +131,8 @@ def prepare() -> str:
 def environment() -> dict[str, str]:
     """The environment of every command: no download, one thread per rank, real kernels."""
     env = dict(os.environ)
-    for name in ("TRITON_INTERPRET", "PYTHONPATH", "PYTHONHOME"):
-        env.pop(name, None)  # the last two would hide what is, or is not, installed
+    for name in ("TRITON_INTERPRET", "PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE"):
+        env.pop(name, None)  # the paths would hide what is, or is not, installed
     if env.get("SLAPO_ZOO_PYTHON"):
         env["PYTHONPATH"] = str(ROOT)  # nothing is installed into a borrowed interpreter
     return env | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}

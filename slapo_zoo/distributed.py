@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slapo_zoo.errors import MeshError, RankError, SlapoError
+from slapo_zoo.errors import MeshError, RankError, SlapoError, is_agreed
 from slapo_zoo.slurm import slurm_environment
 from slapo_zoo.weights import background
 
@@ -144,8 +144,8 @@ def rank_guard(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as exc:
-        if isinstance(exc, RankError) or not dist.is_initialized():
-            raise  # an inner guard has done it
+        if isinstance(exc, RankError) or is_agreed(exc) or not dist.is_initialized():
+            raise  # an inner guard has done it, or every rank raises in this very step
         _State.failed = True
         if not is_lost_peer(exc):
             publish_error(exc, what)

@@ -53,3 +53,20 @@ class RankError(SlapoError, RuntimeError):
     """
 
     traceback_text: str = ""
+
+
+_AGREED = "_slapo_raised_on_all_ranks"
+
+
+def agreed(exc: Exception) -> Exception:
+    """Mark an error that every rank raises, in one form or another, in the same step.
+
+    Nobody waits for anybody then: a caller who catches it on all ranks can go on.
+    """
+    exc.__dict__[_AGREED] = True
+    return exc
+
+
+def is_agreed(exc: BaseException) -> bool:
+    """Whether every rank raised with this error."""
+    return _AGREED in exc.__dict__

@@ -5,8 +5,8 @@
     def test_something(ranks):
         results = ranks.run(work, 4, argument)      # one result per rank, in order
 
-The workers are forked from a server that has imported torch and transformers and does nothing
-else, so no thread, lock or gradient of the test process comes along. Every job gets a gloo process
+The workers are forked from a server that has imported `warm` and does nothing else, so no thread,
+lock or gradient of the test process comes along. Every job gets a gloo process
 group of its own, the warning filters of its test, and the same seed on every rank. A failed job
 costs its workers; new ones are forked for the next.
 """
@@ -26,7 +26,9 @@ import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -34,14 +36,6 @@ import torch.distributed as dist
 from slapo_zoo.distributed import shutdown_distributed
 from slapo_zoo.launch import collect, prepare_rank, rank_environment, send_outcome, start_rank, stop
 
-PRELOAD = [
-    "torch.distributed.pipelining",
-    "torch.distributed.device_mesh",
-    "pytest",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.bert.modeling_bert",
-]
 COLLECTIVE_TIMEOUT_S = 30
 SEED = 1234
 
@@ -71,7 +65,9 @@ class RankPool:
 
     def __init__(self):
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOAD)
+        self._context.set_forkserver_preload(["warm"])
+        with patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parent)):
+            ensure_running()  # the server knows our PYTHONPATH, not our sys.path
         self._workers = []
         self._numbers = itertools.count()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -1,5 +1,6 @@
 """One rank fails in the middle of a step: all ranks stop with its error, and none hangs."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -14,8 +15,11 @@ from slapo_zoo import (
     AutoScheduledModel,
     RankError,
     SlapoError,
+    save_checkpoint,
 )
+from slapo_zoo.errors import WeightsError
 from slapo_zoo.launch import run_local
+from slapo_zoo.weights import save
 
 
 @pytest.fixture(scope="session")
@@ -67,6 +71,34 @@ def test_all_ranks_stop_with_the_error_of_one(tp, pp, guilty, how, sources):
         if rank != guilty:
             assert kind == "RankError"
             assert text.startswith(f"rank {guilty}: train_step: ")
+
+
+def error_after_a_handled_one(folder, out):
+    """Rank 1 cannot save, all go on; then rank 0 fails in a step."""
+    model = AutoScheduledModel.from_pretrained(folder, tp=2).train()
+    writing = save.write_tensors
+    if dist.get_rank() == 1:
+        save.write_tensors = full
+    with pytest.raises((WeightsError, RankError), match="No space left"):
+        save_checkpoint(model, out, step=1)
+    save.write_tensors = writing
+    if dist.get_rank() == 0:
+        sabotage(model, "forward")
+    with pytest.raises((RankError, ValueError)) as caught:
+        model.train_step(batch_of(GPT2), micro_batches=4)
+    return type(caught.value).__name__, str(caught.value)
+
+
+def full(*args):
+    raise OSError(errno.ENOSPC, "No space left on device", "x")
+
+
+def test_a_handled_error_is_not_the_cause_of_a_later_one(sources, tmp_path):
+    arguments = (sources["gpt2"], tmp_path / "out")
+    guilty, other = run_local(error_after_a_handled_one, 2, arguments, threads=1, timeout=60)
+    assert guilty == ("ValueError", "the disk of this node is on fire")
+    assert other[0] == "RankError"
+    assert other[1].startswith("rank 0: train_step: ValueError: the disk of this node is on fire")
 
 
 def train_until_it_fails(folder):

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from slapo_zoo.errors import MeshError, RankError, SlapoError
+from slapo_zoo.errors import MeshError, RankError, SlapoError, agreed
 from slapo_zoo.mesh import Mesh
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ def together(mesh: Mesh, what: str, action: Callable[[], T]) -> list[T]:
             raise error from None
         raise
     if error is not None:
-        raise error
+        raise agreed(error)
     for rank, (_, failure) in enumerate(reports):
         if failure is not None:
             raise RankError(f"rank {rank}", what, *failure)
