@@ -84,15 +84,15 @@ def layouts_of(name):
     return LAYOUTS if name in ("gpt2", "T5ForConditionalGeneration") else ("tp2", "pp2")
 
 
-ALWAYS_IN_STAGES = ("gpt2", "T5ForConditionalGeneration", "LlamaForCausalLM", "MambaForCausalLM")
+QUICK = ("gpt2-pp2", "gpt2-tp2-pp2", "gpt2-tp4", "T5ForConditionalGeneration-pp2")
 
 
 def cells():
     for name in FAMILIES:
         for layout in layouts_of(name):
-            quick = layout == "tp2" or (name in ALWAYS_IN_STAGES and layout != "one")
-            marks = () if quick else pytest.mark.slow
-            yield pytest.param(name, layout, marks=marks, id=f"{name}-{layout}")
+            label = f"{name}-{layout}"
+            marks = () if layout == "tp2" or label in QUICK else pytest.mark.slow
+            yield pytest.param(name, layout, marks=marks, id=label)
 
 
 @pytest.mark.parametrize(("name", "layout"), [*cells()])

@@ -96,8 +96,18 @@ def test_a_space_has_only_knobs():
         tunable(atention=("eager",))
 
 
+QUICK = ("bert", "t5", "llama")
+
+
 @pytest.mark.parametrize(
-    ("family", "layout"), [("gpt2", "1x1x1"), *((family, "2x2x1-sp") for family in SEAM)]
+    ("family", "layout"),
+    [
+        ("gpt2", "1x1x1"),
+        *(
+            pytest.param(family, "2x2x1-sp", marks=() if family in QUICK else pytest.mark.slow)
+            for family in SEAM
+        ),
+    ],
 )
 def test_eager_attention(family, layout, root, ranks):
     """The family's own function: as near to the truth as plain transformers is with it."""

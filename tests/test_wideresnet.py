@@ -252,6 +252,7 @@ def train_on_digits(steps, rows=32):
     return losses, float((found == labels[cut:]).float().mean())
 
 
+@pytest.mark.slow
 def test_learns_handwritten_digits(ranks):
     (losses, right), *others = ranks.run(train_on_digits, 4, 40)
     assert losses[0] > 1.8

@@ -29,7 +29,10 @@ def test_cpu_path(name, shape, dtype):
     check_reference(name, shape, dtype)
 
 
-@pytest.mark.parametrize("dtype", dtype_ids("fp32", "fp16"))
+@pytest.mark.parametrize(
+    "dtype",
+    [*dtype_ids("fp32"), pytest.param(DTYPES["fp16"], id="fp16", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name, shape", CASES, ids=IDS)
 def test_triton_path(interpreter, name, shape, dtype):
     interpreter.run(check_reference, name, shape, dtype)
@@ -58,7 +61,10 @@ def test_opcheck(interpreter, name):
     assert interpreter.run(check_operators, name, shape), "no operator of ours ran"
 
 
-@pytest.mark.parametrize("name", KERNEL_NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if "attention" in n else ()) for n in KERNEL_NAMES],
+)
 def test_one_graph(interpreter, name):
     shape = KERNELS[name].shapes[1]
     check_one_graph(name, shape)
