@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from slapo_zoo.errors import MeshError, RankError, SlapoError, is_agreed
+from slapo_zoo.fresh_store import fresh_store, is_restartable
 from slapo_zoo.slurm import slurm_environment
 from slapo_zoo.weights import background
 
@@ -68,8 +69,12 @@ def init_distributed(timeout_s: float = 60.0, device: str | None = None) -> bool
         problem = f"found {torch.cuda.device_count()} CUDA devices, expected one per local rank"
         raise MeshError(f"rank {os.environ['RANK']}", "device='cuda'", problem, "or choose cpu")
     backend, timeout = ("gloo" if cuda is None else "nccl"), timedelta(seconds=timeout_s)
+    place: dict[str, Any] = {}
     try:
-        dist.init_process_group(backend, timeout=timeout, device_id=cuda)
+        if is_restartable():
+            place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+            place["store"] = fresh_store(**place, timeout_s=timeout_s)
+        dist.init_process_group(backend, timeout=timeout, device_id=cuda, **place)
     except dist.DistError as exc:
         where = f"rank {os.environ['RANK']}"
         address = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"

@@ -1,5 +1,6 @@
 """One training step on any mesh: micro-batches, the pipeline, and the sums of gradients."""
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -40,6 +41,7 @@ def train_step(
     if not rows:
         problem = f"found no tensor with rows among {list(batch)}"
         raise SlapoError("train_step", "batch", problem, "pass input_ids and labels")
+    _require_head(model.unscheduled_class, batch)
     count = _micro_batches(runtime, mesh, rows, micro_batches)
     refuse_divided(model, others, micro_batches=count, pp=mesh.pp, dp=mesh.dp)
     name = model.unscheduled_class.__name__
@@ -72,6 +74,14 @@ def train_step(
     loss = _share(loss, mesh)
     stream.step = step  # a step that failed has drawn nothing
     return loss if kept is None else kept.output(loss, runtime.pipeline)
+
+
+def _require_head(cls: Any, batch: Mapping[str, Any]) -> None:
+    """A model without a head would swallow the labels among its **kwargs."""
+    if "labels" in batch and "labels" not in inspect.signature(cls.forward).parameters:
+        problem = f"{cls.__name__} has no head: its forward takes no labels, so there is no loss"
+        hint = 'name a class that has one when loading, e.g. auto_class="AutoModelForCausalLM"'
+        raise SlapoError("train_step", "labels", problem, hint)
 
 
 class LogitsKept:

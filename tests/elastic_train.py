@@ -8,6 +8,7 @@ import hashlib
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -55,6 +56,8 @@ def train(folder, steps, kills):
 
 
 if __name__ == "__main__":
+    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        time.sleep(2)  # rank 0 must not connect to the rank 1 that was there before
     init_distributed(timeout_s=30, device="cpu")
     train(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(","))
     shutdown_distributed()

@@ -172,6 +172,20 @@ def test_bad_steps(batch, micro_batches, what, problem, hint, tp, pp, sources, r
         assert loss == pytest.approx(want, rel=1e-4)
 
 
+def without_a_head(tp, pp):
+    model = AutoScheduledModel.from_config(
+        transformers.GPT2Config(n_embd=8, n_head=2, n_layer=2, vocab_size=32), tp=tp, pp=pp
+    )
+    ids = torch.zeros(2, 4, dtype=torch.long)
+    with pytest.raises(SlapoError, match=r"GPT2Model has no head.*\n.*auto_class="):
+        model.train().train_step({"input_ids": ids, "labels": ids})
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (1, 2)])
+def test_a_model_without_a_head(tp, pp, ranks):
+    ranks.run(without_a_head, tp * pp, tp, pp)
+
+
 # --- saving -------------------------------------------------------------------------------------
 
 

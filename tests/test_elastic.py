@@ -4,10 +4,14 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+
+from slapo_zoo.fresh_store import agree_on_round
 
 SCRIPT = Path(__file__).parent / "elastic_train.py"
 
@@ -35,7 +39,7 @@ def torchrun(folder, steps, kills):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        "--max-restarts", str(len(kills) + 1), str(SCRIPT), str(folder), str(steps), ",".join(kills),
+        "--max-restarts", str(len(kills)), str(SCRIPT), str(folder), str(steps), ",".join(kills),
     ]  # fmt: skip
     done = subprocess.run(
         command, capture_output=True, text=True, env=env, timeout=500, check=False
@@ -66,6 +70,33 @@ def test_five_random_kills(tmp_path):
     kills = [f"{step}:{draw.randrange(2)}" for step in sorted(draw.sample(range(1, 15), 5))]
     starts = undisturbed_and_killed(tmp_path, 16, kills)
     assert starts == [int(kill.split(":")[0]) for kill in kills]
+
+
+def meet(store, number, rank, answers):
+    answers[number, rank] = agree_on_round(store, rank, 3, 20)
+
+
+def test_a_start_takes_nothing_from_an_earlier_one():
+    """Three starts over one store; the ranks of each come in another order."""
+    store, answers = dist.HashStore(), {}
+    for number, order in enumerate([(0, 1, 2), (2, 1, 0), (1, 0, 2)]):
+        threads = [threading.Thread(target=meet, args=(store, number, r, answers)) for r in order]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.1)
+        for thread in threads:
+            thread.join()
+    found = [{answers[number, rank] for rank in range(3)} for number in range(3)]
+    assert [len(tokens) for tokens in found] == [1, 1, 1]
+    assert len(set.union(*found)) == 3
+
+
+def test_a_start_without_rank_0_is_told():
+    store = dist.HashStore()
+    store.set("slapo_zoo/round", "left by an earlier start")
+    store.set("left by an earlier start/answers", "one two")
+    with pytest.raises(dist.DistStoreError, match="rank 0 did not answer rank 1"):
+        agree_on_round(store, 1, 2, 0.2)
 
 
 def fail():

@@ -1,5 +1,6 @@
-"""Every script of examples/ runs on 4 ranks, and what it saves loads in plain transformers."""
+"""Every script of examples/ runs, and what it saves loads in plain transformers."""
 
+import json
 import os
 import runpy
 import warnings
@@ -13,7 +14,8 @@ from engine_runs import CASES
 from parity import checkpoint
 from ranks import RankPool
 
-EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+ROOT = Path(__file__).parents[1] / "examples"
+EXAMPLES = sorted(ROOT.glob("*.py"))
 
 
 @pytest.fixture(scope="module")
@@ -49,3 +51,45 @@ def test_example(script, tmp_path, ranks):
     before = transformers.AutoModelForCausalLM.from_pretrained(folder)
     after = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
     assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
+
+
+def run_task(name, steps, out):
+    os.chdir(out)
+    return runpy.run_path(str(ROOT / "tasks" / name), run_name="example")["main"](steps=steps)
+
+
+def learnt(name, found):
+    """Whether the whole task, at its own length, has reached what it shows."""
+    return {"classify_bert.py": lambda accuracy: accuracy > 0.85,
+            "pretrain_gpt2.py": lambda losses: losses[-1] < 3.6,
+            "translate_t5.py": lambda said: said[1] > 0.7}[name](found)  # fmt: skip
+
+
+TASKS = [("classify_bert.py", 2, 120, "code_or_comment", "AutoModelForSequenceClassification"),
+         ("pretrain_gpt2.py", 4, 100, "python_docs", "AutoModelForCausalLM"),
+         ("translate_t5.py", 2, 120, "error_names", "AutoModelForSeq2SeqLM")]  # fmt: skip
+
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "nprocs", "steps", "folder", "auto"), TASKS, ids=[t[0] for t in TASKS]
+)
+def test_task(name, nprocs, steps, folder, auto, whole, tmp_path, ranks):
+    found = ranks.run(run_task, nprocs, name, steps if whole else 8, tmp_path, timeout=300)
+    assert all(other == found[0] for other in found), "ranks tell different results"
+    assert not whole or learnt(name, found[0])
+    _, info = getattr(transformers, auto).from_pretrained(
+        tmp_path / folder, output_loading_info=True
+    )
+    assert not any(info.values())
+    if name == "pretrain_gpt2.py":
+        assert found[0][7] < found[0][0]
+
+
+def test_notebook(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "notebook"}
+    for cell in json.loads((ROOT / "emulate.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), namespace)
+    assert namespace["worst"] < 1e-4

@@ -13,6 +13,7 @@ LAYERS = [  # low to high; one name per line, so that two people can add
     arithmetic
     compat
     errors
+    fresh_store
     mesh
     paths
     placement

@@ -1,0 +1,59 @@
+"""A part of torchrun's store into which no earlier start of the job has written.
+
+torchrun keeps one store over all restarts (issue 135712 of pytorch), so a rank that restarts may
+read where a dead peer listened and fails to connect, or takes the error that an earlier start
+published for one of its own. Restart counts do not tell the starts apart: every node has its own.
+"""
+
+import os
+import time
+import uuid
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+ROUND = "slapo_zoo/round"
+POLL_S = 0.02
+
+
+def is_restartable() -> bool:
+    """Whether torchrun started us, and holds the store itself."""
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return kept and "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def fresh_store(rank: int, world_size: int, timeout_s: float) -> Any:
+    """The store of this start alone; all ranks call it.
+
+    Raises:
+        torch.distributed.DistError: not all ranks came in time.
+    """
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)
+    return dist.PrefixStore(agree_on_round(store, rank, world_size, timeout_s), store)
+
+
+def agree_on_round(store: Any, rank: int, world_size: int, timeout_s: float) -> str:
+    """A token that the ranks living now share, and no earlier ones.
+
+    Rank 0 draws it. Each other rank answers with a token of its own and goes on when rank 0 has
+    listed that answer; what an earlier start left behind lists other answers.
+    """
+    mine = uuid.uuid4().hex
+    if rank == 0:
+        store.set(ROUND, mine)
+        answers = [store.get(f"{mine}/{other}").decode() for other in range(1, world_size)]
+        store.set(f"{mine}/answers", " ".join(answers))
+        return mine
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if store.check([ROUND]):
+            found = store.get(ROUND).decode()
+            store.set(f"{found}/{rank}", mine)
+            listed = f"{found}/answers"
+            if store.check([listed]) and mine in store.get(listed).decode().split():
+                return found
+        time.sleep(POLL_S)
+    raise dist.DistStoreError(f"rank 0 did not answer rank {rank} within {timeout_s:g} s")
