@@ -17,6 +17,8 @@ from slapo_zoo.mesh import Mesh
 from slapo_zoo.placement import TensorSpec
 from slapo_zoo.weights.layout import Slot
 
+FLUSHED_AT_ONCE = 16 * 2**20  # bytes
+
 
 class Share(NamedTuple):
     """Indices start..stop of the placed axis that this rank writes; `offset` is local."""
@@ -49,12 +51,28 @@ def write_tensors(
     by_place = sorted(mine, key=lambda spec: slots[spec.name])
     for name, group in groupby(by_place, key=lambda spec: slots[spec.name].file):
         with (path / name).open("r+b", buffering=0) as file:
+            flushed = 0
             for spec in group:
                 tensor = local[spec.name].detach().to("cpu")
-                written += _write(file, slots[spec.name].start, tensor, spec, mesh)
+                slot = slots[spec.name]
+                written += _write(file, slot.start, tensor, spec, mesh)
+                end = slot.start + math.prod(spec.shape) * tensor.itemsize
+                if end - flushed >= FLUSHED_AT_ONCE:
+                    flushed = _start_flush(file, flushed, end)
                 del tensor  # before the next one is copied
             os.fsync(file.fileno())
     return written
+
+
+def _start_flush(file: BinaryIO, begin: int, end: int) -> int:
+    """Let the disk begin with what is written, while we go on; returns `end`.
+
+    Left to fsync, the disk would idle until the last byte is in memory. Pages that are not yet on
+    the disk are only queued by this advice, not dropped.
+    """
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
+    return end
 
 
 def shares(spec: TensorSpec, mesh: Mesh) -> list[Share]:
