@@ -13,14 +13,16 @@ MIB = 2**20
 def test_peak_sees_memory_that_is_gone_again():
     if not anonymous_bytes():
         pytest.skip("this kernel does not tell anonymous memory")
+    data = b"1" * 32 * MIB
     with AnonymousPeak() as peak:
         block = mmap.mmap(
             -1, 32 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         )  # new pages; an allocator may have some at hand
-        block.write(b"1" * len(block))
+        block.write(data)
         peak._glance()  # the thread would see it, but a loaded machine may be late
         block.close()
-    assert 32 * MIB <= peak.growth < 96 * MIB
+    given_back = 8 * MIB  # by the rest of this process meanwhile: the growth is that of the whole
+    assert 32 * MIB - given_back <= peak.growth < 32 * MIB + 8 * MIB
 
 
 def test_without_proc(monkeypatch, tmp_path):
