@@ -22,7 +22,7 @@ def test_peak_sees_memory_that_is_gone_again():
         peak._glance()  # the thread would see it, but a loaded machine may be late
         block.close()
     given_back = 8 * MIB  # by the rest of this process meanwhile: the growth is that of the whole
-    assert 32 * MIB - given_back <= peak.growth < 32 * MIB + 8 * MIB
+    assert 32 * MIB - given_back <= peak.growth < 64 * MIB
 
 
 def test_without_proc(monkeypatch, tmp_path):
