@@ -46,16 +46,8 @@ def all_runs(runs):
     return [trained(*run) for run in runs]
 
 
-def cells():
-    """Two of the six always; each holds all four stages of ZeRO."""
-    for family in CASES:
-        for name, layout in (("dp2", (1, 1, 2)), ("tp2-dp2", (2, 1, 2))):
-            quick = (family, name) in (("t5", "dp2"), ("gpt2", "tp2-dp2"))
-            marks = () if quick else pytest.mark.slow
-            yield pytest.param(family, layout, marks=marks, id=f"{family}-{name}")
-
-
-@pytest.mark.parametrize(("family", "layout"), [*cells()])
+@pytest.mark.parametrize("layout", [(1, 1, 2), (2, 1, 2)], ids=["dp2", "tp2-dp2"])
+@pytest.mark.parametrize("family", CASES)
 def test_zero_equals_one_process(family, layout, root, ranks):
     case, folder = CASES[family], checkpoint(CASES[family], root)
     runs = [

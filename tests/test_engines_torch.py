@@ -22,14 +22,8 @@ def root(tmp_path_factory):
     return tmp_path_factory.mktemp("engines")
 
 
-def cells():
-    """Every other one always, so that each family and each layout has its turn."""
-    for i, family in enumerate(CASES):
-        for j, layout in enumerate(LAYOUTS):
-            yield pytest.param(family, layout, marks=pytest.mark.slow if (i + j) % 2 else ())
-
-
-@pytest.mark.parametrize(("family", "layout"), [*cells()])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", CASES)
 def test_equals_one_process(family, layout, root, ranks):
     tp, pp, dp, data_parallel = LAYOUTS[layout]
     case, folder = CASES[family], checkpoint(CASES[family], root)
