@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 ROUND = "slapo_zoo/round"
 POLL_S = 0.02
@@ -31,8 +32,8 @@ def fresh_store(rank: int, world_size: int, timeout_s: float) -> Any:
     """
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)
-    return dist.PrefixStore(agree_on_round(store, rank, world_size, timeout_s), store)
+    store = TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)
+    return PrefixStore(agree_on_round(store, rank, world_size, timeout_s), store)
 
 
 def agree_on_round(store: Any, rank: int, world_size: int, timeout_s: float) -> str:

@@ -42,7 +42,7 @@ class AnonymousPeak:
 
     def __init__(self, exact: bool = True) -> None:
         self.growth, self._exact = 0, exact
-        self._done = threading.Event()
+        self._done, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="anonymous-peak", daemon=True)
 
     def __enter__(self) -> "AnonymousPeak":
@@ -65,7 +65,9 @@ class AnonymousPeak:
             self._glance()
 
     def _glance(self) -> None:
-        self.growth = max(self.growth, _field(STATUS, "RssAnon:") - self._counted)
+        grown = _field(STATUS, "RssAnon:") - self._counted
+        with self._lock:  # two threads glance; the smaller figure must not come last
+            self.growth = max(self.growth, grown)
 
 
 @dataclass
