@@ -48,6 +48,8 @@ def with_labels(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {**batch, "labels": torch.zeros_like(batch["input_ids"])}
     if head.endswith("ForQuestionAnswering"):
         return {**batch, "start_positions": rows, "end_positions": rows}
+    if getattr(model.config, "problem_type", None) == "multi_label_classification":
+        return {**batch, "labels": torch.zeros(len(rows), model.config.num_labels)}
     if head.endswith(("Classification", "MultipleChoice")):
         return {**batch, "labels": rows}
     return batch
