@@ -37,16 +37,23 @@ def only_new(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 def all_reduce_gradients(
     parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None
 ) -> None:
-    """Sum `.grad` over a group, in a few large collectives; a missing gradient counts as 0."""
+    """Sum `.grad` over a group, in a few large collectives; a missing gradient counts as 0.
+
+    One that every rank misses stays missing: an optimizer leaves its parameter alone, as it would in
+    one process, where it would decay one whose gradient is 0.
+    """
     if group is None:
         return
     for bucket in buckets(list(parameters)):
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
         here = [held_here(grad) for grad in grads]
-        flat = torch.cat([grad.reshape(-1) for grad in here])
+        held = here[0].new_tensor([p.grad is not None for p in bucket])  # 1, or 0 where missing
+        flat = torch.cat([*(grad.reshape(-1) for grad in here), held])
         dist.all_reduce(flat, group=group)
-        parts = flat.split([grad.numel() for grad in here])
-        for p, grad, mine, part in zip(bucket, grads, here, parts, strict=True):
+        *parts, held = flat.split([*(grad.numel() for grad in here), len(bucket)])
+        for i, (p, grad, mine, part) in enumerate(zip(bucket, grads, here, parts, strict=True)):
+            if p.grad is None and not held[i]:
+                continue
             mine.copy_(part.view_as(mine))
             p.grad = grad
 
