@@ -73,9 +73,14 @@ def may_defer(module: Any, rows: Tensor) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     real = not isinstance(rows, FakeTensor) and not rows.is_meta
-    return (
-        module.training and torch.is_grad_enabled() and real and not torch.compiler.is_compiling()
-    )
+    trains = module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return trains and real and not getattr(module, "makes_logits_at_once", False)
+
+
+def make_logits_at_once(model: Any) -> None:
+    """For engines that gather a weight only while the forward of its own module runs."""
+    for module in model.modules():
+        module.makes_logits_at_once = True
 
 
 class LogitsOnDemand(torch.Tensor):

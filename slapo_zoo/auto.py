@@ -61,7 +61,7 @@ class AutoScheduledModel:
         checkpoint_ratio: float = 0.0,
         checkpoint_policy: str = "",
         attention: str | None = None,
-        kernels: str | Sequence[str] = "reference",
+        kernels: str | Sequence[str] = "auto",
         seed: int | None = None,
         revision: str | None = None,
         allow_pickle: bool = False,
@@ -98,8 +98,9 @@ class AutoScheduledModel:
                 matrix products.
             attention: back end: sdpa (default), eager, flash (the package flash-attn), flex or
                 xformers; one that the family or the device cannot have is refused.
-            kernels: fast paths: "reference" takes none, "auto" those that were measured not to lose on
-                this device, a name or a list exactly these; `model.schedule.kernels` says why.
+            kernels: fast paths: "auto" takes those that were measured not to lose on this device,
+                "reference" none, a name or a list exactly these; `model.schedule.kernels` says why.
+                A model that you compile as a whole is best loaded with "reference".
             seed: of dropout and of weights that the checkpoint lacks.
             revision: branch, tag or commit of the Hub.
             allow_pickle: read `.bin` files; they are pickles, refused otherwise.
@@ -174,7 +175,7 @@ class AutoScheduledModel:
         checkpoint_ratio: float = 0.0,
         checkpoint_policy: str = "",
         attention: str | None = None,
-        kernels: str | Sequence[str] = "reference",
+        kernels: str | Sequence[str] = "auto",
         seed: int | None = None,
         trust_remote_code: bool = False,
         verify: str = "quick",

@@ -39,7 +39,7 @@ def show(
         from slapo_zoo.training.job import device_named
 
         config, head = config_of(model)
-        asked = kernels or ["reference"]
+        asked = kernels or ["auto"]
         dtype = config.dtype or torch.float32
         outline = Outline(
             config, auto_class or head, Mesh(tp, pp, dp), dtype, sequence_parallel=sequence_parallel,

@@ -27,6 +27,7 @@ from slapo_zoo.dialects import register_dialect
 from slapo_zoo.dialects.engine import TargetEngine, made_optimizer, require_scheduled
 from slapo_zoo.dialects.zero_state import WholeZero, whole_gradients, whole_parameters
 from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.kernels.logits_on_demand import make_logits_at_once
 from slapo_zoo.mesh import MESH_DIMS, Mesh
 
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
@@ -68,6 +69,8 @@ def deepspeed_engine(
         model=model, optimizer=made, model_parameters=None if made else parameters,
         config=settings, mpu=MeshUnit(model.mesh), dist_init_required=False, **options,
     )  # fmt: skip
+    if native.zero_optimization_stage() == 3:
+        make_logits_at_once(model)
     model._slapo.data_parallel = _Zero(native, model.mesh, groups)
     return DeepSpeedTarget(model, native, ds_optimizer), ds_optimizer
 
