@@ -121,7 +121,13 @@ class CoreAttention(nn.Module):
         if mask is not None:
             mask = _additive(mask[..., :T], q.dtype)
         large = q.shape[0] * q.shape[1] * S * T > dropped_attention.SMALL
-        if large and q.device.type == "cpu" and bias is None and cap is None and p < 1.0:
+        if (
+            large
+            and self.stream.draws_in_blocks(q.device)
+            and bias is None
+            and cap is None
+            and p < 1.0
+        ):
             seeds, draw = self.stream.cells(len(q), self.site, self.heads), self.stream.draw_cells
             args = (q, k, v, mask, p, scaling, seeds, draw)
             return dropped_attention.dropped_attention(*args)

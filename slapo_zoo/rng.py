@@ -87,6 +87,11 @@ class RandomStream:
         keep = draw(x, p, self.cells(x.shape[0], site, heads))
         return keep.div_(1.0 - p) if p < 1.0 else keep
 
+    @staticmethod
+    def draws_in_blocks(device: torch.device) -> bool:
+        """Whether the masks of attention are drawn block by block, and again in the backward."""
+        return device.type == "cpu"
+
     def cells(self, count: int, site: str, heads: Sequence[int] = ()) -> list[int]:
         """The seed of each cell of `count` rows, row by row; arguments as above."""
         key = (self.seed, self.step, zlib.crc32(site.encode()))

@@ -122,7 +122,7 @@ class Family:
 
     def profile(
         self, tp: int, sequence_parallel: bool, seq_len: int, dtype: torch.dtype,
-        attention: str | None = None,
+        attention: str | None = None, on_cpu: bool = False,
     ) -> Profile:  # fmt: skip
         """Rehearse the model on one tp rank.
 
@@ -132,10 +132,11 @@ class Family:
             seq_len: tokens of a row.
             dtype: of the parameters.
             attention: the attention back end.
+            on_cpu: whether it would run on a CPU.
         """
         outline = Outline(self.small, self.cls, Mesh(tp=tp), dtype, attention=attention,
                           sequence_parallel=sequence_parallel and tp > 1)  # fmt: skip
-        few, many = (rehearse(outline, rows, seq_len) for rows in ROWS)
+        few, many = (rehearse(outline, rows, seq_len, on_cpu) for rows in ROWS)
         sizes, shared = few.parameters, few.shared
         blocks = set(block_paths(outline.schedule, outline.table))
         seen: set[str] = set()
@@ -211,10 +212,30 @@ class Rehearsed:
 
 
 class _Masks:
-    """Stands for the random stream: masks of the right size, of which nothing is drawn."""
+    """Stands for the random stream: masks of the right size, of which nothing is drawn.
+
+    Args:
+        on_cpu: whether the model would run on a CPU.
+    """
 
     seed = 0
     real_tokens = None
+
+    def __init__(self, on_cpu: bool):
+        self.on_cpu = on_cpu
+
+    def draws_in_blocks(self, device: torch.device) -> bool:
+        """As RandomStream.draws_in_blocks, of the device that is planned for."""
+        return self.on_cpu
+
+    def cells(self, count: int, site: str, heads: Any = ()) -> list[int]:
+        """As RandomStream.cells."""
+        return [0] * (count * max(len(heads), 1))
+
+    @staticmethod
+    def draw_cells(x: Tensor, p: float, seeds: list[int]) -> Tensor:
+        """As RandomStream.draw_cells."""
+        return x.new_empty(x.shape)
 
     def position(self) -> tuple[int, int, int]:
         """Of no step."""
@@ -235,20 +256,21 @@ class _Masks:
         return x.new_empty(n * x.shape[0], x.shape[1])[: x.shape[0]].clone()
 
 
-def rehearse(outline: Outline, rows: int, seq_len: int) -> Rehearsed:
+def rehearse(outline: Outline, rows: int, seq_len: int, on_cpu: bool = False) -> Rehearsed:
     """One training step of a micro-batch on fake tensors, dropout included.
 
     Args:
         outline: of any rank of the mesh.
         rows: of the micro-batch.
         seq_len: tokens of a row.
+        on_cpu: what would run on a CPU is rehearsed, not what would on a GPU.
     """
     mesh, dtype = outline.mesh, next(outline.model.parameters()).dtype
     mode, model = hf.build_fake(outline.cls, outline.model.config, dtype)
     steps = [step for step in outline.schedule.history if step[1].name not in NOT_REHEARSED]
     with mode:
         schedule = Schedule(model, replace(mesh, rehearsal=True))
-        stream: Any = _Masks()
+        stream: Any = _Masks(on_cpu)
         schedule.state.random = stream
         schedule.replay(steps)
     schedule.state.tokens_divided = outline.state.sequence_parallel

@@ -103,7 +103,9 @@ class Planner:
         """The model on one of so many tp ranks; rehearsed once."""
         key = tp, sequence_parallel and tp > 1
         if key not in self._profiles:
-            self._profiles[key] = self.family.profile(*key, self.seq_len, self.dtype)
+            self._profiles[key] = self.family.profile(
+                *key, self.seq_len, self.dtype, on_cpu=not self.hardware.foreach
+            )
         return self._profiles[key]
 
     def search(self, gpus: int, batch: int, orders: Sequence[str] | None = None) -> Found:

@@ -96,7 +96,7 @@ def default_symbols(model: str) -> dict[str, list[Any]]:
     config, _ = config_of(model)
     tunable = table_for(config.model_type).tunable
     found: dict[str, list[Any]] = {"batch_size": [1, 2, 4, 8, 16, 32]}
-    for name in ("checkpoint_ratio", "attention"):
+    for name in ("checkpoint_ratio", "attention", "kernels"):
         if name in tunable:
             found[name] = [v for v in tunable[name] if v not in ("flash", "flex", "xformers")]
     return found
@@ -149,7 +149,8 @@ class Workers:
         return measure_in_worker(self._job(point, steps, self.probe), self.setting.timeout_s)
 
     def _probe(self) -> float:
-        outcome = measure_in_worker(self._job({"batch_size": 2}, 1, None), self.setting.timeout_s)
+        plain = {"batch_size": 2, "kernels": "reference"}
+        outcome = measure_in_worker(self._job(plain, 1, None), self.setting.timeout_s)
         if outcome.kind != OK:
             problem = f"the plain schedule cannot be measured: {outcome.kind}: {outcome.message}"
             raise SlapoError("tune", self.setting.model, problem, "try `slapo-zoo bench` first")

@@ -1,6 +1,5 @@
 """What a worker does: build a model at one point, check what it computes, time its training steps."""
 
-import importlib.util
 import json
 import os
 import statistics
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 
 from slapo_zoo.auto import AutoScheduledModel
-from slapo_zoo.errors import SlapoError
 from slapo_zoo.example_inputs import random_batch
 from slapo_zoo.knobs import KNOBS
 from slapo_zoo.launch import run_local
@@ -29,7 +27,7 @@ LOOSE = {
     "bfloat16": 5e-2,
     "float16": 2e-2,
 }  # relative difference of the probe's loss
-OWN = ("batch_size", "threads", "kernels")  # symbols beside the knobs of `from_pretrained`
+OWN = ("batch_size", "threads")  # symbols beside the knobs of `from_pretrained`
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Job:
     Args:
         model: a family, a folder or a Hub id; only its config is used.
         point: symbol --> value: knobs of `from_pretrained`, `batch_size` (rows of a step and copy),
-            `threads`, `kernels` (names of kernels that replace what they serve).
+            `threads`; several kernels are joined by "+".
         steps: timed.
         seq_len: tokens of a row.
         changes: fields of the config to change.
@@ -75,28 +73,23 @@ def build(job: Job) -> Any:
     for name, value in (job.changes or {}).items():
         setattr(config, name, value)
     knobs = {n: v for n, v in job.point.items() if n in KNOBS and n != "dtype"}
+    if "kernels" in knobs:
+        knobs["kernels"] = kernels_of(knobs["kernels"])
     dtype = to_dtype(job.point.get("dtype", job.dtype))
     model: Any = AutoScheduledModel.from_config(
         config, auto_class=head, dtype=dtype, device=job.device, seed=0, **knobs
     )
-    for name in (n for n in str(job.point.get("kernels") or "").split("+") if n):
-        replace_modules(model, name)
     return model.train()
 
 
-def replace_modules(model: Any, kernel: str) -> None:
-    """Put a kernel into every module that it serves."""
-    from slapo_zoo.kernel import KERNELS
+def kernels_of(value: Any) -> Any:
+    """What `from_pretrained` takes for a symbol's value: "a+b" --> ["a", "b"], "" --> none at all.
 
-    name = f"slapo_zoo.kernels.{kernel}"
-    if kernel.isidentifier() and importlib.util.find_spec(name) is not None:
-        importlib.import_module(name)  # it registers itself
-    if kernel not in KERNELS:
-        hint = "see slapo_zoo/kernels/README.md for those there are"
-        raise SlapoError("tune", f"kernels={kernel!r}", "no such kernel", hint)
-    for path, module in list(model.named_modules()):
-        if path and not KERNELS[kernel].refuses(module):
-            model.schedule[path].replace(kernel)
+    >>> kernels_of("geglu+rms_norm"), kernels_of(""), kernels_of("auto")
+    (['geglu', 'rms_norm'], 'reference', 'auto')
+    """
+    names = [name for name in str(value or "reference").split("+") if name]
+    return names[0] if len(names) == 1 else names
 
 
 def measure(job: Job) -> Outcome:

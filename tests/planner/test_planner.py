@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from transformers import GPT2Config
 
 from parity import Case, checkpoint, tiny_config
 from slapo_zoo import AutoScheduledModel, Mesh, MeshError, SlapoError
@@ -20,8 +21,6 @@ from slapo_zoo.planner.search import Planner, in_flight
 from slapo_zoo.planner.timing import StageTime, step_time
 from slapo_zoo.survey import rank_sizes
 from slapo_zoo.timeline import makespan, most_in_flight, simulate
-
-pytestmark = pytest.mark.slow  # minutes in all: `ci/run.py grid`
 
 GPT2 = Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 6),))
 LLAMA = Case("LlamaForCausalLM", ("tokens",), (("num_hidden_layers", 5),))
@@ -207,3 +206,15 @@ def test_a_machine_is_measured_and_read_again(tmp_path):
     ):
         with pytest.raises(SlapoError, match=problem):
             find_hardware(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["v100", "cpu"])
+def test_long_rows_with_dropout_are_rehearsed_as_the_device_runs_them(name):
+    """On a GPU the scores of all tokens exist at once, on a CPU a block of them does."""
+    fields = {"n_layer": 1, "n_embd": 32, "n_head": 8, "vocab_size": 64, "n_positions": 2048}
+    config = GPT2Config(**fields, loss_type="ForCausalLMLoss", bos_token_id=1, eos_token_id=2)
+    config.architectures = ["GPT2LMHeadModel"]
+    profile = Planner(config, HARDWARE[name], 2048, torch.float32).profile(1)
+    peak = max(unit.few.forward_peak for unit in profile.units)
+    scores = 8 * 2048**2 * 4
+    assert peak > 2 * scores if name == "v100" else peak < scores

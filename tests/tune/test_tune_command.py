@@ -123,6 +123,13 @@ TINY = (
 )
 
 
+def test_the_space_of_the_familys_table(tmp_path, capsys):
+    changes = [word for field in TINY for word in ("--change", field)]
+    words = ("tune", "gpt2", *changes, "--seq", 16, "--steps", 1, "--evaluations", 1)
+    assert cli(*words, "--db", tmp_path / "db.jsonl") == 0
+    assert "ok: 1" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_model_in_fresh_workers(tmp_path, capsys):
     changes = [word for field in TINY for word in ("--change", field)]

@@ -20,8 +20,6 @@ from slapo_zoo.tune.tuner import Limits, Tuner
 from slapo_zoo.tune.worker import run_trial
 from surfaces import BATCHES, SURFACES, space
 
-pytestmark = pytest.mark.slow  # minutes in all: `ci/run.py grid`
-
 MOST, SOON, NEAR = 17, 10, 0.97
 
 
