@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from slapo_zoo.rng import hashed_cells
 
@@ -56,10 +57,36 @@ def new_seeds(cells: int, p: float, device: Any) -> dict[str, Any]:
 def keys_of(mask: Tensor | None, size: int) -> Tensor | None:
     """A mask of `transformers` [B, 1, S or 1, T] --> which of its `size` keys are real [B, size].
 
-    The last query sees every real key, causal or not; a mask that hides more (packed sequences) has no
-    such form.
+    The last query sees every real key, causal or not; see `hides_only_padding`.
     """
     if mask is None:
         return None
     last = mask[:, 0, -1, :size]
     return last if last.dtype == torch.bool else last == 0
+
+
+def hides_only_padding(mask: Tensor | None, queries: int, size: int, causal: bool) -> bool:
+    """Whether a mask of `transformers` hides only keys that are padding and, if causal, later ones.
+
+    Packed sequences have another. A mask is looked at once; all layers of a model share it.
+
+    Args:
+        mask: [B, 1, S or 1, T], what is seen (bool) or what is added to the scores.
+        queries: S.
+        size: T, of which a mask may have more.
+        causal: whether queries see only keys up to their own, the last S of T.
+    """
+    if mask is None or mask.shape[2] == 1 or mask.is_meta or isinstance(mask, FakeTensor):
+        return True
+    if torch.compiler.is_compiling():  # an answer would be a break in the graph
+        return False
+    known: dict[Any, bool] = mask.__dict__.setdefault("hides_only_padding", {})  # pyright: ignore[reportAttributeAccessIssue]
+    if (queries, size, causal) not in known:
+        seen = mask[..., :size] if mask.dtype == torch.bool else mask[..., :size] == 0
+        keys: Tensor = keys_of(mask, size)  # pyright: ignore[reportAssignmentType]
+        expected = keys[:, None, None].expand(len(keys), 1, queries, size)
+        if causal:
+            order = torch.ones(queries, size, dtype=torch.bool, device=mask.device)
+            expected = expected & order.tril(size - queries)
+        known[queries, size, causal] = bool((seen == expected).all())
+    return known[queries, size, causal]

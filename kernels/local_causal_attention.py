@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slapo_zoo.kernel import kernel
 from slapo_zoo.kernels.blocked_attention import attention
-from slapo_zoo.kernels.dropout_mask import dropout_of, keys_of, mask_like
+from slapo_zoo.kernels.dropout_mask import dropout_of, hides_only_padding, keys_of, mask_like
 
 SHAPES = [
     (1, 2, 5, 16, 4),
@@ -70,18 +70,23 @@ def _forward(
     output_attentions: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """GPTNeoSelfAttention; as in its FlashAttention-2 form there are no weights to return."""
+    """GPTNeoSelfAttention; as in its FlashAttention-2 form there are no weights to return.
+
+    With a cache that holds more than these tokens, or packed sequences, its own attention runs.
+    """
     shape = (*hidden_states.shape[:-1], module.num_heads, module.head_dim)
     projections = (module.q_proj, module.k_proj, module.v_proj)
     q, k, v = (linear(hidden_states).view(shape).transpose(1, 2) for linear in projections)
     if layer_past is not None:
         k, v = layer_past.update(k, v, module.layer_id)
-    weights = (
-        q.detach().new_empty(()).expand(*q.shape[:3], k.shape[2])
-    )  # their shape is what counts
+    S, T = q.shape[2], k.shape[2]
+    if S != T or not hides_only_padding(attention_mask, S, T, causal=True):
+        out = module._attn(q, k, v, attention_mask)[0].transpose(1, 2)
+        return module.resid_dropout(module.out_proj(out.flatten(2))), None
+    weights = q.detach().new_empty(()).expand(*q.shape[:3], T)  # their shape is what counts
     dropped = dropout_of(module.attn_dropout, weights, q.shape[0] * q.shape[1])
     window = module.config.window_size if module.attention_type == "local" else 0
-    args = (window, 1.0, keys_of(attention_mask, k.shape[2]))
+    args = (window, 1.0, keys_of(attention_mask, T))
     out = local_causal_attention(q, k, v, *args, **dropped).transpose(1, 2)
     return module.resid_dropout(module.out_proj(out.flatten(2))), None
 

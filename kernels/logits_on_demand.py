@@ -21,6 +21,7 @@ _KNOWN = {
     _TENSOR.shape.__get__, _TENSOR.dtype.__get__, _TENSOR.device.__get__, _TENSOR.ndim.__get__,
     _TENSOR.is_cuda.__get__, _TENSOR.layout.__get__, torch.Tensor.size, torch.Tensor.dim,
     torch.Tensor.numel, torch.Tensor.is_floating_point, torch.Tensor.__len__,
+    _TENSOR.requires_grad.__get__, _TENSOR.grad_fn.__get__, _TENSOR.is_leaf.__get__,
 }  # fmt: skip
 _CASTS = {torch.Tensor.float, torch.Tensor.to, torch.Tensor.contiguous}
 _VIEWS = (torch.Tensor.view, torch.Tensor.reshape)
@@ -89,8 +90,9 @@ class LogitsOnDemand(torch.Tensor):
     rows: Tensor
     head: Head
     parent: "LogitsOnDemand | None"
-    make: Callable[[], Tensor]
+    make: Callable[[Tensor], Tensor]
     made: Tensor | None
+    read: Tensor | None
     version: int
 
     @staticmethod
@@ -99,19 +101,16 @@ class LogitsOnDemand(torch.Tensor):
         dtype = rows.dtype
         if torch.is_autocast_enabled(rows.device.type):
             dtype = torch.get_autocast_dtype(rows.device.type)
-        return LogitsOnDemand._new(rows, head, dtype, lambda: head.logits(rows), None)
+        return LogitsOnDemand._new(rows, head, dtype, head.logits, None)
 
     @staticmethod
     def _new(
-        rows: Tensor, head: Head, dtype: torch.dtype, make: Callable[[], Tensor],
+        rows: Tensor, head: Head, dtype: torch.dtype, make: Callable[[Tensor], Tensor],
         parent: "LogitsOnDemand | None",
     ) -> Tensor:  # fmt: skip
-        wrap: Any = torch.Tensor._make_wrapper_subclass  # pyright: ignore[reportAttributeAccessIssue]
-        shape = (*rows.shape[:-1], head.vocab_size)
-        logits = wrap(LogitsOnDemand, shape, dtype=dtype, device=rows.device)
-        logits.rows, logits.head, logits.make, logits.made = rows, head, make, None
-        logits.parent, logits.version = parent, head.linear.weight._version
-        return logits
+        """Logits that `make` makes of the rows, or of the parent's logits."""
+        source = rows if parent is None else parent
+        return _Deferred.apply(source, head.linear.weight, rows, head, dtype, make, parent)  # pyright: ignore[reportReturnType]
 
     def divided(self, vocab_size: int, group: Any) -> Tensor:
         """The same, of a head whose vocabulary is divided and whose rows' gradient is summed."""
@@ -123,17 +122,33 @@ class LogitsOnDemand(torch.Tensor):
     def tensor(self) -> Tensor:
         """The logits, whole, as a plain tensor; the same one every time."""
         if self.made is None:
-            if self.head.linear.weight._version != self.version:
-                hint = 'read them before optimizer.step(), or load with kernels="reference"'
-                problem = "the weights have changed since, and they were not looked at before"
-                raise SlapoError("output", "logits", problem, hint)
+            self._require_same_weights()
             with torch.enable_grad():  # a loss may use them after a metric did
-                self.made = _whole(self.make(), self.head)
+                source = self.rows if self.parent is None else self.parent.tensor()
+                self.made = _whole(self.make(source), self.head)
         return self.made
+
+    def numbers(self) -> Tensor:
+        """The same below autograd, where no graph can be made; the graph goes through `_Deferred`."""
+        if self.made is not None:
+            return self.made.detach()
+        if self.read is None:
+            self._require_same_weights()
+            source = self.rows.detach() if self.parent is None else self.parent.numbers()
+            with torch.no_grad():
+                self.read = _whole(self.make(source), self.head)
+        return self.read
+
+    def _require_same_weights(self) -> None:
+        if self.head.linear.weight._version != self.version:
+            hint = 'read them before optimizer.step(), or load with kernels="reference"'
+            problem = "the weights have changed since, and they were not looked at before"
+            raise SlapoError("output", "logits", problem, hint)
 
     def untouched(self) -> bool:
         """Whether neither these logits nor those they are a view of were made: they may be changed."""
-        return self.made is None and (self.parent is None or self.parent.untouched())
+        nobody = self.made is None and self.read is None
+        return nobody and (self.parent is None or self.parent.untouched())
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -142,8 +157,6 @@ class LogitsOnDemand(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _KNOWN:
                 return func(*args, **kwargs)
-            if func is _TENSOR.requires_grad.__get__:
-                return True
             if isinstance(x, LogitsOnDemand) and x.untouched():
                 if (found := _on_rows(func, x, args[1:], kwargs)) is not None:
                     return found
@@ -153,7 +166,34 @@ class LogitsOnDemand(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*_plain(args), **_plain(kwargs or {}))
+        return func(*_plain(args, below=True), **_plain(kwargs or {}, below=True))
+
+
+class _Deferred(torch.autograd.Function):
+    """The place of the logits in the graph, for what asks no `__torch_function__`: C++, other Functions.
+
+    A gradient that arrives there goes through logits that are made for it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, source, weight, rows, head, dtype, make, parent):
+        wrap: Any = torch.Tensor._make_wrapper_subclass  # pyright: ignore[reportAttributeAccessIssue]
+        shape = (*rows.shape[:-1], head.vocab_size)
+        logits = wrap(LogitsOnDemand, shape, dtype=dtype, device=rows.device)
+        logits.rows, logits.head, logits.make, logits.made = rows, head, make, None
+        logits.read, logits.parent, logits.version = None, parent, weight._version
+        ctx.save_for_backward(rows)
+        ctx.parts = head, make, parent
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, d_logits):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (rows,), (head, make, parent) = ctx.saved_tensors, ctx.parts
+        source = (rows if parent is None else parent.tensor()).detach().requires_grad_()
+        with torch.enable_grad():
+            logits = _whole(make(source), head)
+        torch.autograd.backward(logits, d_logits)  # the head's parameters get their share here
+        return source.grad, *[None] * 6
 
 
 def _whole(logits: Any, head: Head) -> Tensor:
@@ -167,13 +207,13 @@ def _whole(logits: Any, head: Head) -> Tensor:
     return logits.gathered() if isinstance(logits, VocabLogits) else logits
 
 
-def _plain(value: Any) -> Any:
-    """Nested tuples, lists and dicts with the logits made."""
+def _plain(value: Any, below: bool = False) -> Any:
+    """Nested tuples, lists and dicts with the logits made; `below` autograd without a graph."""
     if isinstance(value, LogitsOnDemand):
-        return value.tensor()
+        return value.numbers() if below else value.tensor()
     if isinstance(value, tuple | list):
-        return type(value)(_plain(v) for v in value)
-    return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value
+        return type(value)(_plain(v, below) for v in value)
+    return {k: _plain(v, below) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def _on_rows(func: Any, x: LogitsOnDemand, rest: tuple, kwargs: dict) -> Tensor | None:
@@ -194,7 +234,7 @@ def _on_rows(func: Any, x: LogitsOnDemand, rest: tuple, kwargs: dict) -> Tensor 
     if found is None:
         return None
     return LogitsOnDemand._new(
-        found[0], x.head, found[1], lambda: func(x.tensor(), *rest, **kwargs), x
+        found[0], x.head, found[1], lambda logits: func(logits, *rest, **kwargs), x
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slapo_zoo.kernel import kernel, runs_triton
 from slapo_zoo.kernels.blocked_attention import attention
-from slapo_zoo.kernels.dropout_mask import keys_of, mask_like, new_seeds
+from slapo_zoo.kernels.dropout_mask import hides_only_padding, keys_of, mask_like, new_seeds
 
 SHAPES = [(1, 2, 5, 5, 16, False), (2, 3, 37, 37, 8, True), (1, 2, 150, 150, 16, False),
           (2, 2, 9, 21, 16, False), (0, 2, 8, 8, 16, True)]  # fmt: skip
@@ -88,21 +88,24 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None, None]:
     """T5Attention. What it hands to the next layer as `position_bias` is the table, not [1, H, S, T].
 
-    So all attentions of a model are served, or none. With a cache that holds tokens the model's own
-    forward runs, in every layer alike.
+    So all attentions of a model are served, or none. With a cache that holds tokens, or packed sequences,
+    the model's own forward runs, in every layer alike.
     """
-    if past_key_values is not None and past_key_values.get_seq_length(module.layer_idx):
+    held = past_key_values is not None and past_key_values.get_seq_length(module.layer_idx)
+    source = hidden_states if key_value_states is None else key_value_states
+    causal = module.is_causal and key_value_states is None
+    if held or not hides_only_padding(mask, hidden_states.shape[1], source.shape[1], causal):
         args = (hidden_states, mask, key_value_states, position_bias, past_key_values)
         return type(module).forward(module, *args, **kwargs)
-    source = hidden_states if key_value_states is None else key_value_states
     q = _heads(module, module.q(hidden_states))
     k, v = _heads(module, module.k(source)), _heads(module, module.v(source))
     if past_key_values is not None:
         k, v = _remember(module, past_key_values, k, v, key_value_states is not None)
     if position_bias is None and module.has_relative_attention_bias:
-        position_bias = module.relative_attention_bias.weight
+        # a copy: an engine may take the weight back before the next layer reads it
+        position_bias = module.relative_attention_bias.weight.clone()
     out = t5_attention(
-        q, k, v, position_bias, not module.is_decoder, module.is_causal and key_value_states is None,
+        q, k, v, position_bias, not module.is_decoder, causal,
         keys_of(mask, k.shape[2]), module.relative_attention_max_distance,
         **(_dropout(module, q, k) if module.training else {}),
     )  # fmt: skip

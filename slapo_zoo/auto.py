@@ -14,6 +14,7 @@ from slapo_zoo.derive import is_auto, require_table
 from slapo_zoo.dialects import check_target, in_target
 from slapo_zoo.distributed import rank_guard
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.kernel_choice import apply_kernels, device_name
 from slapo_zoo.knobs import check_knobs
 from slapo_zoo.locate import (
     changed_config,
@@ -28,6 +29,7 @@ from slapo_zoo.orders import StageMap
 from slapo_zoo.outline import Outline
 from slapo_zoo.pipeline import Pipeline
 from slapo_zoo.probe import probe
+from slapo_zoo.schedule import Schedule
 from slapo_zoo.scheduled import Runtime, scheduled_class
 from slapo_zoo.stages import keep_stages
 from slapo_zoo.table import families
@@ -141,7 +143,7 @@ class AutoScheduledModel:
                 _verify_derived(config, auto_class, mesh, given)
             schedule = _steps(
                 schedule, config, auto_class, mesh, pipeline_order, stages_per_rank,
-                trust_remote_code, verify,
+                trust_remote_code, verify, kernels, device,
             )  # fmt: skip
             with open_checkpoint(folder, allow_pickle) as checkpoint:
                 found = checkpoint_dtype(config, checkpoint) if dtype == "auto" else dtype
@@ -193,7 +195,7 @@ class AutoScheduledModel:
                 _verify_derived(config, auto_class, mesh, given)
             schedule = _steps(
                 schedule, config, auto_class, mesh, pipeline_order, stages_per_rank,
-                trust_remote_code, verify,
+                trust_remote_code, verify, kernels, device,
             )  # fmt: skip
             dtype = torch.float32 if dtype == "auto" else to_dtype(dtype)
             place = pick_device(device)
@@ -212,15 +214,29 @@ class AutoScheduledModel:
 
 def _steps(
     schedule: Any, config: Any, auto_class: Any, mesh: Mesh, pipeline_order: str,
-    stages_per_rank: int | None, trusted: bool, verify: str,
+    stages_per_rank: int | None, trusted: bool, verify: str, kernels: Any, device: Any,
 ) -> Any:  # fmt: skip
-    """The steps of a schedule card for this model and mesh; any other schedule as it is."""
+    """What a schedule card does to this model on this mesh; any other schedule as it is.
+
+    A card names no kernels that "auto" chose where it was made: they are chosen where it runs.
+    """
     if not is_card(schedule):
         return schedule
     cls = hf.resolve_class(config, auto_class)
     stages = StageMap.make(pipeline_order, mesh.pp, stages_per_rank).num_stages
     knobs = {"pipeline_order": pipeline_order, "stages_per_rank": stages_per_rank}
-    return steps_for(str(schedule), config, cls, mesh, stages, trusted, verify, **knobs)
+    steps = steps_for(str(schedule), config, cls, mesh, stages, trusted, verify, **knobs)
+    if callable(steps):  # a Python program that is trusted
+        return steps
+    late = next((i for i, (_, d) in enumerate(steps) if d.name in AFTER_KERNELS), len(steps))
+
+    def program(sch: Schedule) -> None:
+        sch.replay(steps[:late])
+        if kernels == "auto":
+            apply_kernels(sch, kernels, device_name(pick_device(device)))
+        sch.replay(steps[late:])
+
+    return program
 
 
 def _verify_derived(config: Any, auto_class: Any, mesh: Mesh, given: Mapping[str, Any]) -> None:
@@ -240,6 +256,9 @@ def _verify_derived(config: Any, auto_class: Any, mesh: Mesh, given: Mapping[str
         return made.finish(ledger, None, None)
 
     probe(build, config, places.num_stages, mesh)
+
+
+AFTER_KERNELS = ("checkpoint", "cut_pipeline_stage")
 
 
 class _Build(Outline):

@@ -198,7 +198,8 @@ def after_backward(
     if state.mesh.dp > 1:
         found += [("dp", run) for run in buckets([p for _, p in named])]
     return [
-        Transfer("all_reduce", mesh_dim, "after backward", sum(p.nbytes for p in run),
+        Transfer("all_reduce", mesh_dim, "after backward",
+                 sum(p.nbytes + p.itemsize for p in run),  # one more says whether there is a gradient
                  directive="sums of gradients")
         for mesh_dim, run in found
     ]  # fmt: skip

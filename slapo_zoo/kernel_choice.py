@@ -6,7 +6,7 @@ switched on follows from what was measured on the device (`hub_cards/bench/<devi
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,12 +29,14 @@ class Choice:
         pattern: of the modules that it could serve.
         accepted: whether it serves them.
         reason: why, or why not.
+        by_device: nobody asked for it; what was measured on this device decided.
     """
 
     kernel: str
     pattern: str
     accepted: bool
     reason: str
+    by_device: bool = False
 
     def __str__(self) -> str:
         return f"{self.kernel} at {self.pattern}: {'yes' if self.accepted else 'no'}, {self.reason}"
@@ -64,13 +66,14 @@ def asked_names(asked: Any) -> list[str] | None:
     return names
 
 
-def choose(sch: Schedule, asked: Any, device: str) -> list[Choice]:
+def choose(sch: Schedule, asked: Any, device: str, attention: str | None = None) -> list[Choice]:
     """What `kernels=` means for a model: every kernel that serves a module of it.
 
     Args:
         sch: the schedule; nothing is changed.
         asked: "auto", "reference", a name, or several.
         device: see `device_name`.
+        attention: the back end that was asked for, or None: "auto" puts no kernel in its place.
     """
     names = asked_names(asked)
     found: list[Choice] = []
@@ -82,7 +85,9 @@ def choose(sch: Schedule, asked: Any, device: str) -> list[Choice]:
             raise ScheduleError("from_pretrained", f"kernels={kernel.name!r}", problem, hint)
         for pattern, paths in places.items():
             verdict = _verdict(sch, kernel, paths, names, device)
-            found.append(Choice(kernel.name, pattern, *verdict))
+            if names is None and attention and any(n.endswith("Attention") for n in kernel.serves):
+                verdict = False, f"attention={attention!r} was asked for"
+            found.append(Choice(kernel.name, pattern, *verdict, by_device=names is None))
     return _outermost(sch, found)
 
 
@@ -133,7 +138,7 @@ def _outermost(sch: Schedule, choices: Sequence[Choice]) -> list[Choice]:
         outer = [_outer(path, served) for path in sch[choice.pattern].paths]
         if choice.accepted and all(outer):
             inside = f"inside a module that {outer[0].kernel if outer[0] else ''} serves"
-            choice = Choice(choice.kernel, choice.pattern, False, inside)
+            choice = replace(choice, accepted=False, reason=inside)
         found.append(choice)
     return found
 
@@ -146,11 +151,11 @@ def _outer(path: str, served: dict[str, Choice]) -> Choice | None:
     return None
 
 
-def apply_kernels(sch: Schedule, asked: Any, device: str) -> None:
+def apply_kernels(sch: Schedule, asked: Any, device: str, attention: str | None = None) -> None:
     """Put the chosen kernels into a scheduled model; `sch.kernels` says what was decided and why."""
     if asked == "reference":
         return
-    sch.kernels = choose(sch, asked, device)
+    sch.kernels = choose(sch, asked, device, attention)
     for choice in sch.kernels:
         if choice.accepted:
             sch.do(choice.pattern, Replace(choice.kernel))

@@ -63,7 +63,7 @@ def apply_table(
     if sequence_parallel and sch.mesh.tp > 1:
         _apply_rows(sch, _sequence_rows(sch, table, rows))
     _apply_rows(sch, [("**:Dropout", dropout)])
-    apply_kernels(sch, kernels, device)
+    apply_kernels(sch, kernels, device, attention)
     recomputed = spread(len(blocks), checkpoint_ratio)
     if checkpoint_policy and not recomputed:
         problem = f"no block is recomputed at checkpoint_ratio={checkpoint_ratio}"

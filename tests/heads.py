@@ -70,7 +70,7 @@ HEADS = {
         Case("AlbertForQuestionAnswering", SPAN, variant=("bare",)),
         Case("AlbertForMultipleChoice", CHOICE, choices=2),
     ],
-    "gpt_neo": usual("GPTNeo", Case("GPTNeoForCausalLM", TOKENS, variant=("bare", "twice"))),
+    "gpt_neo": usual("GPTNeo", Case("GPTNeoForCausalLM", TOKENS, (("window_size", 3),), variant=("bare", "twice"))),
     "opt": [
         Case("OPTForCausalLM", TOKENS),
         Case("OPTForCausalLM", TOKENS, (("word_embed_proj_dim", 14), ("do_layer_norm_before", False)), variant=("bare",)),

@@ -47,7 +47,7 @@ def test_activations_are_those_that_autograd_saves(case):
     """To 10 %: a fused attention on real tensors may copy what one on fake tensors views."""
     config, cls = tiny_config(case)
     config.architectures = [cls.__name__]
-    model = AutoScheduledModel.from_config(config).eval()
+    model = AutoScheduledModel.from_config(config, kernels="reference").eval()
     seen = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved = 0
 

@@ -64,6 +64,8 @@ def structure_hash(model: nn.Module) -> str:
 def make_program(schedule: Schedule, config: Any, cls: type, any_size: bool = False) -> Program:
     """The history of a schedule as a program; sizes of the model stay arithmetic where known.
 
+    Kernels that "auto" has chosen are no part of it: on another device it would choose others.
+
     Args:
         schedule: of a family of the zoo.
         config: of the model.
@@ -76,9 +78,11 @@ def make_program(schedule: Schedule, config: Any, cls: type, any_size: bool = Fa
     """
     used = set[str]()
     table = table_for(config.model_type)
+    chosen = {(c.pattern, c.kernel) for c in schedule.kernels if c.accepted and c.by_device}
     steps = tuple(
         (pattern, directive.name, _written(pattern, directive, used))
         for pattern, directive in schedule.history
+        if (pattern, directive.arguments().get("new")) not in chosen
     )
     numbers = _numbers(table, config, used)
     constraints = [f"stages == {len(schedule.state.cuts) + 1}"]

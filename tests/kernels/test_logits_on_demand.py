@@ -1,0 +1,95 @@
+"""Whatever looks at logits that are made on demand finds them, with their gradient."""
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import BertConfig, GPT2Config
+
+from slapo_zoo import AutoScheduledModel
+
+ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+CONFIGS = {
+    "gpt2": GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=31, loss_type="ForCausalLMLoss", **ENDS,
+                       architectures=["GPT2LMHeadModel"]),
+    "bert": BertConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=31,
+                       intermediate_size=32, architectures=["BertForMaskedLM"]),
+}  # fmt: skip
+IDS = torch.arange(12).view(2, 6)
+
+
+class OwnLoss(torch.autograd.Function):
+    """A loss of the user's own, with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        ctx.save_for_backward(logits)
+        return (logits.double() ** 2).sum()
+
+    @staticmethod
+    def backward(ctx, d):
+        (logits,) = ctx.saved_tensors
+        return (2 * d * logits).to(logits.dtype)
+
+
+def through_own_loss(model):
+    return OwnLoss.apply(model(input_ids=IDS).logits)
+
+
+def through_a_view(model):
+    return OwnLoss.apply(model(input_ids=IDS).logits[:, :-1].float())
+
+
+def through_a_loss_in_cpp(model):
+    logits = model(input_ids=IDS).logits
+    return torch.ops.aten.nll_loss(logits.reshape(-1, 31).log_softmax(-1), IDS.reshape(-1))
+
+
+def through_both(model):
+    logits = model(input_ids=IDS).logits
+    return functional.cross_entropy(logits.view(-1, 31), IDS.view(-1)) + OwnLoss.apply(logits)
+
+
+def with_a_hook_on_the_head(model):
+    model.get_output_embeddings().register_full_backward_hook(lambda module, dx, dy: None)
+    return model(input_ids=IDS, labels=IDS).loss
+
+
+def with_hooks_everywhere(model):
+    for module in model.modules():
+        module.register_full_backward_hook(lambda module, dx, dy: None)
+    return model(input_ids=IDS, labels=IDS).loss
+
+
+USES = [through_own_loss, through_a_view, through_a_loss_in_cpp, through_both, with_a_hook_on_the_head,
+        with_hooks_everywhere]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:For backward hooks to be called")
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen-body"])
+def test_gradients_are_those_of_logits(family, use, frozen):
+    grads = []
+    for kernels in ("auto", "reference"):
+        model = AutoScheduledModel.from_config(CONFIGS[family], seed=0, kernels=kernels).train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        model.base_model.requires_grad_(not frozen)
+        model.get_output_embeddings().weight.requires_grad_(True)
+        use(model).backward()
+        grads.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys()
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grad, grads[1][name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_no_logits_are_made_for_a_loss():
+    model = AutoScheduledModel.from_config(CONFIGS["gpt2"], seed=0).train()
+    logits = model(input_ids=IDS, labels=IDS).logits
+    assert logits.requires_grad
+    assert logits.grad_fn is not None
+    assert logits.made is None
+    assert logits.sum().isfinite()
+    assert logits.made is not None
