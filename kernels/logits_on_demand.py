@@ -22,6 +22,7 @@ _KNOWN = {
     _TENSOR.is_cuda.__get__, _TENSOR.layout.__get__, torch.Tensor.size, torch.Tensor.dim,
     torch.Tensor.numel, torch.Tensor.is_floating_point, torch.Tensor.__len__,
     _TENSOR.requires_grad.__get__, _TENSOR.grad_fn.__get__, _TENSOR.is_leaf.__get__,
+    torch.Tensor.register_hook,
 }  # fmt: skip
 _CASTS = {torch.Tensor.float, torch.Tensor.to, torch.Tensor.contiguous}
 _VIEWS = (torch.Tensor.view, torch.Tensor.reshape)
@@ -93,6 +94,7 @@ class LogitsOnDemand(torch.Tensor):
     make: Callable[[Tensor], Tensor]
     made: Tensor | None
     read: Tensor | None
+    passed_by: bool
     version: int
 
     @staticmethod
@@ -126,6 +128,10 @@ class LogitsOnDemand(torch.Tensor):
             with torch.enable_grad():  # a loss may use them after a metric did
                 source = self.rows if self.parent is None else self.parent.tensor()
                 self.made = _whole(self.make(source), self.head)
+            with torch._C.DisableTorchFunctionSubclass():
+                hooks = self._backward_hooks or {}
+            for hook in hooks.values():
+                self.made.register_hook(hook)
         return self.made
 
     def numbers(self) -> Tensor:
@@ -157,6 +163,10 @@ class LogitsOnDemand(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _KNOWN:
                 return func(*args, **kwargs)
+            if func is torch.Tensor.retain_grad and x.passed_by:  # pyright: ignore[reportOptionalMemberAccess]
+                hint = 'load with kernels="reference"'
+                problem = "their loss was made without them: they will have no gradient"
+                raise SlapoError("output", "logits.retain_grad()", problem, hint)
             if isinstance(x, LogitsOnDemand) and x.untouched():
                 if (found := _on_rows(func, x, args[1:], kwargs)) is not None:
                     return found
@@ -182,6 +192,7 @@ class _Deferred(torch.autograd.Function):
         logits = wrap(LogitsOnDemand, shape, dtype=dtype, device=rows.device)
         logits.rows, logits.head, logits.make, logits.made = rows, head, make, None
         logits.read, logits.parent, logits.version = None, parent, weight._version
+        logits.passed_by = False
         ctx.save_for_backward(rows)
         ctx.parts = head, make, parent
         return logits
@@ -273,6 +284,9 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor:
     """The signature of torch.nn.functional.cross_entropy."""
+    whose: LogitsOnDemand | None = x
+    while whose is not None:
+        whose.passed_by, whose = True, whose.parent
     total = x.head.loss(x.rows, target, ignore_index, label_smoothing)
     if reduction == "sum":
         return total

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 from transformers import BertConfig, GPT2Config
 
-from slapo_zoo import AutoScheduledModel
+from slapo_zoo import AutoScheduledModel, SlapoError
 
 ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 CONFIGS = {
@@ -83,6 +83,18 @@ def test_gradients_are_those_of_logits(family, use, frozen):
     assert grads[0].keys() == grads[1].keys()
     for name, grad in grads[0].items():
         torch.testing.assert_close(grad, grads[1][name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_gradient_that_will_not_be_is_no_silent_none():
+    model = AutoScheduledModel.from_config(CONFIGS["gpt2"], seed=0).train()
+    with pytest.raises(SlapoError, match="reference"):
+        model(input_ids=IDS, labels=IDS).logits.retain_grad()
+    logits, seen = model(input_ids=IDS).logits, []
+    logits.register_hook(seen.append)
+    logits.retain_grad()
+    logits.sum().backward()
+    assert torch.equal(logits.grad, torch.ones(2, 6, 31))
+    assert len(seen) == 1
 
 
 def test_no_logits_are_made_for_a_loss():
