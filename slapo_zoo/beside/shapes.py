@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+MASKED = 0.15  # of the tokens of a masked-language model
+
 
 @dataclass(frozen=True)
 class Work:
@@ -24,12 +26,15 @@ class Work:
     seed: int = 0
 
     def batch(self, config: Any) -> dict[str, Any]:
-        """Random tokens [batch, tokens], which are the labels too."""
+        """Random tokens [batch, tokens], which are the labels too; of a masked model 15 % of them."""
         import torch
 
         generator = torch.Generator().manual_seed(self.seed)
         ids = torch.randint(config.vocab_size, (self.batch_size, self.seq_len), generator=generator)
-        return {"input_ids": ids, "labels": ids.clone()}
+        labels = ids.clone()
+        if (config.architectures or [""])[0].endswith("ForMaskedLM"):
+            labels[torch.rand(ids.shape, generator=generator) >= MASKED] = -100
+        return {"input_ids": ids, "labels": labels}
 
 
 def shape(name: str, quick: bool) -> Any:

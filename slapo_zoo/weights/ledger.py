@@ -1,10 +1,13 @@
 """What a load did: tensors, bytes, files, time, and the memory it took on the way."""
 
+import mmap
+import os
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
-SMAPS, STATUS = Path("/proc/self/smaps_rollup"), Path("/proc/self/status")
+SMAPS, STATM = Path("/proc/self/smaps_rollup"), Path("/proc/self/statm")
+PAGE = mmap.PAGESIZE
 
 
 def anonymous_bytes() -> int:
@@ -12,22 +15,18 @@ def anonymous_bytes() -> int:
 
     Resident memory would count the mapped pages of the checkpoint, which cost nothing.
     """
-    return _field(SMAPS, "Anonymous:")
-
-
-def _field(path: Path, name: str) -> int:
     try:
-        text = path.read_text()
+        text = SMAPS.read_text()
     except OSError:
         return 0
-    line = next((line for line in text.splitlines() if line.startswith(name)), "0 0")
+    line = next((line for line in text.splitlines() if line.startswith("Anonymous:")), "0 0")
     return int(line.split()[1]) * 1024
 
 
 class AnonymousPeak:
     """Watch anonymous memory: `with AnonymousPeak() as peak: ...; peak.growth`.
 
-    A thread glances at the kernel's counter, which costs microseconds but lags by some pages per
+    A thread glances at the kernel's counter, which costs a microsecond but lags by some pages per
     core before Linux 6.17; the exact figure, for which the kernel walks all page tables, takes
     tens of milliseconds.
 
@@ -42,21 +41,31 @@ class AnonymousPeak:
 
     def __init__(self, exact: bool = True) -> None:
         self.growth, self._exact = 0, exact
+        self._statm = self._counted = -1
         self._done, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="anonymous-peak", daemon=True)
 
     def __enter__(self) -> "AnonymousPeak":
         self._before = anonymous_bytes() if self._exact else 0
-        self._counted = _field(STATUS, "RssAnon:")
-        if self._counted:
-            self._thread.start()
+        try:
+            self._statm = os.open(STATM, os.O_RDONLY)
+        except OSError:
+            return self
+        self._counted = self._now()
+        self._thread.start()
         return self
+
+    def _now(self) -> int:
+        """Resident bytes that are no pages of files or shared memory."""
+        _, resident, shared, *_ = os.pread(self._statm, 256, 0).split()
+        return (int(resident) - int(shared)) * PAGE
 
     def __exit__(self, *exc: object) -> None:
         self._done.set()
-        if self._counted:
+        if self._statm >= 0:
             self._thread.join()
-        self._glance()
+            self._glance()
+            os.close(self._statm)
         if self._exact:
             self.growth = max(self.growth, anonymous_bytes() - self._before)
 
@@ -65,7 +74,7 @@ class AnonymousPeak:
             self._glance()
 
     def _glance(self) -> None:
-        grown = _field(STATUS, "RssAnon:") - self._counted
+        grown = self._now() - self._counted
         with self._lock:  # two threads glance; the smaller figure must not come last
             self.growth = max(self.growth, grown)
 

@@ -32,7 +32,7 @@ def test_peak_sees_memory_that_is_gone_again(ranks):
 
 def test_without_proc(monkeypatch, tmp_path):
     monkeypatch.setattr(ledger, "SMAPS", tmp_path / "none")
-    monkeypatch.setattr(ledger, "STATUS", tmp_path / "none")
+    monkeypatch.setattr(ledger, "STATM", tmp_path / "none")
     assert anonymous_bytes() == 0
     with AnonymousPeak() as peak:
         pass
