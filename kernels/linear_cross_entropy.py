@@ -188,7 +188,7 @@ def _total(
         total += loss
         if graded:
             torch.mm(logits, weight, out=kept_dx[part])
-            dw = _plus_product(dw, logits.t(), kept_x[part], wide)
+            dw = plus_product(dw, logits.t(), kept_x[part], wide)
             if bias is not None:
                 db += logits.sum(0, dtype=wide)
     if graded and at is not None:
@@ -197,7 +197,7 @@ def _total(
     return total, dx, dw, db.to(x.dtype)
 
 
-def _plus_product(total: Tensor | None, a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
+def plus_product(total: Tensor | None, a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
     """total + a b, summed over chunks in fp32; one product alone stays in the dtype of a."""
     if total is None:
         return a @ b

@@ -11,6 +11,7 @@ from torch import Tensor
 from slapo_zoo import collectives
 from slapo_zoo.kernel import kernel, operator
 from slapo_zoo.kernels import cross_entropy
+from slapo_zoo.kernels.linear_cross_entropy import plus_product
 from slapo_zoo.kernels.vocab_parallel_cross_entropy import join, local_targets
 from slapo_zoo.kernels.vocab_parallel_cross_entropy import reference as logits_reference
 
@@ -60,7 +61,8 @@ def vocab_parallel_linear_cross_entropy(
     """As vocab_parallel_cross_entropy of x weight' + bias, without the logits.
 
     The forward makes the logits chunk by chunk for their statistics, the backward once more for their
-    gradient: four GEMMs, O(chunk) memory and still one collective. dx is summed over the group.
+    gradient: four GEMMs, O(chunk) memory and still one collective. What fits into one chunk is kept for
+    the backward: three GEMMs. dx is summed over the group.
 
     Args:
         x: [N, H], the same on all ranks.
@@ -76,44 +78,62 @@ def vocab_parallel_linear_cross_entropy(
     """
     x, weight, bias = cross_entropy.matmul_dtype(x, weight, bias)
     local, counts, width = local_targets(target, vocab_size, group, ignore_index)
-    bias = None if bias is None else bias[:width]
     rows = cross_entropy.chunk_rows(x, weight.shape[0], chunk_bytes)
     x = x if summed else collectives.reduce_backward(x, group)
-    whole = join(_statistics(x, weight[:width], bias, local, rows), group)
+    graded = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x, weight, bias)
+    )
+    found, _ = _statistics(x, weight, bias, local, width, rows, graded)
+    whole = join(found, group)
     return cross_entropy.row_losses(whole, counts, label_smoothing, vocab_size)
 
 
-def _setup(ctx: Any, inputs: Any, output: Tensor) -> None:
-    *tensors, ctx.rows = inputs
-    ctx.save_for_backward(*tensors, output)
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, ctx.width, ctx.rows, _ = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *output)
 
 
-def _gradients(ctx: Any, d_statistics: Tensor) -> tuple:
-    x, weight, bias, target, out = ctx.saved_tensors
-    dx, dw, db = _gradient(x, weight, bias, target, out[0], d_statistics.contiguous(), ctx.rows)
-    return dx, dw, None if bias is None else db, None, None
+def _gradients(ctx: Any, d_statistics: Tensor, _: Any) -> tuple:
+    x, weight, bias, target, out, kept = ctx.saved_tensors
+    d = d_statistics.contiguous()
+    dx, dw, db = _gradient(x, weight, bias, target, out[0], d, kept, ctx.width, ctx.rows)
+    return dx, dw, None if bias is None else db, *[None] * 4
 
 
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, width: int) -> Tensor:
+    """Of the classes that are no padding, which lie in front."""
+    w = weight[:width].t()
+    return x @ w if bias is None else torch.addmm(bias[:width], x, w)
 
 
-def _fake(x, weight, bias, target, rows):
-    return x.new_empty((3, x.shape[0]), dtype=cross_entropy.wide_dtype(x))
+def _fits(x: Tensor, rows: int, graded: bool) -> bool:
+    return graded and x.shape[0] <= rows
+
+
+def _fake(x, weight, bias, target, width, rows, graded):
+    out = x.new_empty((3, x.shape[0]), dtype=cross_entropy.wide_dtype(x))
+    return out, x.new_empty((x.shape[0] if _fits(x, rows, graded) else 0, width))
 
 
 @operator("linear_cross_entropy_statistics", _fake, _setup, _gradients)
 def _statistics(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, rows: int
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, width: int, rows: int, graded: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The statistics of each row, and the logits if they fit into one chunk and will be used again."""
+    if _fits(x, rows, graded):
+        logits = _logits(x, weight, bias, width)
+        return cross_entropy.statistics(logits, target), logits
     out = x.new_empty((3, len(x)), dtype=cross_entropy.wide_dtype(x))
     for i in range(0, len(x), rows):
         part = slice(i, i + rows)
-        out[:, part] = cross_entropy.statistics(_logits(x[part], weight, bias), target[part])
-    return out
+        logits = _logits(x[part], weight, bias, width)
+        out[:, part] = cross_entropy.statistics(logits, target[part])
+    return out, x.new_empty((0, width))
 
 
-def _fake_gradient(x, weight, bias, target, log_sum, d_statistics, rows):
+def _fake_gradient(x, weight, bias, target, log_sum, d_statistics, kept, width, rows):
     db = weight.new_empty(weight.shape[0] if bias is not None else 0)
     return x.new_empty(x.shape), weight.new_empty(weight.shape), db
 
@@ -126,18 +146,26 @@ def _gradient(
     target: Tensor,
     log_sum: Tensor,
     d_statistics: Tensor,
+    kept: Tensor,
+    width: int,
     rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = cross_entropy.wide_dtype(x)
-    dx = x.new_empty(x.shape)
-    dw = weight.new_zeros(weight.shape, dtype=wide)
+    dx, dw = x.new_empty(x.shape), weight.new_empty(weight.shape)
+    dw[width:].zero_()
+    total = None if len(kept) else dw[:width].zero_()
     db = weight.new_zeros(len(weight) if bias is not None else 0, dtype=wide)
     for i in range(0, len(x), rows):
         part = slice(i, i + rows)
-        logits = _logits(x[part], weight, bias)
+        logits = kept.clone() if len(kept) else _logits(x[part], weight, bias, width)
         g = cross_entropy.gradient_(logits, target[part], log_sum[part], d_statistics[:, part])
-        torch.mm(g, weight, out=dx[part])
-        dw += g.t() @ x[part]
+        torch.mm(g, weight[:width], out=dx[part])
+        if total is None:
+            torch.mm(g.t(), x, out=dw[:width])
+        else:
+            total = plus_product(total, g.t(), x[part], wide)
         if bias is not None:
-            db += g.sum(0, dtype=wide)
-    return dx, dw.to(weight.dtype), db.to(weight.dtype)
+            db[:width] += g.sum(0, dtype=wide)
+    if total is not None and total.data_ptr() != dw.data_ptr():
+        dw[:width] = total
+    return dx, dw, db.to(weight.dtype)
