@@ -221,6 +221,87 @@ class DeepSpeed(Contender):
         self.engine.step()
 
 
+class Compiled(Contender):
+    """Plain `transformers`, the whole model compiled."""
+
+    name = "torch.compile"
+
+    def load(self) -> Any:
+        model = plain(self.work.folder)
+        self._compiled = torch.compile(model)
+        return model
+
+    def gradients(self) -> Tensor:
+        loss = self._compiled(**self.batch).loss
+        loss.backward()
+        return loss.detach()
+
+
+class _DividesRows(Contender):
+    """Every rank has a part of the rows; gradients and losses are averaged."""
+
+    divides = True
+
+    def gradients(self) -> Tensor:
+        rows = self.work.batch_size // dist.get_world_size()
+        part = slice(dist.get_rank() * rows, (dist.get_rank() + 1) * rows)
+        loss = self.model(**{name: x[part] for name, x in self.batch.items()}).loss
+        self.backward(loss)
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        return mean / dist.get_world_size()
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients, averaged over the ranks."""
+        loss.backward()
+
+
+class FSDP2(_DividesRows):
+    """torch's `fully_shard` of each block and of the rest."""
+
+    name = "FSDP2"
+
+    def load(self) -> Any:
+        from torch.distributed.fsdp import fully_shard
+
+        model = plain(self.work.folder)
+        for module in list(model.modules()):
+            if isinstance(module, torch.nn.ModuleList):
+                for block in module:
+                    fully_shard(block)
+        return fully_shard(model)
+
+
+class Accelerate(_DividesRows):
+    """`Accelerator.prepare`: DistributedDataParallel."""
+
+    name = "Accelerate"
+
+    @staticmethod
+    def why_not(config: Any) -> str:
+        from importlib.util import find_spec
+
+        return "" if find_spec("accelerate") else "accelerate is not installed"
+
+    def load(self) -> Any:
+        from accelerate import Accelerator
+
+        self.accelerator = Accelerator(cpu=True)
+        return plain(self.work.folder)
+
+    def make_optimizer(self) -> Any:
+        config = self.model.config
+        self.model, optimizer = self.accelerator.prepare(self.model, super().make_optimizer())
+        self.model.config = config
+        return optimizer
+
+    def backward(self, loss: Tensor) -> None:
+        self.accelerator.backward(loss)
+
+
 CONTENDERS: dict[str, type[Contender]] = {
-    cls.name: cls for cls in (Ours, Contender, OursAlone, TransformersTP, DTensor, DeepSpeed)
-}
+    cls.name: cls
+    for cls in (
+        Ours, Contender, OursAlone, Compiled, TransformersTP, DTensor, DeepSpeed, FSDP2, Accelerate
+    )
+}  # fmt: skip

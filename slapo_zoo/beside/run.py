@@ -15,7 +15,7 @@ from slapo_zoo.beside.shapes import Work
 from slapo_zoo.beside.summary import markdown, summarize
 
 PACKAGES = ("torch", "transformers", "deepspeed", "safetensors")
-UNMEASURED = ("GPU", "torch.compile", "Accelerate", "FSDP2", "Liger")
+UNMEASURED = ("GPU", "Liger")
 
 
 def side_by_side(work: Work, rounds: int) -> dict[str, Any]:

@@ -134,7 +134,9 @@ def test_memory_of_linear_cross_entropy(sizes):
 
     hidden, weight, labels, logits = sizes
     x, target = hidden.flatten(0, 1), labels.flatten()
-    linear_cross_entropy(x[:4], weight[:8], target[:4] % 8).backward()  # what the first call imports
+    linear_cross_entropy(
+        x[:4], weight[:8], target[:4] % 8
+    ).backward()  # what the first call imports
     plain = growth(lambda: functional.cross_entropy(x @ weight.T, target), hidden, weight)
     ours = growth(
         lambda: linear_cross_entropy(x, weight, target, chunk_bytes=1 << 23), hidden, weight
