@@ -181,7 +181,7 @@ def test_plan_from_the_command_line(tmp_path, capsys):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = AutoScheduledModel.from_pretrained(folder, schedule=str(written))
-    plain = AutoScheduledModel.from_pretrained(folder, kernels="reference")
+    plain = AutoScheduledModel.from_pretrained(folder)
     assert model.schedule.history == plain.schedule.history
     with pytest.raises(SystemExit) as caught:
         main([*command, "--memory", "1537MiB", "--explain"])
