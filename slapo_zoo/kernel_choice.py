@@ -95,10 +95,13 @@ def _places(sch: Schedule, kernel: Kernel) -> dict[str, list[str]]:
     """Pattern --> paths of the modules that a kernel serves, one pattern per class."""
     if kernel.sites is not None:
         return {path: [path] for path in kernel.sites(sch.model)}
+    served = {cls for cls in {type(m) for m in sch.state.modules.values()}
+              if any(base.__name__ in kernel.serves for base in cls.__mro__)}  # fmt: skip
     places: dict[str, list[str]] = {}
-    for path, module in sch.state.modules.items():
-        if any(cls.__name__ in kernel.serves for cls in type(module).__mro__):
-            places.setdefault(f"**:{type(module).__name__}", []).append(path)
+    if served:
+        for path, module in sch.state.modules.items():
+            if type(module) in served:
+                places.setdefault(f"**:{type(module).__name__}", []).append(path)
     return places
 
 

@@ -49,9 +49,15 @@ class CheckpointFolder:
         """A tensor over the mapped file, of the file's shape and dtype; no byte is read yet."""
         return self._file(self._name(key)).view(key)
 
-    def is_mapped(self, key: str) -> bool:
-        """Whether a view is a private map of the file, from which a tensor may live."""
-        return isinstance(self._file(self._name(key)), SafetensorsFile)
+    def piece(self, key: str, part: Tensor) -> Tensor | None:
+        """What lies in one piece in a view, under a storage of its own, from which a tensor may live.
+
+        None unless the file is privately mapped.
+        """
+        file = self._file(self._name(key))
+        if not isinstance(file, SafetensorsFile):
+            return None
+        return file.piece(key, part.storage_offset(), part.shape)
 
     def read_ahead(self, key: str, first: int, count: int) -> None:
         """Ask the kernel to fetch `count` bytes of a tensor, from its byte `first` on, in time."""

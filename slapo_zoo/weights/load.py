@@ -16,7 +16,7 @@ from slapo_zoo.mesh import Mesh
 from slapo_zoo.placement import Placement
 from slapo_zoo.weights.device_copy import DeviceCopy
 from slapo_zoo.weights.folder import CheckpointFolder
-from slapo_zoo.weights.memory import can_stay_mapped, exactly
+from slapo_zoo.weights.memory import can_stay_mapped
 from slapo_zoo.weights.progress import byte_progress
 
 MOST_SHOWN = 20
@@ -116,8 +116,11 @@ def load_tensors(
     with torch.no_grad(), byte_progress("loading", total, visible=mesh.rank == 0) as done:
         for name, parts in _read_ahead(order, targets, folder, source, mesh):
             target = targets[name]
-            if _stays(target, parts) and folder.is_mapped(source[name]):
-                target.tensor.data = exactly(parts[0])
+            if (
+                _stays(target, parts)
+                and (piece := folder.piece(source[name], parts[0])) is not None
+            ):
+                target.tensor.data = piece
                 mapped.append(name)
             elif staged is not None:
                 staged.fill(*_place_of(target, parts), parts)

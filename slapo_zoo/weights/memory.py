@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 LARGE_PAGE = 2 << 20
+MOST_UNUSED = 0.03  # of a tensor's bytes, behind it in a last large page
 LEAST_MAPPED = 64 << 10  # of smaller tensors a map saves nothing
 
 
@@ -31,10 +32,12 @@ def fresh_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     is_large = device.type == "cpu" and tensor.nbytes >= LARGE_PAGE
     if not is_large or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    pages = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = -(-tensor.nbytes // LARGE_PAGE) * LARGE_PAGE  # else the kernel may not align the map
+    pages = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    is_full = whole - tensor.nbytes <= MOST_UNUSED * tensor.nbytes
     with contextlib.suppress(OSError):  # a kernel that was built without
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=tensor.dtype).view(tensor.shape)
+        pages.madvise(mmap.MADV_HUGEPAGE, 0, whole if is_full else whole - LARGE_PAGE)
+    return torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)
 
 
 def can_stay_mapped(part: Tensor, tensor: Tensor) -> bool:
@@ -43,12 +46,6 @@ def can_stay_mapped(part: Tensor, tensor: Tensor) -> bool:
     in_place = tensor.device.type == "cpu" and part.is_contiguous()
     is_aligned = part.data_ptr() % part.itemsize == 0
     return fits and in_place and is_aligned and part.nbytes >= LEAST_MAPPED
-
-
-def exactly(part: Tensor) -> Tensor:
-    """The same elements under a storage that ends where they end: `torch.save` writes storages."""
-    pages = part.view(-1).view(torch.uint8).numpy().data
-    return torch.frombuffer(pages, dtype=part.dtype).view(part.shape)
 
 
 def settle(tensors: Iterable[Tensor]) -> None:

@@ -1,8 +1,10 @@
 """One safetensors file as tensors over its mapped pages."""
 
 import contextlib
+import math
 import mmap
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -42,8 +44,16 @@ class SafetensorsFile:
         The map is private: writing to the view copies the page and leaves the file as it is. It
         goes with the last tensor that uses it, also after `close`, and may be larger than memory.
         """
-        dtype, shape, start, stop = self.entries[name]
-        if start == stop:
+        return self.piece(name, 0, self.entries[name].shape)
+
+    def piece(self, name: str, first: int, shape: Sequence[int]) -> Tensor:
+        """As `view`, from element `first` on; its storage ends where it ends.
+
+        `torch.save` writes whole storages.
+        """
+        dtype, _, start, stop = self.entries[name]
+        count = math.prod(shape)
+        if not count:
             return torch.empty(shape, dtype=dtype)
         size = os.fstat(self._file.fileno()).st_size
         if size < stop:  # a page beyond the end would kill the process
@@ -53,8 +63,8 @@ class SafetensorsFile:
         if self._pages is None:  # one for all: each would keep a file descriptor
             # The default advice measured best: MADV_RANDOM is 6 to 25 times slower on a cold file.
             self._pages = mmap.mmap(self._file.fileno(), size, access=mmap.ACCESS_COPY)
-        count = (stop - start) // dtype.itemsize
-        return torch.frombuffer(self._pages, dtype=dtype, count=count, offset=start).reshape(shape)
+        offset = start + first * dtype.itemsize
+        return torch.frombuffer(self._pages, dtype=dtype, count=count, offset=offset).view(shape)
 
     def read_ahead(self, name: str, first: int, count: int) -> None:
         """Ask the kernel to fetch `count` bytes of a tensor, from its byte `first` on, in time."""

@@ -17,7 +17,7 @@ from slapo_zoo.mesh import Mesh
 from slapo_zoo.placement import TensorSpec
 from slapo_zoo.weights.layout import Slot
 
-FLUSHED_AT_ONCE = 16 * 2**20  # bytes
+LEAST_FLUSHED = 2**20  # bytes
 
 
 class Share(NamedTuple):
@@ -51,30 +51,14 @@ def write_tensors(
     by_place = sorted(mine, key=lambda spec: slots[spec.name])
     for name, group in groupby(by_place, key=lambda spec: slots[spec.name].file):
         with (path / name).open("r+b", buffering=0) as file:
-            flushed = 0
             for spec in group:
                 tensor = local[spec.name].detach().to("cpu")
-                slot = slots[spec.name]
-                written += _write(file, slot.start, tensor, spec, mesh)
-                end = slot.start + math.prod(spec.shape) * tensor.itemsize
-                if end - flushed >= FLUSHED_AT_ONCE:
-                    flushed = _start_flush(file, flushed, end)
+                written += _write(file, slots[spec.name].start, tensor, spec, mesh)
                 del tensor  # before the next one is copied
     for name in sorted({slots[spec.name].file for spec in mine}):  # not one by one: no disk idles
         with (path / name).open("r+b", buffering=0) as file:
             os.fsync(file.fileno())
     return written
-
-
-def _start_flush(file: BinaryIO, begin: int, end: int) -> int:
-    """Let the disk begin with what is written, while we go on; returns `end`.
-
-    Left to fsync, the disk would idle until the last byte is in memory. Pages that are not yet on
-    the disk are only queued by this advice, not dropped.
-    """
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
-    return end
 
 
 def shares(spec: TensorSpec, mesh: Mesh) -> list[Share]:
@@ -120,8 +104,21 @@ def _write(file: BinaryIO, start: int, tensor: Tensor, spec: TensorSpec, mesh: M
         for row in range(rows if chunk else 0):
             place = start + row * shape[axis] * inner + share.start * inner
             _pwrite(file, piece[row * chunk : (row + 1) * chunk], place)
+        if rows == 1 and chunk >= LEAST_FLUSHED:
+            _start_flush(file, start + share.start * inner, chunk)
         written += rows * chunk
     return written
+
+
+def _start_flush(file: BinaryIO, begin: int, count: int) -> None:
+    """Let the disk begin with what is written, while we go on.
+
+    Left to fsync, the disk would idle until the last byte is in memory. Pages that are not yet on
+    the disk are only queued by this advice, those that are may be dropped: so never for rows that
+    share pages with another rank's, which would wait for each page, or read it back.
+    """
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), begin, count, os.POSIX_FADV_DONTNEED)
 
 
 def _bytes(tensor: Tensor) -> memoryview:

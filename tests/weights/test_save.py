@@ -10,10 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.mesh import Mesh
-from slapo_zoo.placement import TensorSpec
+from slapo_zoo.placement import Placement, TensorSpec
 from slapo_zoo.weights import staging
 from slapo_zoo.weights.folder import open_checkpoint
+from slapo_zoo.weights.layout import plan_layout
 from slapo_zoo.weights.save import save_folder
+from slapo_zoo.weights.write import write_tensors
 from weights.shards import assert_same, local_tensors, model, single
 
 ONE = [TensorSpec("w", (2, 3), "float32")]
@@ -306,3 +308,25 @@ def test_links_in_a_circle(tmp_path):
     save_one(tmp_path / "out", 2.0)
     assert value_in(tmp_path / "out") == 2
     assert (tmp_path / "out" / "circle").is_symlink()
+
+
+def test_the_disk_begins_only_with_pages_that_are_all_ours(tmp_path, monkeypatch):
+    """Rows that share a page with another rank's would be waited for, or read back."""
+    specs = [
+        TensorSpec("columns", (512, 8192), "float32", Placement(1)),
+        TensorSpec("rows", (512, 8192), "float32", Placement(0)),
+    ]
+    layout = plan_layout(specs, "1GB", {"format": "pt"})
+    ((name, header),) = layout.headers.items()
+    (tmp_path / name).write_bytes(header.ljust(layout.sizes[name]))
+    asked = []
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda _, start, count, __: asked.append((start, count))
+    )
+    half = 512 * 8192 * 4 // 2
+    for rank in range(2):
+        local = {"columns": torch.ones(512, 4096), "rows": torch.ones(256, 8192)}
+        write_tensors(tmp_path, layout.slots, specs, local, Mesh(tp=2, rank=rank))
+    begin = layout.slots["rows"].start
+    assert asked == [(begin, half), (begin + half, half)]
+    assert all((tensor == 1).all() for tensor in load_file(tmp_path / name).values())
