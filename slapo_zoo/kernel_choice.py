@@ -18,6 +18,7 @@ from slapo_zoo.primitives import Replace
 from slapo_zoo.schedule import Schedule
 
 WORDS = ("auto", "reference")
+ASKED, NOT_ASKED = "asked for", "not asked for"
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,19 @@ def asked_names(asked: Any) -> list[str] | None:
     return names
 
 
-def choose(sch: Schedule, asked: Any, device: str, attention: str | None = None) -> list[Choice]:
+def kernels_of(value: Any) -> Any:
+    """What `from_pretrained` takes for a symbol's value: "a+b" --> ["a", "b"], "" --> none at all.
+
+    >>> kernels_of("geglu+rms_norm"), kernels_of(""), kernels_of("auto")
+    (['geglu', 'rms_norm'], 'reference', 'auto')
+    """
+    names = [name for name in str(value or "reference").split("+") if name]
+    return names[0] if len(names) == 1 else names
+
+
+def choose(
+    sch: Schedule, asked: Any, device: str, attention: str | None = None, tuned: Any = None
+) -> list[Choice]:
     """What `kernels=` means for a model: every kernel that serves a module of it.
 
     Args:
@@ -74,8 +87,11 @@ def choose(sch: Schedule, asked: Any, device: str, attention: str | None = None)
         asked: "auto", "reference", a name, or several.
         device: see `device_name`.
         attention: the back end that was asked for, or None: "auto" puts no kernel in its place.
+        tuned: what a search found fastest for this very model, which "auto" then means; or None.
     """
-    names = asked_names(asked)
+    names, by_device = asked_names(asked), asked == "auto"
+    if by_device and tuned is not None:
+        names = asked_names(kernels_of(tuned))
     found: list[Choice] = []
     for kernel in load_kernels().values():
         places = _places(sch, kernel)
@@ -85,9 +101,11 @@ def choose(sch: Schedule, asked: Any, device: str, attention: str | None = None)
             raise ScheduleError("from_pretrained", f"kernels={kernel.name!r}", problem, hint)
         for pattern, paths in places.items():
             verdict = _verdict(sch, kernel, paths, names, device)
+            if by_device and names is not None and verdict[1] in (ASKED, NOT_ASKED):
+                verdict = verdict[0], f"a search found {tuned!r} fastest for this model here"
             if names is None and attention and any(n.endswith("Attention") for n in kernel.serves):
                 verdict = False, f"attention={attention!r} was asked for"
-            found.append(Choice(kernel.name, pattern, *verdict, by_device=names is None))
+            found.append(Choice(kernel.name, pattern, *verdict, by_device))
     return _outermost(sch, found)
 
 
@@ -109,11 +127,11 @@ def _verdict(
     sch: Schedule, kernel: Kernel, paths: Sequence[str], names: list[str] | None, device: str
 ) -> tuple[bool, str]:
     if names is not None and kernel.name not in names:
-        return False, "not asked for"
+        return False, NOT_ASKED
     reasons = (kernel.refuses(sch.state.modules[path]) for path in paths)
     if refusal := next(filter(None, reasons), ""):
         return False, refusal
-    return (True, "asked for") if names is not None else measured(sch.model, kernel.name, device)
+    return (True, ASKED) if names is not None else measured(sch.model, kernel.name, device)
 
 
 def measured(model: Any, name: str, device: str) -> tuple[bool, str]:
@@ -154,11 +172,13 @@ def _outer(path: str, served: dict[str, Choice]) -> Choice | None:
     return None
 
 
-def apply_kernels(sch: Schedule, asked: Any, device: str, attention: str | None = None) -> None:
+def apply_kernels(
+    sch: Schedule, asked: Any, device: str, attention: str | None = None, tuned: Any = None
+) -> None:
     """Put the chosen kernels into a scheduled model; `sch.kernels` says what was decided and why."""
     if asked == "reference":
         return
-    sch.kernels = choose(sch, asked, device, attention)
+    sch.kernels = choose(sch, asked, device, attention, tuned)
     for choice in sch.kernels:
         if choice.accepted:
             sch.do(choice.pattern, Replace(choice.kernel))

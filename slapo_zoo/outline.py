@@ -18,6 +18,7 @@ from slapo_zoo.placement import TensorSpec
 from slapo_zoo.schedule import Schedule
 from slapo_zoo.stages import assign_stages, leaf_units, stages_of
 from slapo_zoo.table import base_prefix
+from slapo_zoo.tuned import tuned_knobs
 from slapo_zoo.weights.keys import KeyMap
 from slapo_zoo.zoo import apply_table, block_paths
 
@@ -62,9 +63,11 @@ class Outline:
         self.places = StageMap.make(pipeline_order, mesh.pp, stages_per_rank)
         if isinstance(schedule, str) and schedule in ("zoo", "auto"):
             stages = self.places.num_stages
+            tuned = tuned_knobs(config, dtype, device) if kernels == "auto" else {}
             apply_table(
                 self.schedule, self.table, checkpoint_ratio, sequence_parallel, stages,
-                checkpoint_policy, attention, kernels, device_name(device),
+                checkpoint_policy, attention or tuned.get("attention"), kernels, device_name(device),
+                tuned.get("kernels"),
             )  # fmt: skip
         else:
             _refuse_knobs(checkpoint_ratio=checkpoint_ratio, sequence_parallel=sequence_parallel,

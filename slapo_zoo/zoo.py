@@ -39,6 +39,7 @@ def apply_table(
     attention: str | None = None,
     kernels: Any = "reference",
     device: str = "cpu",
+    tuned_kernels: Any = None,
 ) -> Schedule:
     """Apply a table: tensor and sequence parallelism, random streams, kernels, recomputation, cuts.
 
@@ -55,6 +56,7 @@ def apply_table(
         attention: the back end of the attention seam; None takes sdpa.
         kernels: "auto", "reference", a name, or several.
         device: for which "auto" chooses, see `kernel_choice.device_name`.
+        tuned_kernels: what "auto" means where a search found it fastest for this very model.
     """
     blocks = block_paths(sch, table)
     cuts = place_cuts(sch, table, num_stages or sch.mesh.pp)
@@ -63,7 +65,7 @@ def apply_table(
     if sequence_parallel and sch.mesh.tp > 1:
         _apply_rows(sch, _sequence_rows(sch, table, rows))
     _apply_rows(sch, [("**:Dropout", dropout)])
-    apply_kernels(sch, kernels, device, attention)
+    apply_kernels(sch, kernels, device, attention, tuned_kernels)
     recomputed = spread(len(blocks), checkpoint_ratio)
     if checkpoint_policy and not recomputed:
         problem = f"no block is recomputed at checkpoint_ratio={checkpoint_ratio}"

@@ -71,6 +71,7 @@ LAYERS = [  # low to high; one name per line, so that two people can add
     stages
     table
     timeline
+    tuned
     zoo
     """,
     """

@@ -95,7 +95,7 @@ def _of_script(script: str, words: list[str], config: Path, timeout: float) -> A
     from slapo_zoo.tune import script as older
     from slapo_zoo.tune.database import Scope
     from slapo_zoo.tune.grid import Grid
-    from slapo_zoo.tune.job import cpu_name
+    from slapo_zoo.tuned import cpu_name
 
     module = older.load_config(config)
     grid = Grid(older.space_of(module, older.arguments_of(words)))

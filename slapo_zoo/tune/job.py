@@ -1,14 +1,9 @@
 """`slapo-zoo tune MODEL`: the space of a model's knobs, the planner's word on it, workers that measure."""
 
-import hashlib
-import json
-import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Any
-
-import torch
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.knobs import KNOBS
@@ -23,6 +18,7 @@ from slapo_zoo.tune.outcome import OK, Outcome
 from slapo_zoo.tune.space import Point, Space
 from slapo_zoo.tune.trial import OWN, Job
 from slapo_zoo.tune.worker import measure_in_worker
+from slapo_zoo.tuned import machine_name, model_name
 
 
 @dataclass(frozen=True)
@@ -163,37 +159,11 @@ class Workers:
         return asdict(job)
 
 
-def device_name(device: str) -> str:
-    """What a measurement depends on, in words."""
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    return cpu_name()
-
-
-def cpu_name() -> str:
-    """Model name and number of cores of this machine's processor."""
-    import os
-
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            lines = [
-                line.partition(":")[2].strip() for line in file if line.startswith("model name")
-            ]
-    except OSError:
-        lines = []
-    name = lines[0] if lines else platform.processor() or platform.machine()
-    return f"{name} x{os.cpu_count()}"
-
-
 def scope_of(setting: Setting) -> Scope:
     """What the measurements of a search hold for."""
     config, _ = config_of(setting.model)
-    text = json.dumps(
-        [config.to_json_string(use_diff=False), dict(setting.changes or {})], sort_keys=True
-    )
-    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    for name, value in (setting.changes or {}).items():
+        setattr(config, name, value)
     versions = {name: version(name) for name in ("slapo-zoo", "torch", "transformers")}
     more = {"seq_len": setting.seq_len, "dtype": setting.dtype, "memory": setting.memory}
-    return Scope(
-        device_name(setting.device), f"{config.model_type} {digest}", "zoo", versions, more
-    )
+    return Scope(machine_name(setting.device), model_name(config), "zoo", versions, more)

@@ -10,8 +10,7 @@ from slapo_zoo.cards import files
 from slapo_zoo.cards.card import read_card
 from slapo_zoo.tune.database import Scope
 from slapo_zoo.tune.outcome import Outcome
-
-TUNING = "tuning.json"
+from slapo_zoo.tuned import TUNING
 
 
 def record(card: Path, scope: Scope, point: Mapping[str, Any], outcome: Outcome) -> None:
@@ -29,7 +28,7 @@ def record(card: Path, scope: Scope, point: Mapping[str, Any], outcome: Outcome)
     entry = {
         "point": dict(point), "rows_per_s": round(outcome.throughput, 4),
         "peak_memory_bytes": outcome.peak_memory, "steps": outcome.steps, "model": scope.model,
-        "software": dict(scope.versions),
+        "setting": dict(scope.setting), "software": dict(scope.versions),
     }  # fmt: skip
     before.setdefault(scope.device, {})[setting or "-"] = entry
     part = card / f".git-part-{TUNING}"  # a name that no card has

@@ -14,6 +14,7 @@ import torch
 
 from slapo_zoo.auto import AutoScheduledModel
 from slapo_zoo.example_inputs import random_batch
+from slapo_zoo.kernel_choice import kernels_of
 from slapo_zoo.knobs import KNOBS
 from slapo_zoo.launch import run_local
 from slapo_zoo.locate import config_of, to_dtype
@@ -80,16 +81,6 @@ def build(job: Job) -> Any:
         config, auto_class=head, dtype=dtype, device=job.device, seed=0, **knobs
     )
     return model.train()
-
-
-def kernels_of(value: Any) -> Any:
-    """What `from_pretrained` takes for a symbol's value: "a+b" --> ["a", "b"], "" --> none at all.
-
-    >>> kernels_of("geglu+rms_norm"), kernels_of(""), kernels_of("auto")
-    (['geglu', 'rms_norm'], 'reference', 'auto')
-    """
-    names = [name for name in str(value or "reference").split("+") if name]
-    return names[0] if len(names) == 1 else names
 
 
 def measure(job: Job) -> Outcome:

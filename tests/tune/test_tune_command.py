@@ -1,13 +1,17 @@
 """`slapo-zoo tune`: the older command form, a real model in workers, and what is written."""
 
+import copy
 import csv
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import GPT2Config
 
+from slapo_zoo import AutoScheduledModel, tuned
 from slapo_zoo.cli import main
 from slapo_zoo.tune import script
 from slapo_zoo.tune.database import Database, Scope
@@ -111,6 +115,46 @@ def test_the_best_point_is_noted_beside_a_card(tmp_path):
     assert found["seq_len=16"]["point"] == {"batch_size": 4}
     assert recorded(card, "none") == {}
     assert json.loads((card / "tuning.json").read_text())["another"]["-"]["rows_per_s"] == 4.0
+
+
+def test_what_was_tuned_is_used_for_that_model_alone(tmp_path, monkeypatch):
+    """Attention and kernels of the best point; another size, dtype or device is not served."""
+    card = tmp_path / "gpt2"
+    shutil.copytree(Path(__file__).parents[2] / "hub_cards" / "gpt2", card)
+    monkeypatch.setattr(tuned, "CARDS", tmp_path)
+    config = GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=96, bos_token_id=1, eos_token_id=2,
+                        architectures=["GPT2LMHeadModel"])  # fmt: skip
+
+    def built(config=config, **options):
+        model = AutoScheduledModel.from_config(config, seed=0, **options)
+        seam = model.transformer.h[0].attn.core_attn
+        used = {choice.kernel for choice in model.schedule.kernels if choice.accepted}
+        return used, seam.name, [c.reason for c in model.schedule.kernels]
+
+    before = built()
+    assert before[1] == "sdpa"
+    assert before[0] != {"layer_norm"}
+    scope = Scope(
+        tuned.cpu_name(), tuned.model_name(config), setting={"dtype": "float32", "seq_len": 8}
+    )
+    point = {"attention": "eager", "kernels": "layer_norm", "batch_size": 4}
+    record(card, scope, point, Outcome(OK, 3.0, 10, 5))
+    used, backend, reasons = built()
+    assert (used, backend) == ({"layer_norm"}, "eager")
+    assert any("'layer_norm' fastest" in reason for reason in reasons)
+    assert built(kernels="reference")[:2] == (set(), "sdpa")
+    assert built(attention="sdpa")[:2] == ({"layer_norm"}, "sdpa")
+    assert built(dtype="bfloat16")[1] == "sdpa"
+    other = copy.deepcopy(config)
+    other.n_embd = 64
+    assert built(other)[1] == "sdpa"
+    record(
+        card,
+        replace(scope, device="another machine"),
+        {"attention": "eager"},
+        Outcome(OK, 9.0, 1, 5),
+    )
+    assert built()[0] == {"layer_norm"}
 
 
 TINY = (

@@ -1,0 +1,73 @@
+"""What `slapo-zoo tune --card` noted for a model on this device, and `from_pretrained` goes by.
+
+Only knobs that change neither the numbers nor the memory that a person has planned with: which
+kernels run, and the attention back end. Only for the same model and dtype: nothing is extrapolated.
+"""
+
+import hashlib
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CARDS = Path(__file__).parent / "hub_cards"
+TUNING = "tuning.json"
+USED = ("attention", "kernels")
+# names, words for people and for generation: they change no shape and no operation of a training step
+SAYS_NOTHING = ("transformers_version", "dtype", "torch_dtype", "id2label", "label2id", "architectures",
+                "bos_token_id", "eos_token_id", "task_specific_params", "use_cache")  # fmt: skip
+
+
+def cpu_name() -> str:
+    """Model name and number of cores of this machine's processor."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            lines = [
+                line.partition(":")[2].strip() for line in file if line.startswith("model name")
+            ]
+    except OSError:
+        lines = []
+    name = lines[0] if lines else platform.processor() or platform.machine()
+    return f"{name} x{os.cpu_count()}"
+
+
+def machine_name(device: torch.device | str) -> str:
+    """What a measurement depends on, in words: the GPU, or the processor and its cores."""
+    kind = torch.device(device)
+    return torch.cuda.get_device_name(kind) if kind.type == "cuda" else cpu_name()
+
+
+def model_name(config: Any) -> str:
+    """Family, and a digest of what in its config shapes the model: "gpt2 0a1b2c3d4e5f"."""
+    fields = {
+        name: value for name, value in json.loads(config.to_json_string(use_diff=False)).items()
+        if not name.startswith("_") and name not in SAYS_NOTHING
+    }  # fmt: skip
+    text = json.dumps(fields, sort_keys=True)
+    return f"{config.model_type} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def tuned_knobs(
+    config: Any, dtype: torch.dtype, device: torch.device | str, card: Path | None = None
+) -> dict[str, Any]:
+    """The tuned values of USED for a model; empty where nobody tuned exactly this one.
+
+    Where several lengths of rows were tuned, the longest decides.
+
+    Args:
+        config: of the model.
+        dtype: of its parameters.
+        device: where it will run.
+        card: its folder; None takes the family's own.
+    """
+    file = (card or CARDS / str(config.model_type)) / TUNING
+    if not file.exists():
+        return {}
+    found = json.loads(file.read_text(encoding="utf-8")).get(machine_name(device), {})
+    wanted = {"model": model_name(config), "dtype": str(dtype).removeprefix("torch.")}
+    fits = [e for e in found.values() if wanted.items() <= {**e, **e.get("setting", {})}.items()]
+    best = max(fits, key=lambda e: e["setting"].get("seq_len", 0), default={"point": {}})
+    return {name: best["point"][name] for name in USED if name in best["point"]}
