@@ -63,23 +63,24 @@ def stage_memory(
     units, uses = profile.units[begin:end], profile.uses(rows)[begin:end]
     shared = [(size, names & {u.name for u in units}) for size, names in profile.shared]
     shared = [(size, names) for size, names in shared if names]
-    # autograd holds the gradient of a tied weight back until the last of its users has run
-    waiting = sum(size for size, names in shared if len(names) > 1)
-    own = [unit.parameters for unit in units]
-    for size, names in shared:  # the gradient is made by the unit that runs last
-        own[max(i for i, unit in enumerate(units) if unit.name in names)] += size
+    own, waiting = [unit.parameters for unit in units], [0] * len(units)
+    for size, names in shared:
+        users = [i for i, unit in enumerate(units) if unit.name in names]
+        own[users[-1]] += size  # the gradient is made by the unit that runs last
+        for i in range(users[0], users[-1]):  # autograd holds it back until its first user has run
+            waiting[i] += size
     held = [again.held(unit, use) for unit, use in zip(units, uses, strict=True)]
     below, above, peak, growing = 0.0, float(sum(own)), 0.0, 0.0
-    for use, size, gradients in zip(uses, held, own, strict=True):
+    for use, size, gradients, late in zip(uses, held, own, waiting, strict=True):
         above -= gradients
         most = max(use.backward_peak, use.forward_peak)
-        peak = max(peak, below + most)
+        peak = max(peak, below + most + late)
         growing = max(growing, below + above + max(use.backward_growth, use.forward_peak))
         below += size
     largest = max([unit.largest for unit in units] + [size for size, _ in shared])
     received = uses[0].received if begin else 0.0
     sent = profile.uses(rows)[end].received if end < len(profile.units) else 0.0
-    peak += waiting - below
+    peak -= below
     return StageMemory(sum(own), largest, below, peak, growing, received, sent)
 
 
