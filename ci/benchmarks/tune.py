@@ -26,14 +26,22 @@ CHANGES = {
     "n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": 4000, "n_positions": 64, "bos_token_id": 1,
     "eos_token_id": 2, "loss_type": "ForCausalLMLoss", "attn_pdrop": 0.0,
 }  # fmt: skip
-SEQ_LEN, STEPS = 64, 5
+SEQ_LEN, STEPS, ROUNDS = 64, 4, 3
 SHARE, NEAR = 0.15, 0.97
 
 
 def measure() -> dict[str, Any]:
-    """Every point, the fastest of some steps: other work on a machine only ever adds."""
-    import torch
+    """Every point, the fastest step of several rounds: other work on a machine only ever adds."""
     from bench import machine
+
+    rounds = [one_round() for _ in range(1 + ROUNDS)][1:]  # the first finds a cold machine
+    rows = [max(same, key=lambda row: row["rows_per_s"]) for same in zip(*rounds, strict=True)]
+    return {"machine": machine(), "seq_len": SEQ_LEN, "config": CHANGES, "points": rows}
+
+
+def one_round() -> list[dict[str, Any]]:
+    """Every point once."""
+    import torch
 
     from slapo_zoo.tune.trial import Job, _batch, build, timed_steps
 
@@ -50,7 +58,7 @@ def measure() -> dict[str, Any]:
             rows.append(
                 {"threads": threads, "batch_size": count, **point, "rows_per_s": count / seconds}
             )
-    return {"machine": machine(), "seq_len": SEQ_LEN, "config": CHANGES, "points": rows}
+    return rows
 
 
 def search(points: list[dict[str, Any]], name: str, start: int, seed: int) -> tuple[float, int]:
