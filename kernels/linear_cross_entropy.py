@@ -1,7 +1,7 @@
 """linear_cross_entropy: the loss of a language-model head without its logits.
 
 N rows, H hidden size, V classes. Logits exist for a chunk of rows at a time; the gradients of x, weight
-and bias are made in the same pass (three GEMMs, none twice) and scaled in the backward.
+and bias are made in the same pass (three GEMMs, none twice); the backward has little left to do.
 """
 
 from typing import Any
@@ -18,6 +18,7 @@ from slapo_zoo.tensors import require_indices
 
 SHAPES = [(1, 16, 40), (21, 24, 131), (130, 16, 97), (0, 16, 40)]
 CACHED = 1 << 21  # bytes of logits in fp32 that a CPU goes over several times
+ROWS = 1024  # of a gradient that are in fp32 at a time
 
 
 def reference(
@@ -113,8 +114,11 @@ def linear_cross_entropy(
     tensors = [t for t in (x, weight, bias) if t is not None]
     graded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     rows = cross_entropy.chunk_rows(x, V, chunk_bytes)
-    total = _total(x, weight, bias, target, label_smoothing, rows, graded)[0]
-    return _mean(total, counts, items)
+    wide = cross_entropy.wide_dtype(x)
+    number = counts.sum() if items is None else torch.as_tensor(items, device=x.device)
+    divisor = number.detach().clamp(min=1).to(wide) if items is None else number.detach().to(wide)
+    loss = _mean_loss(x, weight, bias, target, divisor, label_smoothing, rows, graded)[0]
+    return loss if items is not None else torch.where(number > 0, loss, torch.nan)
 
 
 def _mean(total: Tensor, counts: Tensor, items: Tensor | int | None) -> Tensor:
@@ -134,20 +138,44 @@ def _torch_has_it(x: Tensor, label_smoothing: float) -> bool:
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    _x, _weight, bias, *_ = inputs
+    x, _weight, bias, _target, divisor, *_ = inputs
     ctx.has_bias = bias is not None
+    ctx.divisor = None if _divides_first(x) else divisor
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:])
 
 
-def _gradients(ctx: Any, d_total: Tensor, *_: Any) -> tuple:
-    dx, dw, db = ctx.saved_tensors
-    dx, dw = (t * d_total.to(t.dtype) for t in (dx, dw))
-    return dx, dw, db * d_total.to(db.dtype) if ctx.has_bias else None, *[None] * 4
+def _gradients(ctx: Any, d_loss: Tensor, *_: Any) -> tuple:
+    d = d_loss if ctx.divisor is None else d_loss / ctx.divisor
+    dx, dw, db = (_times(t, d) for t in ctx.saved_tensors)
+    return dx, dw, db if ctx.has_bias else None, *[None] * 5
 
 
-def _fake(x, weight, bias, target, smoothing, rows, graded):
+def _divides_first(x: Tensor) -> bool:
+    """In fp16 small gradients would vanish before the scale of a loss scaler reaches them."""
+    return x.dtype != torch.float16
+
+
+def _times(t: Tensor, d: Tensor) -> Tensor:
+    """t d, for a scalar d in fp32: rounded to bf16 it would make all gradients 0.2 % too large or small.
+
+    `loss.backward()` has d = 1, and t needs no pass over it; on a GPU to ask would be to wait.
+    """
+    is_traced = torch.compiler.is_compiling() or type(d) is not Tensor
+    if not is_traced and not d.is_cuda and d.item() == 1.0:
+        return t
+    if t.dtype == d.dtype:
+        return t * d
+    if is_traced or not t.numel():
+        return (t.to(d.dtype) * d).to(t.dtype)
+    out = torch.empty_like(t)
+    for part, piece in zip(out.split(ROWS), t.split(ROWS), strict=True):  # little memory in fp32
+        part.copy_(piece.to(d.dtype).mul_(d))
+    return out
+
+
+def _fake(x, weight, bias, target, divisor, smoothing, rows, graded):
     (N, H), V = x.shape, weight.shape[0]  # not len(): it would fix the number of rows
     n = 1 if graded else 0
     db = x.new_empty(V * n if bias is not None else 0)
@@ -156,17 +184,19 @@ def _fake(x, weight, bias, target, smoothing, rows, graded):
 
 
 @operator("linear_cross_entropy", _fake, _setup, _gradients)
-def _total(
+def _mean_loss(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
+    divisor: Tensor,
     smoothing: float,
     rows: int,
     graded: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The sum of the losses, and its gradients; target -1 where a row does not count."""
+    """The sum of the losses over the divisor, and its gradients; target -1 where a row does not count."""
     wide = cross_entropy.wide_dtype(x)
+    scale = 1.0 / divisor if _divides_first(x) else torch.ones_like(divisor)
     total = x.new_zeros((), dtype=wide)
     n = 1 if graded else 0
     dx = x.new_zeros((len(x) * n, x.shape[1]))
@@ -184,7 +214,7 @@ def _total(
         logits = torch.mm(kept_x[part], weight.t(), out=chunk[: len(kept_x[part])])
         if bias is not None:
             logits += bias
-        loss, logits = _loss_and_gradient_(logits, kept_target[part], smoothing)
+        loss, logits = _loss_and_gradient_(logits, kept_target[part], smoothing, scale)
         total += loss
         if graded:
             torch.mm(logits, weight, out=kept_dx[part])
@@ -194,7 +224,7 @@ def _total(
     if graded and at is not None:
         dx.index_copy_(0, at, kept_dx)
     dw = x.new_zeros((len(weight) * n, x.shape[1])) if dw is None else dw.to(x.dtype)
-    return total, dx, dw, db.to(x.dtype)
+    return total / divisor, dx, dw, db.to(x.dtype)
 
 
 def plus_product(total: Tensor | None, a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
@@ -206,24 +236,28 @@ def plus_product(total: Tensor | None, a: Tensor, b: Tensor, wide: torch.dtype) 
     return total.to(wide).add_(a @ b)
 
 
-def _loss_and_gradient_(logits: Tensor, target: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
-    """The sum of the losses, and the logits' gradient in their place."""
+def _loss_and_gradient_(
+    logits: Tensor, target: Tensor, smoothing: float, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The sum of the losses, and the logits' gradient of `scale` times that sum in their place."""
     counts, V = target >= 0, logits.shape[1]
     if in_triton(logits):
         found = cross_entropy.statistics(logits, target)
         d = torch.tensor([1.0, smoothing - 1.0, -smoothing / V], device=logits.device)
-        d = d[:, None] * counts
+        d = scale * d[:, None] * counts
         losses = cross_entropy.row_losses(found, counts, smoothing, V)
         return losses.sum(), cross_entropy.gradient_(logits, target, found[0], d)
     total = logits.new_zeros((), dtype=cross_entropy.wide_dtype(logits))
     rows = max(CACHED // (V * total.itemsize), 1)  # what several passes go over stays in the cache
     for i in range(0, len(logits), rows):
         part = slice(i, i + rows)
-        total += _rows_in_cache_(logits[part], target[part], counts[part], smoothing)
+        total += _rows_in_cache_(logits[part], target[part], counts[part], smoothing, scale)
     return total, logits
 
 
-def _rows_in_cache_(logits: Tensor, target: Tensor, counts: Tensor, smoothing: float) -> Tensor:
+def _rows_in_cache_(
+    logits: Tensor, target: Tensor, counts: Tensor, smoothing: float, scale: Tensor
+) -> Tensor:
     """As `_loss_and_gradient_` for a few rows, on a CPU."""
     wide = logits.to(cross_entropy.wide_dtype(logits))
     at = target.clamp(min=0)[:, None]
@@ -238,5 +272,5 @@ def _rows_in_cache_(logits: Tensor, target: Tensor, counts: Tensor, smoothing: f
     softmax.scatter_add_(1, at, torch.full_like(picked, smoothing - 1.0)[:, None])
     if not bool(counts.all()):  # never on a CPU, where such rows were left out
         softmax.mul_(counts[:, None])
-    logits.copy_(softmax)
+    torch.mul(softmax, scale, out=logits)
     return losses.sum()

@@ -4,7 +4,6 @@ Only integers: no tensor, no process group. `n` is the size of the mesh dim, `r`
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -75,16 +74,12 @@ class Placement:
 
     def runs(self, size: int, n: int, r: int) -> list[Run]:
         """The global indices that rank `r` holds, in local order; padding is not among them."""
-        return list(self._runs(size, n, r))
-
-    @lru_cache(maxsize=4096)  # noqa: B019 - placements are values; a model has few different ones
-    def _runs(self, size: int, n: int, r: int) -> tuple[Run, ...]:
         runs, start = [], 0
         for group, units in zip(self.groups or (size,), self.units(size), strict=True):
             first, last = self._share(units, n, r)
             runs.append(Run(start + first * self.unit, start + last * self.unit))
             start += group
-        return tuple(run for run in runs if run.stop > run.start)
+        return [run for run in runs if run.stop > run.start]
 
     def _share(self, units: int, n: int, r: int) -> tuple[int, int]:
         """First and one-past-last unit of rank `r` among `units`."""

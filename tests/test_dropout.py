@@ -317,3 +317,26 @@ def test_expectation_is_kept():
     assert float(y.mean()) == pytest.approx(1.0, abs=5 * (P / (1 - P) / x.numel()) ** 0.5)
     assert torch.equal(dropout(x, 1.0, RandomStream(SEED), "site"), torch.zeros_like(x))
     assert dropout(x, 0.0, RandomStream(SEED), "site") is x
+
+
+def test_nothing_is_drawn_where_nothing_is_dropped(monkeypatch):
+    """As with torch's own dropout: a mask of ones costs a pass over the activations each way."""
+
+    def drawn(*args, **kwargs):
+        raise AssertionError("a mask was drawn")
+
+    sizes = {
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+    }
+    dropped = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(**sizes, **dropped, vocab_size=30, architectures=["BertForMaskedLM"])  # fmt: skip
+    monkeypatch.setattr(RandomStream, "keep_mask", drawn)
+    model = AutoScheduledModel.from_config(config, seed=0).train()
+    ids = torch.arange(8).view(2, 4)
+    assert model.train_step({"input_ids": ids, "labels": ids}).isfinite()
+    model.bert.embeddings.dropout.p = 0.1
+    with pytest.raises(Exception, match="a mask was drawn"):
+        model.train_step({"input_ids": ids, "labels": ids})

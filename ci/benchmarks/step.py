@@ -62,7 +62,7 @@ CASES = {
     "gpt2": Case(GPT2, "GPT2LMHeadModel", {"n_layer": 4}),
     "gpt_neo": Case(NEO, "GPTNeoForCausalLM", {"num_layers": 4, "attention_types": [[["global", "local"], 2]]}, tokens=1024, targets={"float32": 1.15, "bfloat16": 1.5}),
     "opt": Case(("OPTConfig", {}), "OPTForCausalLM", {"num_hidden_layers": 4}),
-    "t5": Case(("T5Config", {"d_model": 768, "d_ff": 3072, "num_heads": 12}), "T5ForConditionalGeneration", {"num_layers": 3}),
+    "t5": Case(("T5Config", {"d_model": 768, "d_ff": 3072, "num_heads": 12, "decoder_start_token_id": 0}), "T5ForConditionalGeneration", {"num_layers": 3}),
     "llama": Case(("LlamaConfig", WIDE | {"vocab_size": 32000}), "LlamaForCausalLM", {"num_hidden_layers": 4}),
     "gpt_neox": Case(("GPTNeoXConfig", WIDE | {"vocab_size": 50432}), "GPTNeoXForCausalLM", {"num_hidden_layers": 4}),
     "vit": Case(("ViTConfig", {"num_labels": 1000}), "ViTForImageClassification", {"num_hidden_layers": 4}, rows=4),

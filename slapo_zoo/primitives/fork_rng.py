@@ -83,7 +83,7 @@ class OwnDropout(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         x, p, training = _dropout_arguments(*args, **(kwargs or {}))
         self.count += 1
-        if not training:
+        if not training or p == 0.0:  # as torch: no mask of ones is made
             return x
         return x * _keep(self.site, x, p, f"{self.site.path}#{self.count}", self.tokens)
 
@@ -114,7 +114,7 @@ def _dropout(
     stream, path = site.state.random, site.path
 
     def forward(input: Tensor) -> Tensor:
-        if not module.training:
+        if not module.training or module.p == 0.0:
             return input
         if run is None:
             return input * _keep(site, input, module.p, path, directive.tokens)
