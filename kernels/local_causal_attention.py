@@ -69,10 +69,11 @@ def _forward(
     use_cache: bool = False,
     output_attentions: bool = False,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """GPTNeoSelfAttention; as in its FlashAttention-2 form there are no weights to return.
+) -> tuple[Tensor, Tensor | None]:
+    """GPTNeoSelfAttention; there are no weights to return, as in its FlashAttention-2 form.
 
-    With a cache that holds more than these tokens, or packed sequences, its own attention runs.
+    Its own attention runs where somebody asks for them, with a cache that holds more than these
+    tokens, and for packed sequences.
     """
     shape = (*hidden_states.shape[:-1], module.num_heads, module.head_dim)
     projections = (module.q_proj, module.k_proj, module.v_proj)
@@ -80,9 +81,9 @@ def _forward(
     if layer_past is not None:
         k, v = layer_past.update(k, v, module.layer_id)
     S, T = q.shape[2], k.shape[2]
-    if S != T or not hides_only_padding(attention_mask, S, T, causal=True):
-        out = module._attn(q, k, v, attention_mask)[0].transpose(1, 2)
-        return module.resid_dropout(module.out_proj(out.flatten(2))), None
+    if output_attentions or S != T or not hides_only_padding(attention_mask, S, T, causal=True):
+        out, weights = module._attn(q, k, v, attention_mask)
+        return module.resid_dropout(module.out_proj(out.transpose(1, 2).flatten(2))), weights
     weights = q.detach().new_empty(()).expand(*q.shape[:3], T)  # their shape is what counts
     dropped = dropout_of(module.attn_dropout, weights, q.shape[0] * q.shape[1])
     window = module.config.window_size if module.attention_type == "local" else 0

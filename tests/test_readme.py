@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -155,3 +156,14 @@ def test_every_page_of_the_documentation_is_in_its_menu():
 def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name} points at {target}"
+
+
+def test_the_page_of_training_steps_tells_what_was_measured():
+    spec = importlib.util.spec_from_file_location("step_page", ROOT / "ci" / "step_page.py")
+    page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page)
+    found = json.loads(page.MEASURED.read_text(encoding="utf-8"))
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert page.rendered(text, found) == text, "run: python3 ci/step_page.py"
+    found["steps"][0]["plain / ours"] = 99.99
+    assert "99.99" in page.rendered(text, found)

@@ -66,23 +66,36 @@ CASES = {
     "llama": Case(("LlamaConfig", WIDE | {"vocab_size": 32000}), "LlamaForCausalLM", {"num_hidden_layers": 4}),
     "gpt_neox": Case(("GPTNeoXConfig", WIDE | {"vocab_size": 50432}), "GPTNeoXForCausalLM", {"num_hidden_layers": 4}),
     "vit": Case(("ViTConfig", {"num_labels": 1000}), "ViTForImageClassification", {"num_hidden_layers": 4}, rows=4),
+    "wideresnet": Case(("WideResNetConfig", {"num_labels": 1000}), "WideResNetForImageClassification", {"depths": (1, 1, 1, 1)}, rows=4),
 }  # fmt: skip
+
+
+def class_named(name: str) -> Any:
+    """A class of `transformers`, or of the one family that it lacks."""
+    import transformers
+
+    from slapo_zoo.models import wideresnet
+
+    return getattr(transformers, name, None) or getattr(wideresnet, name)
 
 
 def config_of(case: Case) -> Any:
     """The config of a row."""
-    import transformers
-
     name, fields = case.config
-    return getattr(transformers, name)(**fields, **case.layers, architectures=[case.cls])
+    return class_named(name)(**fields, **case.layers, architectures=[case.cls])
+
+
+def is_vision(case: Case) -> bool:
+    """Whether it sees images."""
+    return case.cls.endswith("ForImageClassification")
 
 
 def batch_of(case: Case, config: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Random tokens (or pixels) and labels."""
     torch.manual_seed(0)
     B, S = case.rows, case.tokens
-    if case.cls.startswith("ViT"):
-        pixels = torch.randn(B, 3, config.image_size, config.image_size, dtype=dtype)
+    if is_vision(case):
+        pixels = torch.randn(B, 3, *2 * [getattr(config, "image_size", 224)], dtype=dtype)
         return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (B,))}
     ids = torch.randint(3, config.vocab_size, (B, S))
     batch = {"input_ids": ids, "labels": ids.clone()}
@@ -100,8 +113,6 @@ UNPADDED = "unpadded_encoder"  # no function of tensors: whole steps say whether
 
 def build(case: Case, dtype: torch.dtype, ours: bool, unpadded: bool = True) -> Any:
     """A model that trains; ours with the kernels of "auto", in a padded case with or without UNPADDED."""
-    import transformers
-
     config = config_of(case)
     if ours:
         from slapo_zoo import AutoScheduledModel, Mesh
@@ -113,7 +124,7 @@ def build(case: Case, dtype: torch.dtype, ours: bool, unpadded: bool = True) -> 
             kernels = {c.kernel for c in found if c.accepted} - {UNPADDED}
             kernels = sorted(kernels | ({UNPADDED} if unpadded else set()))
         return AutoScheduledModel.from_config(config, dtype=dtype, seed=0, kernels=kernels).train()
-    return getattr(transformers, case.cls)._from_config(config, dtype=dtype).train()
+    return class_named(case.cls)._from_config(config, dtype=dtype).train()
 
 
 def stepper(model: Any, forward: Any, batch: dict[str, Any], ours: bool) -> Callable[[], None]:
@@ -246,7 +257,7 @@ def memory_rows(chosen: dict[str, Case]) -> list[dict[str, Any]]:
 
     rows = []
     for name, case in chosen.items():
-        if case.cls.startswith("ViT") or case.padded:
+        if is_vision(case) or case.padded:
             continue
         case = replace(case, rows=8, tokens=512)
         mine, plain = (on_ranks(peak, 1, case, "float32", ours)[0] for ours in (True, False))

@@ -56,3 +56,13 @@ def test_which_masks_hide_only_padding(kind):
     assert not hides_only_padding(made(padded & torch.ones(8, 8).tril().bool()), 8, 8, causal=False)
     assert not hides_only_padding(made(OWN[None, None]), 8, 8, causal=False)
     assert not hides_only_padding(made(OWN.tril()[None, None]), 8, 8, causal=True)
+
+
+def test_weights_of_attention_are_there_when_asked_for():
+    found = []
+    for kernels in ("auto", "reference"):
+        model = AutoScheduledModel.from_config(NEO, seed=0, kernels=kernels).eval()
+        with torch.no_grad():
+            found.append(model(input_ids=IDS, output_attentions=True).attentions)
+    assert [w.shape for w in found[0]] == [(1, 2, 8, 8)] * 2
+    torch.testing.assert_close(*found)
