@@ -200,6 +200,17 @@ def test_refusals_name_the_reason():
     }
     for name, (module, reason) in cases.items():
         assert reason in KERNELS[name].refuses(module)
+
+
+def test_a_norm_that_was_changed_is_not_passed_by():
+    """A schedule gives norms statistics over ranks; a hook sees what the norm returned."""
+    torch.manual_seed(0)
     bottleneck = WideResNetBottleneck(WideResNetConfig(), 16, 4, 1)
-    bottleneck.bn2.forward = bottleneck.bn2.forward
-    assert "bn2 was changed" in KERNELS["batch_norm_relu_add"].refuses(bottleneck)
+    x = torch.randn(2, 16, 5, 5)
+    own, seen = bottleneck.bn2.forward, []
+    bottleneck.bn2.forward = lambda x: 2 * own(x) - 1
+    bottleneck.bn3.register_forward_hook(lambda module, args, out: seen.append(out))
+    want = bottleneck(x)
+    KERNELS["batch_norm_relu_add"].install(Site(bottleneck))
+    torch.testing.assert_close(bottleneck(x), want)
+    torch.testing.assert_close(seen[1], seen[0])
