@@ -143,15 +143,3 @@ def test_messages_of_the_troubleshooting_page_are_ours():
     files = (ROOT / "slapo_zoo").rglob("*.py")
     code = "\n".join(path.read_text(encoding="utf-8") for path in files)
     assert [text for text in messages if text not in code] == []
-
-
-def test_every_page_of_the_documentation_is_in_its_menu():
-    """mkdocs.yml names every page of docs/, and no page that is not there."""
-    named = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
-    assert named == {path.name for path in (ROOT / "docs").glob("*.md")}
-
-
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
-def test_links_between_pages_lead_somewhere(page):
-    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text(encoding="utf-8")):
-        assert (page.parent / target).exists(), f"{page.name} points at {target}"
