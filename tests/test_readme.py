@@ -49,7 +49,8 @@ def execute(arguments, folder):
 
 
 PAGES = ["README.md", "docs/tutorial.md", "docs/index.md", "docs/guide.md", "docs/verification.md",
-         "docs/adding_a_kernel.md", "docs/tuning.md"]  # fmt: skip
+         "docs/adding_a_kernel.md", "docs/adding_a_primitive.md", "docs/adding_a_dialect.md",
+         "docs/tuning.md"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PAGES)
