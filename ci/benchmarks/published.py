@@ -31,9 +31,9 @@ def make_planner(size: dict[str, int]) -> Any:
 
     config: Any = GPT2Config(
         **size, n_positions=SEQ_LEN, vocab_size=50264, activation_function="gelu",
-        bos_token_id=1, eos_token_id=2, loss_type="ForCausalLMLoss",
-        architectures=["GPT2LMHeadModel"],
+        bos_token_id=1, eos_token_id=2, architectures=["GPT2LMHeadModel"],
     )  # fmt: skip
+    config.loss_type = "ForCausalLMLoss"
     # 32 GiB a device; 100 Gb/s a node, shared by its eight devices
     p3dn = data_sheet("V100, p3dn.24xlarge", 125e12, 0.9e12, 150e9, 12.5e9 / 8, 32 * GIB)
     return Planner(config, p3dn, SEQ_LEN, torch.float16)
