@@ -89,9 +89,15 @@ def test_command_line_exists(words, tmp_path):
         assert option in result.stdout, f"slapo-zoo {words[0]} has no {option}"
 
 
-@pytest.mark.parametrize("name", ["cards.md", pytest.param("tuning.md", marks=pytest.mark.slow)])
+SLOW_PAGES = [pytest.param(name, marks=pytest.mark.slow) for name in ("index.md", "tuning.md")]
+
+
+@pytest.mark.parametrize("name", ["cards.md", *SLOW_PAGES])
 def test_the_commands_of_a_page_run(name, tmp_path):
     page = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    if name == "index.md":  # its first block makes the checkpoint
+        _, first = next(blocks("python", page))
+        assert execute(["-c", first], tmp_path).returncode == 0
     lines = list(commands(page))
     assert lines
     for program, *words in lines:
