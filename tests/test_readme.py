@@ -49,7 +49,7 @@ def execute(arguments, folder):
 
 
 PAGES = ["README.md", "docs/tutorial.md", "docs/index.md", "docs/guide.md", "docs/verification.md",
-         "docs/adding_a_kernel.md", "docs/adding_a_primitive.md", "docs/adding_a_dialect.md",
+         "docs/adding_an_architecture.md", "docs/adding_a_kernel.md", "docs/adding_a_primitive.md", "docs/adding_a_dialect.md",
          "docs/tuning.md"]  # fmt: skip
 
 
