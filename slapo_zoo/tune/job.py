@@ -80,11 +80,14 @@ def _check_values(name: str, values: list[Any]) -> None:
         raise SlapoError("tune", f"--symbol {name}", problem, "give such values")
 
 
+UNSAID = ("loss_type",)  # what transformers reads of a config where it is set, and no class names
+
+
 def check_changes(model: str, changes: Mapping[str, Any]) -> None:
     """SlapoError for the first name that is no field of the model's config."""
     config, _ = config_of(model)
     for name in changes:
-        if not hasattr(config, name):
+        if not hasattr(config, name) and name not in UNSAID:
             near = ", ".join(nearest(name, config.to_dict()))
             problem = f"{type(config).__name__} has no such field"
             raise SlapoError("tune", f"--change {name}", problem, f"nearest: {near}")
