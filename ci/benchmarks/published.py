@@ -15,13 +15,17 @@ PUBLISHED = {  # devices: samples per second
     32: {"Megatron-LM": 16.69, "DeepSpeed": 19.14, "Slapo": 22.01},
     64: {"Megatron-LM": 28.16, "DeepSpeed": 23.90, "Slapo": 30.53},
 }
-SIZE = {"n_layer": 48, "n_embd": 4096, "n_head": 32}  # 9.9B parameters; only "10B" is published
+SIZE: dict[str, Any] = {
+    "n_layer": 48,
+    "n_embd": 4096,
+    "n_head": 32,
+}  # 9.9B parameters; only "10B" is published
 SEQ_LEN, ROWS = 1024, 256
 SCRIPT = {"tp": 8, "pp": 2, "rows": 4, "stages_per_rank": 1, "sequence_parallel": False}
 AS_SCRIPT, FASTEST = "simulated, tp=8 pp=2", "simulated, fastest"
 
 
-def make_planner(size: dict[str, int]) -> Any:
+def make_planner(size: dict[str, Any]) -> Any:
     """Of the assumed model on the assumed devices."""
     import torch
     from transformers import GPT2Config
