@@ -191,6 +191,15 @@ def cards(python: str, rest: list[str]) -> int:
     return call(python, "-m", "slapo_zoo.cards.collection", *rest)
 
 
+def docs(python: str, rest: list[str]) -> int:
+    """The documentation as a site, in runs/site; arguments go to mkdocs build."""
+    probe = subprocess.run([python, "-c", "import mkdocs, mkdocstrings"], capture_output=True)
+    if probe.returncode and not os.environ.get("SLAPO_ZOO_PYTHON"):
+        pip_install("-e", ".[docs]")
+    site = str(ROOT / "runs" / "site")
+    return call(python, "-m", "mkdocs", "build", "--strict", "--site-dir", site, *rest)
+
+
 def everything(python: str, rest: list[str]) -> int:
     """The commands test, types and demo; stops at the first that fails."""
     return test(python, rest) or types(python, []) or demo(python, [])
@@ -207,6 +216,7 @@ COMMANDS = {
     "grid": grid,
     "soak": soak,
     "cards": cards,
+    "docs": docs,
     "all": everything,
 }
 

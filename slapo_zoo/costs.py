@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from slapo_zoo import hf
+from slapo_zoo.errors import MeshError
 from slapo_zoo.example_inputs import training_batch
 from slapo_zoo.flow import Call, Rehearsal, Shape
 from slapo_zoo.repeated_calls import skip_repeated
@@ -140,6 +141,20 @@ def operation_cost(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) ->
 def usual_tokens(config: Any) -> int:
     """Tokens of a row when nobody says: all positions of the model, at most MOST_TOKENS."""
     return min(getattr(config, "max_position_embeddings", None) or MOST_TOKENS, MOST_TOKENS)
+
+
+def row_length(config: Any, seq_len: int | None) -> int:
+    """Tokens of a row that the model has positions for; `usual_tokens` when nobody says.
+
+    Raises:
+        MeshError: the model has fewer positions.
+    """
+    tokens = seq_len or usual_tokens(config)
+    longest = getattr(config, "max_position_embeddings", None) or tokens
+    if tokens > longest:
+        problem = f"found {tokens}, the model has {longest} positions"
+        raise MeshError("plan", "--seq", problem, "shorten the rows")
+    return tokens
 
 
 def unit_costs(model: Any, units: Sequence[str], seq_len: int | None = None) -> list[UnitCost]:

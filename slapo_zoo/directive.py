@@ -126,10 +126,26 @@ class Site:
         return self.state.placed.get(self.name(tensor_name))
 
 
+# Type of a field --> what it certainly is not, whoever wrote it: a person, or a JSON file.
+UNLIKE: dict[Any, tuple[type, ...]] = {
+    int: (str, float, list, tuple, dict, type(None)),
+    str: (int, float, list, tuple, dict, type(None)),
+    bool: (str, float, list, tuple, dict, type(None)),
+}
+
+
 class Directive:
     """Base of every primitive. `check` may only read; `apply` may assume `check` passed."""
 
     name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        """TypeError for a text where a number is expected, and the other way round."""
+        for f in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
+            value = getattr(self, f.name)
+            if isinstance(value, UNLIKE.get(f.type, ())):
+                expected = {int: "an integer", str: "a text", bool: "True or False"}[f.type]
+                raise TypeError(f"{self.name}(): {f.name}: found {value!r}, expected {expected}")
 
     @classmethod
     def of(cls, *args: Any, **kwargs: Any) -> "Directive":

@@ -27,7 +27,11 @@ class Knob:
 
 
 def _count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return _integer(value) and value >= 1
+
+
+def _integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _optional(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -65,6 +69,7 @@ KNOBS = {
     "checkpoint_policy": Knob("what a recomputed block keeps", "a name", _name, ("", "save_matmuls")),
     "attention": Knob("the attention back end", f"None or one of {', '.join(BACKENDS)}", _optional(_name), tuple(BACKENDS)),
     "kernels": Knob("the fast paths", "auto, reference, the name of a kernel or a list of them", _kernels, ("auto", "reference")),
+    "seed": Knob("of dropout masks and of new weights", "an integer, or None", _optional(_integer)),
     "dtype": Knob("of the parameters", "a torch dtype, its name, or auto", lambda value: True, ("float32", "bfloat16")),
 }  # fmt: skip
 MESH = ("tp", "pp", "dp")  # the mesh checks its own sizes

@@ -11,6 +11,8 @@ from slapo_zoo.distributed import init_distributed, is_distributed_launch
 from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.knobs import INSTEAD, KNOBS, unknown_knob
 from slapo_zoo.mesh import Mesh
+from slapo_zoo.paths import nearest
+from slapo_zoo.table import families
 from slapo_zoo.weights.folder import CheckpointFolder
 
 
@@ -66,13 +68,30 @@ def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
 def pick_device(device: str | torch.device | None) -> torch.device:
     """The device asked for, else this rank's GPU under nccl or alone, else the CPU."""
     if device is not None:
-        return torch.device(device)
+        return _named_device(device)
     if dist.is_initialized() and dist.get_backend() != "nccl":
         return torch.device("cpu")
     # The launcher has made this rank's GPU the current one.
     return (
         torch.empty(0, device="cuda").device if torch.cuda.is_available() else torch.device("cpu")
     )
+
+
+def _named_device(device: str | torch.device) -> torch.device:
+    """The device of a name; SlapoError where there is none, before anything is read."""
+    try:
+        found = torch.device(device)
+        is_there = found.type != "cuda" or (found.index or 0) < torch.cuda.device_count()
+    except (RuntimeError, TypeError) as error:
+        problem = f"found no such device: {str(error).splitlines()[0]}"
+        raise SlapoError(
+            "from_pretrained", f"device={device!r}", problem, '"cpu", "cuda"'
+        ) from None
+    if not is_there:
+        problem = f"this torch can use {torch.cuda.device_count()} CUDA devices"
+        hint = "leave it out, or choose cpu"
+        raise SlapoError("from_pretrained", f"device={device!r}", problem, hint)
+    return found
 
 
 def changed_config(folder: Path, changes: dict[str, Any]) -> Any:
@@ -89,7 +108,12 @@ def changed_config(folder: Path, changes: dict[str, Any]) -> Any:
     if instead := [name for name in changes if name in INSTEAD]:
         raise unknown_knob("from_pretrained", instead[0], ())
     config: Any
-    config, unused = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **changes)
+    try:
+        config, unused = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **changes)
+    except (OSError, ValueError) as error:
+        problem = f"no config can be read: {str(error).strip().splitlines()[0]}"
+        hint = "pass a folder with config.json, as save_pretrained writes it"
+        raise SlapoError("from_pretrained", str(folder), problem, hint) from None
     if unused:
         known = [*KNOBS, *config.to_dict()]
         raise unknown_knob("from_pretrained", next(iter(unused)), known)
@@ -113,7 +137,9 @@ def config_of(name: str) -> tuple[Any, str | None]:
         return AutoConfig.from_pretrained(name), None
     except (OSError, ValueError) as error:
         problem = str(error).strip().splitlines()[0]
+        near = nearest(name, families())
         hint = "pass a family (slapo-zoo list), a folder or a model id"
+        hint += f"; nearest families: {', '.join(near)}" if near else ""
         raise SlapoError("config", repr(name), problem, hint) from None
 
 

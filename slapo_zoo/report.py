@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from types import SimpleNamespace
 
 from slapo_zoo.errors import SlapoError
@@ -20,6 +21,23 @@ def readable_errors(state: SimpleNamespace | None = None) -> Iterator[None]:
             raise
         report(error)
         sys.exit(2)
+    except OSError as error:  # a full disk, a folder that is not there, a file that is ours to read
+        if getattr(state, "debug", False) or error.filename is None:
+            raise
+        hint = "check the path, the rights and the space there"
+        report(SlapoError(str(error.filename), "", error.strerror or str(error), hint))
+        sys.exit(2)
+
+
+def check_new_file(path: Path | None, option: str) -> None:
+    """SlapoError unless the file can be written; said before what may take minutes."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise SlapoError(str(path), option, f"found no folder {folder}", "make it first")
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise SlapoError(str(path), option, "it cannot be written", "name another file")
 
 
 @contextmanager

@@ -98,8 +98,8 @@ def async_save_checkpoint(
     system that all ranks share, and appears by one rename as always.
 
     Returns:
-        a Future, as of `torch.distributed.checkpoint.async_save`: `result()` waits, and raises
-        what went wrong on any rank; an error that is not asked for is raised by the next save.
+        a Future, as `torch.distributed.checkpoint.async_save` does; its `result()` waits, and raises
+        what went wrong on any rank. An error that is not asked for is raised by the next save.
     """
     mine = {"step": step, "data_position": data_position, "extra": extra}
     with rank_guard(SAVE):

@@ -174,7 +174,7 @@ class Schedule(Selection):
         """The paths of a pattern; ScheduleError with the nearest ones when there is none."""
         found = self.state.select(pattern)
         if not found:
-            near = nearest(pattern, self.state.modules)
+            near = nearest(pattern, self.state.modules) or [*filter(None, self.state.modules)][:5]
             raise ScheduleError(pattern, what, "matches no module", f"nearest paths: {near}")
         return found
 
@@ -296,7 +296,10 @@ def _step(index: int, step: Any) -> Step:
         raise ScheduleError(where, name, f"unknown arguments {unknown}", f"known: {sorted(fields)}")
     if missing := [f for f, needed in fields.items() if needed and f not in arguments]:
         raise ScheduleError(where, name, f"missing arguments {missing}", f"known: {sorted(fields)}")
-    return pattern, cls(**{key: _tuples(value) for key, value in arguments.items()})
+    try:
+        return pattern, cls(**{key: _tuples(value) for key, value in arguments.items()})
+    except TypeError as error:
+        raise ScheduleError(where, name, str(error), "pass what to_json wrote") from None
 
 
 def _tuples(value: Any) -> Any:

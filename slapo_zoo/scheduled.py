@@ -258,7 +258,7 @@ class Scheduled(Generates):
             kwargs: token, private, tag, message, parent.
 
         Returns:
-            org/name@sha: what `from_pretrained(schedule=...)` takes.
+            what `from_pretrained(schedule=...)` takes, `org/name@sha`.
         """
         from slapo_zoo.cards.publish import publish
 

@@ -233,3 +233,22 @@ def test_arguments_of_save_that_we_do_not_have(sources, tmp_path):
         model.save_pretrained(tmp_path / "out", variant="fp16")
     assert caught.value.hint
     assert not (tmp_path / "out").exists()
+
+
+# --- names that a person types --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "gpu", 3.5])
+def test_a_device_that_is_not_there(device, sources):
+    assert "device=" in refused(SlapoError, sources["gpt2"], device=device)
+
+
+def test_a_folder_without_a_config(folders, tmp_path):
+    (folders["gpt2"] / "config.json").unlink()
+    assert "no config can be read" in refused(SlapoError, folders["gpt2"])
+    (tmp_path / "empty").mkdir()
+    assert "pass a folder with config.json" in refused(SlapoError, tmp_path / "empty")
+
+
+def test_a_seed_that_is_no_number(sources):
+    assert "expected an integer, or None" in refused(SlapoError, sources["gpt2"], seed="one")

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from slapo_zoo.cli import main
+from slapo_zoo.tune.outcome import Outcome
+from slapo_zoo.tune.tuner import Result, Trial
 
 CARD = str(Path(__file__).parents[1] / "hub_cards" / "gpt2")
 END, MASK, CLS, SEP = "<|endoftext|>", "[MASK]", "[CLS]", "[SEP]"
@@ -111,6 +113,11 @@ JSON_COMMANDS = {
         ["plan", "FOLDER", "--gpus", "2", "--batch", "4"], None,
     ),
     "bench": ("slapo_zoo.training.step_times.measure", ["bench", "FOLDER", "--steps", "1", "--seq-len", "8"], None),
+    "tune": (
+        "slapo_zoo.tune.tuner.Tuner.run",
+        ["tune", "gpt2", "--symbol", "batch_size=1", "--no-plan"],
+        lambda: Result([Trial(0, {"batch_size": 1}, Outcome("ok", 2.0))]),
+    ),
     "card lint": ("slapo_zoo.cards.use.load_card", ["card", "lint", CARD], None),
 }  # fmt: skip
 

@@ -47,7 +47,7 @@ def bench(
     model; exit status 1 says that the models did not compute the same.
     """
     if model == "kernels":
-        _kernels(only, quick)
+        _kernels(only, quick, as_json)
         return
     with stdout_for_json(as_json):
         if beside is not None:
@@ -114,10 +114,19 @@ def _alone(
     }  # fmt: skip
 
 
-def _kernels(only: str, quick: bool) -> None:
-    from slapo_zoo.kernel_times import run
+def _kernels(only: str, quick: bool, as_json: bool) -> None:
+    with stdout_for_json(as_json):
+        from slapo_zoo.errors import SlapoError
+        from slapo_zoo.kernel_times import SHAPES, run
 
-    for title, rows in run(quick, only).items():
+        if not any(name.startswith(tuple(only.split(","))) for name in SHAPES):
+            hint = f"there are {', '.join(SHAPES)}"
+            raise SlapoError("bench kernels", f"--only {only}", "no kernel's name begins so", hint)
+        found = run(quick, only)
+    if as_json:
+        typer.echo(json.dumps([row for rows in found.values() for row in rows], indent=1))
+        return
+    for title, rows in found.items():
         typer.echo(title)
         for row in rows:
             figures = ", ".join(

@@ -1,9 +1,12 @@
 """`slapo-zoo plan`: what every rank would read, compute and hold, before any is started."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from slapo_zoo.report import stdout_for_json
 
 Model = Annotated[
     str, typer.Argument(help="A checkpoint folder, a Hub id, or with --gpus a family.")
@@ -49,9 +52,7 @@ def plan(
     explain: Annotated[
         bool, typer.Option(help="Why others do not fit.", rich_help_panel=SEARCH)
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="For programs.", rich_help_panel=SEARCH)
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     write: Annotated[
         Path | None, typer.Option(help="The winner's schedule.json.", rich_help_panel=SEARCH)
     ] = None,
@@ -68,21 +69,73 @@ def plan(
 
         search(model, gpus, memory, batch, seq_len, hardware, dtype, explain, as_json, write, most)
         return
-    if weights:
-        _print_weights(model, tp, pp, dp, every_rank)
-    if training:
-        from slapo_zoo.forecast import forecast
-        from slapo_zoo.mesh import Mesh
-        from slapo_zoo.outline import Outline
-        from slapo_zoo.training.job import read_config
+    with stdout_for_json(as_json):
+        read = _weights(model, tp, pp, dp) if weights else None
+        step = None
+        if training:
+            mesh, sizes = (tp, pp, dp), (micro_batches, micro_batch_size, seq_len)
+            step = _forecast(model, mesh, pipeline_order, checkpoint_ratio, sizes)
+    if as_json:
+        typer.echo(
+            json.dumps({"weights": _weights_data(read), "training": _step_data(step)}, indent=1)
+        )
+        return
+    if read is not None:
+        _print_weights(read, f"{model}: tp={tp} pp={pp} dp={dp}", 1 if every_rank else tp)
+    if step is not None:
+        _print_forecast(step, pipeline_order)
 
-        config = read_config(model)
-        own = getattr(config, "dtype", None) or _float32()
-        outline = Outline(config, None, Mesh(tp, pp, dp), own, pipeline_order=pipeline_order,
-                          checkpoint_ratio=checkpoint_ratio)  # fmt: skip
-        custom = outline.places.custom
-        count = micro_batches or (custom.micro_batches if custom else max(1, 2 * (pp > 1) * pp))
-        _print_forecast(forecast(outline, count, micro_batch_size, seq_len), pipeline_order)
+
+def _weights(model: str, tp: int, pp: int, dp: int) -> Any:
+    from slapo_zoo.plan import plan_weights
+
+    return plan_weights(model, tp, pp, dp)
+
+
+def _forecast(
+    model: str, mesh: tuple[int, int, int], order: str, checkpoint_ratio: float,
+    sizes: tuple[int | None, int, int | None],
+) -> Any:  # fmt: skip
+    """Sizes: micro-batches, rows of one, tokens of a row."""
+    from slapo_zoo.costs import row_length
+    from slapo_zoo.forecast import forecast
+    from slapo_zoo.mesh import Mesh
+    from slapo_zoo.outline import Outline
+    from slapo_zoo.training.job import read_config
+
+    config = read_config(model)
+    count, rows, seq_len = sizes
+    tokens = row_length(config, seq_len)
+    own = getattr(config, "dtype", None) or _float32()
+    outline = Outline(
+        config, None, Mesh(*mesh), own, pipeline_order=order, checkpoint_ratio=checkpoint_ratio
+    )
+    custom, pp = outline.places.custom, mesh[1]
+    count = count or (custom.micro_batches if custom else max(1, 2 * (pp > 1) * pp))
+    return forecast(outline, count, rows, tokens)
+
+
+def _weights_data(found: Any) -> dict[str, Any] | None:
+    """Sizes in bytes; None where it was not asked for."""
+    if found is None:
+        return None
+    ranks = [{**vars(rank), "files": sorted(rank.files)} for rank in found.ranks]
+    return {
+        "ranks": ranks, "model_bytes": found.model_bytes, "assigned_bytes": found.assigned_bytes,
+        "missing": found.missing, "unexpected": found.unexpected,
+    }  # fmt: skip
+
+
+def _step_data(found: Any) -> dict[str, Any] | None:
+    """Sizes in bytes, costs in operations; None where it was not asked for."""
+    if found is None:
+        return None
+    ranks = [vars(rank) | {"total": rank.total} for rank in found.ranks]
+    stages = [vars(stage) | {"step": stage.step} for stage in found.stages]
+    return {
+        "micro_batches": found.micro_batches, "stages": stages, "ranks": ranks,
+        "bubble": found.bubble,
+    }  # fmt: skip
 
 
 def _float32() -> Any:
@@ -109,27 +162,27 @@ def _print_forecast(found: Any, order: str) -> None:
     ranks = Table("pipeline rank", *names, title="most bytes per rank, with AdamW")
     for rank in found.ranks:
         ranks.add_row(str(rank.rank), *(human(getattr(rank, name)) for name in names))
-    console.print(stages)
-    console.print(ranks)
+    for table in (stages, ranks):
+        for column in table.columns:
+            column.overflow = "fold"  # a narrow terminal breaks names, and shortens none
+        console.print(table)
     console.print(f"predicted bubble: {found.bubble:.1%}, transfers not counted")
 
 
-def _print_weights(model: str, tp: int, pp: int, dp: int, every_rank: bool) -> None:
+def _print_weights(found: Any, what: str, step: int) -> None:
+    """A line for every `step` ranks, which are those of a stage or each by itself."""
     from rich.console import Console
     from rich.table import Table
 
-    from slapo_zoo.plan import plan_weights
     from slapo_zoo.weights.ledger import human
 
-    found = plan_weights(model, tp, pp, dp)
-    title = f"{model}: tp={tp} pp={pp} dp={dp}, {found.mesh.world_size} ranks"
+    title = f"{what}, {found.mesh.world_size} ranks"
     table = Table("stage", "tp", "tensors", "bytes per rank", "files", title=title)
-    step = 1 if every_rank else tp
     for i in range(0, len(found.ranks), step):
         group = found.ranks[i : i + step]
+        place = f"0..{step - 1}" if step > 1 else str(group[0].tp_coord)
         group.sort(key=lambda rank: rank.bytes_read)
         sizes = dict.fromkeys(human(rank.bytes_read) for rank in (group[0], group[-1]))
-        place = str(group[0].tp_coord) if every_rank else f"0..{tp - 1}"
         files = str(len(set().union(*(rank.files for rank in group))))
         table.add_row(str(group[0].stage), place, str(group[-1].tensors), " .. ".join(sizes), files)
     Console(highlight=False).print(table)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from slapo_zoo.report import stdout_for_json
+from slapo_zoo.report import check_new_file, stdout_for_json
 
 
 def search(
@@ -14,8 +14,7 @@ def search(
     explain: bool, as_json: bool, write: Path | None, most: int,
 ) -> None:  # fmt: skip
     """Search all layouts and print what was found; the arguments are options of `plan`."""
-    from slapo_zoo.costs import usual_tokens
-    from slapo_zoo.errors import MeshError
+    from slapo_zoo.costs import row_length
     from slapo_zoo.locate import config_of, to_dtype
     from slapo_zoo.planner import show
     from slapo_zoo.planner.hardware import find_hardware, with_memory
@@ -23,13 +22,10 @@ def search(
     from slapo_zoo.table import table_for
     from slapo_zoo.weights.load import parse_size
 
+    check_new_file(write, "--write")
     config, head = config_of(model)
     table_for(config.model_type)
-    tokens = seq_len or usual_tokens(config)
-    longest = getattr(config, "max_position_embeddings", None) or tokens
-    if tokens > longest:
-        problem = f"found {tokens}, the model has {longest} positions"
-        raise MeshError("plan", "--seq", problem, "shorten the rows")
+    tokens = row_length(config, seq_len)
     device = with_memory(find_hardware(hardware), parse_size(memory, "--memory"))
     planner = Planner(config, device, tokens, to_dtype(dtype), head)
     with stdout_for_json(as_json):
@@ -61,6 +57,7 @@ def calibrate(
     from slapo_zoo.planner.calibrate import measure
     from slapo_zoo.training.job import device_named
 
+    check_new_file(output, "output")
     found = measure(device_named(device), ranks)
     found.write(output)
     rates = ", ".join(f"{name} {rate / 1e9:.3g} GFLOP/s" for name, rate in found.matmul.items())

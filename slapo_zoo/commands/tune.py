@@ -1,10 +1,13 @@
 """`slapo-zoo tune`: measure configurations until the fastest is found, and keep every result."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from slapo_zoo.report import stdout_for_json
 
 SYMBOL = "NAME=V,V,... : values to try; may be given many times."
 Symbols = Annotated[list[str] | None, typer.Option("--symbol", help=SYMBOL)]
@@ -32,26 +35,45 @@ def tune(
     card: Annotated[Path | None, typer.Option(help="Card folder: the best goes to its tuning.json.")] = None,
     plan: Annotated[bool, typer.Option(help="Let the planner order and prune.")] = True,
     seed: Annotated[int, typer.Option(help="Of random searches.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:  # fmt: skip
     """Search for the fastest configuration of a model, or of a training script (--config).
 
     Each point is measured in a process of its own. Out of memory, a crash, a time-out, wrong numbers
     and slowness are told apart; what a database holds is never measured again.
     """
+    with stdout_for_json(as_json):
+        found = _search(
+            (target, words or [], config, symbol or [], change or []),
+            (gpus, seq_len, dtype, device, memory, timeout, plan),
+            (search, evaluations, patience, quick_steps, steps, seed),
+            db,
+            output,
+            card,
+        )
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+
+
+def _search(
+    what: tuple[Any, ...], setting: tuple[Any, ...], how: tuple[Any, ...], db: Path | None,
+    output: Path | None, card: Path | None,
+) -> dict[str, Any]:  # fmt: skip
+    """The arguments are options of `tune`; the outcome as data."""
     from slapo_zoo.tune import show
     from slapo_zoo.tune.database import Database
     from slapo_zoo.tune.search import find_strategy
     from slapo_zoo.tune.tuner import Limits, Tuner
 
+    target, words, config, symbols, changes = what
+    search, evaluations, patience, quick_steps, steps, seed = how
     strategy = find_strategy(search)
     limits = Limits(evaluations, patience, quick_steps, steps)
     prior, refused = None, {}
     if config is not None:
-        grid, measure, scope = _of_script(target, words or [], config, timeout)
+        grid, measure, scope = _of_script(target, words, config, setting[-2])
     else:
-        grid, measure, scope, judged = _of_model(
-            target, symbol or [], change or [], gpus, seq_len, dtype, device, memory, timeout, plan
-        )
+        grid, measure, scope, judged = _of_model(target, symbols, changes, *setting)
         prior, refused = judged
     start = max(range(len(grid.points)), key=prior.__getitem__) if prior else 0
     if start in refused:
@@ -75,6 +97,7 @@ def tune(
 
         record(card, scope, best.point, best.outcome)
         typer.echo(f"noted in {card / 'tuning.json'}")
+    return show.as_json(found)
 
 
 def _require_best(found: Any, refused: dict[int, str]) -> Any:
@@ -117,6 +140,7 @@ def _of_model(
 
     most = parse_size(memory, "--memory") or 0
     fields = {name: values[0] for name, values in _pairs(changes, "--change").items()}
+    job.check_changes(model, fields)
     setting = job.Setting(model, gpus, seq_len, dtype, device, most, timeout, fields)
     wanted = _pairs(symbols, "--symbol") or job.default_symbols(model)
     grid = Grid(job.points_for(setting, wanted))

@@ -7,6 +7,11 @@ from typing import Any
 from slapo_zoo.planner.hardware import GIB
 from slapo_zoo.planner.search import Forecasted, Found, Planner, require_feasible
 
+COLUMNS = (
+    "tp", "pp", "dp", "micro-batches", "order", "recompute", "sp", "step s", "tokens/s", "bubble", "GiB",
+    "comm GB",
+)  # fmt: skip
+
 
 def as_json(found: Found, most: int) -> dict[str, Any]:
     """The outcome for programs; sizes in bytes, times in seconds."""
@@ -28,15 +33,17 @@ def _entry(found: Found, f: Forecasted) -> dict[str, Any]:
 
 def show(found: Found, most: int, explain: bool) -> None:
     """Print the fastest layouts, and with `explain` why the others cannot be."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False, soft_wrap=True)
     fit = f"{len(found.feasible)} of {found.looked_at} configurations fit"
-    table = Table(
-        "tp", "pp", "dp", "micro-batches", "order", "recompute", "sp", "step s", "tokens/s", "bubble",
-        "GiB", "comm GB", title=f"{found.parameters / 1e9:.3g}B parameters on {found.hardware.name}: {fit}",
-    )  # fmt: skip
+    title = f"{found.parameters / 1e9:.3g}B parameters on {found.hardware.name}: {fit}"
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in COLUMNS:  # a narrow terminal breaks texts, and shortens no number
+        is_text = name in ("micro-batches", "order", "recompute")
+        table.add_column(name, no_wrap=not is_text, overflow="fold")
     for f in found.feasible[:most]:
         table.add_row(*_cells(found, f))
     console.print(table)

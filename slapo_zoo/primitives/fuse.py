@@ -44,7 +44,8 @@ class Fuse(Directive):
     compiler: str | None = "inductor"
     name: str = "FusedModule"  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        super().__post_init__()
         first, second = self.subgraph, self.compiler
         if isinstance(first, str) and first in COMPILERS and second not in COMPILERS:
             object.__setattr__(self, "subgraph", second)  # fuse(compiler, subgraph), as Slapo's

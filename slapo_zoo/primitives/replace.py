@@ -53,7 +53,8 @@ class Replace(Directive):
     concrete_args: Any = None
     target_ops: Any = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.target_ops is not None:
             object.__setattr__(self, "subgraph", self.target_ops)
             object.__setattr__(self, "target_ops", None)

@@ -118,7 +118,8 @@ class Sync(Directive):
     sequence_axis: int | None = None
     mesh_dim: str = "tp"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "mode", OLDER.get(self.mode, self.mode))
         if self.sync_op_or_fn is None:  # written out, so that a program shows it
             object.__setattr__(self, "sync_op_or_fn", "all_reduce")

@@ -42,7 +42,8 @@ class Trace(Directive):
     recursive: bool = True
     padded: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        super().__post_init__()
         leaves = (self.leaves,) if isinstance(self.leaves, str) else tuple(self.leaves)
         object.__setattr__(self, "leaves", leaves)  # JSON has lists only
 

@@ -32,7 +32,8 @@ class TraceUntil(Directive):
     example_inputs: Any = None
     padded: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        super().__post_init__()
         paths = (self.paths,) if isinstance(self.paths, str) else tuple(self.paths)
         object.__setattr__(self, "paths", paths)
 

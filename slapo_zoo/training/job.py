@@ -44,10 +44,11 @@ def device_named(name: str) -> str | None:
     import torch
 
     if name not in ("auto", "cpu", "cuda"):
-        raise MeshError("train", "--device", f"found {name!r}, expected auto, cpu or cuda")
+        problem = "found no such device, expected auto, cpu or cuda"
+        raise MeshError("--device", name, problem, "leave it out for auto")
     if name == "cuda" and not torch.cuda.is_available():
         problem = "found no CUDA device that this torch can use"
-        raise MeshError("train", "--device", problem, "leave it out, or choose cpu")
+        raise MeshError("--device", name, problem, "leave it out, or choose cpu")
     return None if name == "auto" else name
 
 
@@ -131,11 +132,14 @@ def load_tokenizer(name: str) -> Any:
     """The tokenizer of the checkpoint."""
     from transformers import AutoTokenizer
 
+    hint = "save the tokenizer beside the weights: tokenizer.save_pretrained(folder)"
     try:
-        return AutoTokenizer.from_pretrained(name)
+        found = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, ImportError) as exc:
-        hint = "save the tokenizer beside the weights"
         raise DataError(name, "tokenizer", first_line(exc), hint) from exc
+    if len(found) <= len(found.all_special_ids):  # what transformers makes where there are no files
+        raise DataError(name, "tokenizer", f"found one of {len(found)} tokens, all special", hint)
+    return found
 
 
 def first_line(exc: Exception) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.knobs import KNOBS
 from slapo_zoo.locate import config_of, to_dtype
+from slapo_zoo.paths import nearest
 from slapo_zoo.planner.hardware import HARDWARE, Hardware
 from slapo_zoo.planner.layout import Layout
 from slapo_zoo.planner.search import Planner
@@ -61,6 +62,7 @@ def space_for(setting: Setting, symbols: Mapping[str, list[Any]]) -> Space:
         if name not in KNOBS and name not in OWN:
             hint = f"there are {', '.join((*KNOBS, *OWN))}"
             raise SlapoError("tune", f"--symbol {name}", "no such knob", hint)
+        _check_values(name, values)
         space.create_symbol(name, values)
     if setting.ranks > 1:
         sizes = [n for n in range(1, setting.ranks + 1) if setting.ranks % n == 0]
@@ -69,6 +71,26 @@ def space_for(setting: Setting, symbols: Mapping[str, list[Any]]) -> Space:
                 space.create_symbol(name, sizes)
         space.create_symbol("dp", lambda tp, pp: [n for n in sizes if tp * pp * n == setting.ranks])
     return space
+
+
+def _check_values(name: str, values: list[Any]) -> None:
+    knob = KNOBS.get(name, KNOBS["tp"])  # our own symbols are counts, too
+    if bad := [value for value in values if not knob.fits(value)]:
+        problem = f"found {bad[0]!r}, expected {knob.expected}"
+        raise SlapoError("tune", f"--symbol {name}", problem, "give such values")
+
+
+UNSAID = ("loss_type",)  # what transformers reads of a config where it is set, and no class names
+
+
+def check_changes(model: str, changes: Mapping[str, Any]) -> None:
+    """SlapoError for the first name that is no field of the model's config."""
+    config, _ = config_of(model)
+    for name in changes:
+        if not hasattr(config, name) and name not in UNSAID:
+            near = ", ".join(nearest(name, config.to_dict()))
+            problem = f"{type(config).__name__} has no such field"
+            raise SlapoError("tune", f"--change {name}", problem, f"nearest: {near}")
 
 
 def points_for(setting: Setting, symbols: Mapping[str, list[Any]]) -> list[Point]:

@@ -65,6 +65,16 @@ def show(result: Result, most: int = 10) -> None:
         console.print(f"never measured: {count} ({why})")
 
 
+def as_json(result: Result) -> dict[str, Any]:
+    """The outcome for programs: every evaluation in order, and the best."""
+    trials = [
+        {"point": trial.point, **vars(trial.outcome), "was_known": trial.was_known}
+        for trial in result.trials
+    ]
+    best = result.trials.index(result.best) if result.best else None
+    return {"best": best, "trials": trials, "never_measured": dict(result.pruned)}
+
+
 def write_csv(result: Result, path: Path) -> None:
     """One line per evaluation, in order."""
     names = list(dict.fromkeys(name for trial in result.trials for name in trial.point))

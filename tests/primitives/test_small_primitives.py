@@ -199,3 +199,33 @@ def test_a_third_party_registers_a_class_with_static_methods():
     for bad in (lambda: 0, type("Bad", (), {})):
         with pytest.raises(ScheduleError, match=r"expected a class|no static methods"):
             register_primitive()(bad)
+
+
+@pytest.mark.parametrize(
+    ("use", "problem"),
+    [
+        (lambda sch: sch["0"].shard("weight", "0"), "axis: found '0', expected an integer"),
+        (lambda sch: sch["0"].shard("weight", None), "axis: found None, expected an integer"),
+        (lambda sch: sch["0"].shard(0, 0), "param_name: found 0, expected a text"),
+        (lambda sch: sch["0"].shard("weight", 0, pad="yes"), "pad: found 'yes', expected True"),
+        (lambda sch: sch["0"].sync(3), "mode: found 3, expected a text"),
+    ],
+)
+def test_arguments_of_another_kind(use, problem):
+    sch = Schedule(nn.Sequential(nn.Linear(4, 4)))
+    with pytest.raises(ScheduleError, match="0: ") as caught:
+        use(sch)
+    assert problem in str(caught.value)
+    assert sch.history == []
+
+
+def test_json_with_an_argument_of_another_kind():
+    text = '{"format": "slapo-zoo-schedule/1", "steps": [["0", "shard", {"param_name": "weight", "axis": "0"}]]}'
+    with pytest.raises(ScheduleError, match=r"step 0.*axis: found '0'"):
+        from_json(text)
+
+
+def test_a_path_that_is_near_nothing_names_some_that_are_there():
+    sch = Schedule(nn.Sequential(nn.Linear(4, 4)))
+    with pytest.raises(ScheduleError, match=r"nearest paths: \['0'\]"):
+        sch["zzz"].checkpoint()

@@ -1,0 +1,18 @@
+"""The picture of the tuner's surface: searches on the points that were measured, nothing is drawn."""
+
+import importlib
+import sys
+from pathlib import Path
+
+CI = str(Path(__file__).resolve().parents[2] / "ci")
+
+
+def test_the_model_search_comes_near_the_top():
+    sys.path.insert(0, CI)
+    try:
+        (rows,) = importlib.import_module("benchmarks.surface").run(quick=True).values()
+    finally:
+        sys.path.remove(CI)
+    shares = {row["what"]: row["after 20"] for row in rows}
+    assert shares.keys() == {"model", "coordinate", "random"}
+    assert shares["model"] >= 0.97
