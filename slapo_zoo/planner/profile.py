@@ -1,8 +1,8 @@
 """What every unit of a model takes on one tp rank, for any number of rows: rehearsed once, scaled then.
 
-A model of many equal blocks is rehearsed with two blocks of each kind: the first, which may do more (a
-mask, a position bias), and the second, which stands for all others. Two numbers of rows are rehearsed, and
-between and beyond them everything is a straight line.
+A model of many equal blocks is rehearsed with three blocks of each kind: the first, which may do more (a
+mask, a position bias), the last, whose backward comes first and finds no gradient to add to, and one that
+stands for all between. Two numbers of rows are rehearsed, and between and beyond them everything is a straight line.
 """
 
 import copy
@@ -31,7 +31,7 @@ from slapo_zoo.zoo import block_paths
 T = TypeVar("T")
 ROWS = (2, 4)  # with one row some operations take another form
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers")
-KEPT_BLOCKS = 2
+KEPT_BLOCKS = 3  # first, middle, last
 NOT_REHEARSED = ("cut_pipeline_stage", "checkpoint")
 
 
@@ -111,7 +111,7 @@ class Family:
         self.is_small = small is not None
 
     def _small(self) -> Any:
-        """The config with two blocks of each kind, or None where blocks differ from each other."""
+        """The config with few blocks of each kind, or None where blocks differ from each other."""
         kinds = _kinds(self.blocks)
         if self.table.calls or max(map(len, kinds.values())) <= KEPT_BLOCKS + 1:
             return None
@@ -157,13 +157,17 @@ class Family:
         return [replace(named[like], name=name) for name, like in names]
 
     def repeat(self, calls: list[tuple[str, T]]) -> list[tuple[str, T]]:
-        """(name, value) of the calls of the small model --> of the whole one."""
-        found, kinds = [], _kinds(self.blocks)
+        """(name, value) of the calls of the small model --> of the whole one; the middle block repeats."""
+        found, kinds = [], _kinds(self.blocks) if self.is_small else {}
         for name, value in calls:
-            found.append((name, value))
             kind, _, index = name.rpartition(".")
-            if self.is_small and kind in kinds and int(index) == KEPT_BLOCKS - 1:
-                found += [(more, value) for more in kinds[kind][KEPT_BLOCKS:]]
+            names = kinds.get(kind, [name])
+            if len(names) == 1 or int(index) == 0:
+                found.append((name, value))
+            elif int(index) == KEPT_BLOCKS - 1:
+                found.append((names[-1], value))
+            else:
+                found += [(middle, value) for middle in names[1:-1]]
         return found
 
 

@@ -35,7 +35,7 @@ def config_for(case):
 
 
 @pytest.mark.parametrize("case", [GPT2, LLAMA, T5], ids=lambda case: case.cls)
-def test_two_blocks_stand_for_all(case):
+def test_three_blocks_stand_for_all(case):
     short, whole = Family(config_for(case)), Family(config_for(case))
     assert short.is_small
     whole.small, whole.is_small = whole.config, False
