@@ -19,7 +19,7 @@ WORK = Work("folder", batch_size=2, seq_len=10)
 def team(name, losses=(4.0, 3.9, 3.8), seconds=(0.1, 0.2), norm=2.0, failure="", size=100):
     start = {
         "norm": norm, "parameter bytes": size, "peak bytes": size, "load s": 1.0,
-        "first gradients s": 2.0,
+        "first gradients s": 2.0, "read": None, "save s": None, "plan lines": 0,
     }  # fmt: skip
     return SimpleNamespace(
         name=name, losses=list(losses), seconds=list(seconds), start=start, failure=failure
@@ -93,3 +93,9 @@ def test_every_contender_trains_the_same(family, tmp_path):
     for name, verdict in verdicts.items():
         refused = CONTENDERS[name].why_not(shape(family, quick=True))
         assert verdict == (refused or "same"), name
+    told = {row["contender"]: row for row in found["speed"]}
+    for name in ("slapo_zoo", "transformers", "slapo_zoo tp=1", "FSDP2", "Accelerate"):
+        assert told[name]["save s"] > 0, name
+    assert told["DTensor"]["save s"] is None
+    assert told["slapo_zoo"]["read MiB"] < told["slapo_zoo tp=1"]["read MiB"]
+    assert told["DTensor"]["plan lines"] > 0 == told["slapo_zoo"]["plan lines"]

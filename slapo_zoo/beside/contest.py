@@ -6,9 +6,11 @@ Slow phases of a machine then meet all of them. A contender that waits its turn 
 import gc
 import multiprocessing
 import os
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,9 +53,7 @@ class Team:
         found = self._ask("begin")
         if found:
             self.losses += found[0]["losses"]
-            self.start = {
-                name: max(rank[name] for rank in found) for name in found[0] if name != "losses"
-            }
+            self.start = {name: most(rank[name] for rank in found) for name in found[0] if name != "losses"}  # fmt: skip
 
     def step(self) -> None:
         """One timed step."""
@@ -61,6 +61,15 @@ class Team:
         if found:
             self.seconds.append(max(rank[0] for rank in found))
             self.losses.append(found[0][1])
+
+    def save(self) -> None:
+        """One save, into a folder that is removed then; who cannot save may have trained well."""
+        if self.failure:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            found = self._ask(("save", str(Path(folder) / "saved")))
+        self.start["save s"] = most(found) if found else "fails"
+        self.failure = ""
 
     def _ask(self, what: Any) -> list[Any]:
         """Every rank's answer; none after a failure."""
@@ -88,6 +97,12 @@ class Team:
         self._ranks = []
 
 
+def most(values: Iterable[Any]) -> Any:
+    """The largest; None where one is unknown."""
+    found = list(values)
+    return None if None in found else max(found)
+
+
 def compete(names: Sequence[str], work: Work, rounds: int) -> list[Team]:
     """Let the contenders load one by one, then take turns for so many rounds of one step.
 
@@ -100,13 +115,9 @@ def compete(names: Sequence[str], work: Work, rounds: int) -> list[Team]:
     teams = []
     try:
         teams += [Team(name, work) for name in names]
-        for team in teams:
-            team.meet()
-        for team in teams:
-            team.begin()
-        for _ in range(rounds):
+        for turn in (Team.meet, Team.begin, *[Team.step] * rounds, Team.save):
             for team in teams:
-                team.step()
+                turn(team)
     finally:
         for team in teams:
             team.close()
@@ -145,6 +156,8 @@ def _serve(pipe: Any, rank: int, size: int, threads: int, name: str, work: Work)
                 elif what == "begin":
                     contender, answer = _begin(CONTENDERS[name], work)
                     pipe.send(answer)
+                elif what != "step":
+                    pipe.send(_save(contender, what[1]))
                 else:
                     pipe.send(_step(contender))
             except Exception as error:
@@ -190,8 +203,18 @@ def _begin(cls: type[Contender], work: Work) -> tuple[Contender, dict[str, Any]]
         found["losses"] = [contender.step(between)]
         found["losses"] += [contender.step() for _ in range(CHECKED_STEPS - 2)]
     found["peak bytes"] = peak.growth
-    found["parameter bytes"] = contender.parameter_bytes()
+    found["parameter bytes"], found["read"] = contender.parameter_bytes(), contender.bytes_read()
+    found["plan lines"] = contender.plan_lines(contender.model.config)
     return contender, found
+
+
+def _save(contender: Contender, folder: str) -> float | None:
+    """Seconds until all ranks are through."""
+    _barrier()
+    begin = time.perf_counter()
+    done = contender.save(folder)
+    _barrier()
+    return time.perf_counter() - begin if done else None
 
 
 def _step(contender: Contender) -> tuple[float, float]:

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 COLUMN, ROW = "column", "row"
+ENDS = 2  # more entries: the embedding and the head
 PLANS: dict[str, dict[str, str]] = {
     "bert": {
         "bert.encoder.layer.*.attention.self.query": COLUMN,

@@ -84,6 +84,20 @@ class Contender:
             total += float(square)
         return math.sqrt(total)
 
+    def save(self, folder: str) -> bool:
+        """Write what plain `transformers` loads; False where one call does not do it."""
+        self.model.save_pretrained(folder)
+        return True
+
+    def bytes_read(self) -> int | None:
+        """Of the checkpoint, by this rank; None where nobody counts them."""
+        return None
+
+    @staticmethod
+    def plan_lines(config: Any) -> int:
+        """Entries of a plan that a person writes for a family."""
+        return 0
+
     def parameter_bytes(self) -> int:
         """Of this rank."""
         local = (p.to_local() if hasattr(p, "to_local") else p for p in self.model.parameters())
@@ -127,6 +141,9 @@ class Ours(Contender):
     def norm(self) -> float:
         return float(self.model.clip_grad_norm_(math.inf))
 
+    def bytes_read(self) -> int:
+        return self.model.ledger.bytes_read
+
 
 class OursAlone(Ours):
     """slapo_zoo with tp=1: what the schedule itself costs."""
@@ -155,6 +172,10 @@ class TransformersTP(Contender):
         options = DistributedConfig(tp_size=self.work.tp, tp_plan=plan)
         return plain(self.work.folder, distributed_config=options)
 
+    @staticmethod
+    def plan_lines(config: Any) -> int:
+        return len(BERT_BLOCKS) if config.model_type == "bert" else 0
+
 
 class DTensor(Contender):
     """torch's `parallelize_module` with a plan written by hand that divides what ours divides."""
@@ -177,6 +198,17 @@ class DTensor(Contender):
         from slapo_zoo.beside.dtensor import loss_and_backward
 
         return loss_and_backward(self.model, self.batch)
+
+    def save(self, folder: str) -> bool:
+        return (
+            False  # gathering is the user's, and for GPT-2 the rewriting of what `divide` rewrote
+        )
+
+    @staticmethod
+    def plan_lines(config: Any) -> int:
+        from slapo_zoo.beside.dtensor import ENDS, PLANS
+
+        return len(PLANS[config.model_type]) + ENDS
 
 
 class DeepSpeed(Contender):
@@ -219,6 +251,9 @@ class DeepSpeed(Contender):
 
     def update(self) -> None:
         self.engine.step()
+
+    def save(self, folder: str) -> bool:
+        return False  # its checkpoints are its own
 
 
 class Compiled(Contender):
@@ -271,6 +306,15 @@ class FSDP2(_DividesRows):
                     fully_shard(block)
         return fully_shard(model)
 
+    def save(self, folder: str) -> bool:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(self.model, options=whole)
+        if dist.get_rank() == 0:
+            self.model.save_pretrained(folder, state_dict=state)
+        return True
+
 
 class Accelerate(_DividesRows):
     """`Accelerator.prepare`: DistributedDataParallel."""
@@ -297,6 +341,11 @@ class Accelerate(_DividesRows):
 
     def backward(self, loss: Tensor) -> None:
         self.accelerator.backward(loss)
+
+    def save(self, folder: str) -> bool:
+        model = self.accelerator.unwrap_model(self.model)
+        model.save_pretrained(folder, is_main_process=self.accelerator.is_main_process)
+        return True
 
 
 CONTENDERS: dict[str, type[Contender]] = {

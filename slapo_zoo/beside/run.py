@@ -94,7 +94,9 @@ def _text(results: Mapping[str, Mapping[str, Any]], around: Mapping[str, Any], c
         "A step is forward, backward and AdamW; contenders take turns of one step, each in its own processes. "
         "Those with one rank have as many threads as the others have ranks. `time / ours` is the median of the rounds' "
         "ratios: above 1 ours is faster. A speed is told only of those whose losses and gradient norm agree with plain "
-        f"transformers in this run. Unmeasured: {', '.join(UNMEASURED)}.\n"
+        "transformers in this run. `read MiB` is what a rank's ledger counts; the others keep none. `save s` ends when all "
+        "ranks are through; only ours is on the disk then (fsync), and `-` marks who has no one call for it. `plan lines` are "
+        f"what a person writes for the family. Unmeasured: {', '.join(UNMEASURED)}.\n"
     )
     for name, result in results.items():
         facts = ", ".join(f"{key} {value}" for key, value in result["work"].items())

@@ -67,6 +67,8 @@ def _speed(team: Team, ours: Team, work: Work) -> dict[str, Any]:
         "ours / its first": round(
             ours.start["first gradients s"] / team.start["first gradients s"], 3
         ),
+        "read MiB": team.start["read"] and team.start["read"] / MIB,
+        "save s": team.start["save s"], "plan lines": team.start["plan lines"],
     }  # fmt: skip
 
 
