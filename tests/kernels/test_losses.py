@@ -152,3 +152,25 @@ def test_memory_of_sparse_mlm_head_loss(sizes):
     labels = torch.where(torch.arange(500) % 7 == 0, labels, -100)
     ours = growth(lambda: sparse_mlm_head_loss(hidden, labels, torch.tanh, weight), hidden, weight)
     assert ours < 0.5 * logits, f"{ours / logits:.2f} of the logits"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("factor", [1.0, 1 / 3])
+def test_gradients_are_divided_without_rounding_the_divisor(dtype, factor):
+    """1/1023 in bf16 is 0.1 % off: so would be every gradient of the model."""
+    from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
+
+    torch.manual_seed(0)
+    x, weight, target = torch.randn(1023, 32), torch.randn(200, 32) / 4, torch.randint(200, (1023,))
+    plain = lambda x, w, t: functional.cross_entropy((x @ w.T).float(), t)  # noqa: E731
+
+    def gradients(loss, dtype):
+        found = [t.to(dtype).detach().clone().requires_grad_() for t in (x, weight)]
+        (factor * loss(*found, target)).backward()
+        return [t.grad.double() for t in found]
+
+    exact = gradients(plain, torch.float64)
+    for mine, other, want in zip(gradients(linear_cross_entropy, dtype), gradients(plain, dtype), exact, strict=True):  # fmt: skip
+        scales = [abs(float((g * want).sum() / (want * want).sum()) - 1) for g in (mine, other)]
+        assert scales[0] <= scales[1] + 1e-4
+        assert (mine - want).norm() <= 1.1 * (other - want).norm()
