@@ -87,7 +87,8 @@ HARDWARE = {
     "h100": data_sheet("NVIDIA H100 SXM", 989e12, 3.35e12, 450e9, 50e9, 80 * GIB),
     "a100": data_sheet("NVIDIA A100 SXM 80GB", 312e12, 2.0e12, 300e9, 25e9, 80 * GIB),
     "a100-40g": data_sheet("NVIDIA A100 SXM 40GB", 312e12, 1.55e12, 300e9, 25e9, 40 * GIB),
-    "v100": data_sheet("NVIDIA V100 SXM2", 125e12, 0.9e12, 150e9, 12.5e9, 16 * GIB),
+    # DGX-1: four ports of 100 Gb/s for eight devices
+    "v100": data_sheet("NVIDIA V100 SXM2", 125e12, 0.9e12, 150e9, 6.25e9, 16 * GIB),
     # one thread of a server core; `slapo-zoo calibrate` replaces it by this machine's figures
     "cpu": Hardware("CPU", "a server core, rounded", {"float32": 5e10, "bfloat16": 5e10}, 8e9, 4e-6,
                     2e9, 1e9, 5e-5, 1, 16 * GIB, 5 * 2**20, 2.0, False, CPU_SCRATCH),
