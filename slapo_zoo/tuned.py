@@ -67,6 +67,8 @@ def tuned_knobs(
     if not file.exists():
         return {}
     found = json.loads(file.read_text(encoding="utf-8")).get(machine_name(device), {})
+    if not found:
+        return {}
     wanted = {"model": model_name(config), "dtype": str(dtype).removeprefix("torch.")}
     fits = [e for e in found.values() if wanted.items() <= {**e, **e.get("setting", {})}.items()]
     best = max(fits, key=lambda e: e["setting"].get("seq_len", 0), default={"point": {}})
