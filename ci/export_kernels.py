@@ -20,6 +20,8 @@ VARIANTS = {"torch-cuda": "cuda", "torch-cpu": "cpu"}
 LAYERS = {
     "LayerNorm": ("layer_norm", "input"),
     "T5LayerNorm": ("rms_norm", "hidden_states"),
+    "LlamaRMSNorm": ("rms_norm", "hidden_states"),
+    "LlamaMLP": ("swiglu", "x"),
     "GELUActivation": ("bias_gelu", "input"),
     "NewGELUActivation": ("bias_gelu", "input"),
     "BertSelfOutput": ("bias_dropout_residual_layer_norm", "hidden_states, input_tensor"),
@@ -30,7 +32,7 @@ LAYERS = {
     "T5DenseGatedActDense": ("geglu", "hidden_states"),
 }
 FUNCTIONS = [
-    "bias_gelu", "bias_relu", "relu_dropout", "geglu", "layer_norm", "rms_norm",
+    "bias_gelu", "bias_relu", "relu_dropout", "geglu", "swiglu", "layer_norm", "rms_norm",
     "bias_dropout_residual_layer_norm", "embedding_layer_norm", "linear_cross_entropy",
     "sparse_mlm_head_loss", "local_causal_attention", "t5_attention", "batch_norm_relu_add",
 ]  # fmt: skip

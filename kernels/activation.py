@@ -1,4 +1,4 @@
-"""The operator behind bias_gelu, bias_relu, geglu and relu_dropout: y = mask * act(x + bias) * up.
+"""The operator behind bias_gelu, bias_relu, geglu, swiglu and relu_dropout: y = mask * act(x + bias) * up.
 
 One pass forward, one backward that recomputes the activation and sums the bias gradient on the way
 (per strip of rows, then over strips: deterministic). Axes: M rows, N columns.
@@ -28,7 +28,7 @@ def activation(
 
     Args:
         name: of the kernel that asks, for the dispatch table.
-        kind: "gelu" (erf), "gelu_tanh" or "relu".
+        kind: "gelu" (erf), "gelu_tanh", "relu" or "silu".
         x: [..., N].
         bias: [N].
         up: [..., N].
@@ -36,7 +36,8 @@ def activation(
         seeds: see dropout_mask.
         p: see dropout_mask.
     """
-    if not runs_triton(name, x):
+    recomputes = kind == "silu" and not x.is_cuda  # as fast on a CPU, and act(x) is not kept
+    if not runs_triton(name, x) and not recomputes:
         return _plain(kind, x, bias, up, mask_like(x, keep, seeds, p))
     rows = (None if t is None else t.reshape(-1, x.shape[-1]) for t in (x, up, keep))
     x_MN, up_MN, keep_MN = rows
@@ -46,6 +47,8 @@ def activation(
 def _act(kind: str, x: Tensor) -> Tensor:
     if kind == "relu":
         return functional.relu(x)
+    if kind == "silu":
+        return functional.silu(x)
     return functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
@@ -56,6 +59,17 @@ def _plain(
     y = _act(kind, x if bias is None else x + bias)
     y = y if up is None else y * up
     return y if mask is None else y * mask
+
+
+def _through_act(kind: str, dy: Tensor, h: Tensor, ours: bool) -> Tensor:
+    """The gradient of h, in plain torch operations; in the place of dy where that is ours."""
+    into = dy if ours else torch.empty_like(dy)
+    if kind == "relu":
+        return torch.mul(dy, h > 0, out=into)
+    if kind == "silu":
+        return torch.ops.aten.silu_backward.grad_input(dy, h, grad_input=into)
+    approximate = "tanh" if kind == "gelu_tanh" else "none"
+    return torch.ops.aten.gelu_backward.grad_input(dy, h, approximate=approximate, grad_input=into)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -85,7 +99,9 @@ def _forward(
         from slapo_zoo.kernels import activation_triton
 
         return activation_triton.forward(x, bias, up, keep, seeds, p, kind)
-    y = _plain(kind, x, bias, up, mask_like(x, keep, seeds, p))
+    y = _act(kind, x if bias is None else x + bias)
+    for factor in (up, mask_like(x, keep, seeds, p)):
+        y = y if factor is None else y.mul_(factor)
     return y.contiguous()
 
 
@@ -113,12 +129,7 @@ def _backward(
     mask = mask_like(x, keep, seeds, p)
     dy = dy if mask is None else dy * mask
     h = x if bias is None else x + bias
-    dup = x.new_empty(0, x.shape[-1]) if up is None else dy * _act(kind, h)
-    dy = dy if up is None else dy * up
-    if kind == "relu":
-        dx = dy * (h > 0)
-    else:
-        approximate = "tanh" if kind == "gelu_tanh" else "none"
-        dx = torch.ops.aten.gelu_backward(dy, h, approximate=approximate)
+    dup = x.new_empty(0, x.shape[-1]) if up is None else _act(kind, h).mul_(dy)
+    dx = _through_act(kind, dy if up is None else dy * up, h, not (up is None and mask is None))
     dbias = x.new_empty(0) if bias is None else dx.sum(0)
     return dx.contiguous(), dbias, dup.contiguous()

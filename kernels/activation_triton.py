@@ -24,6 +24,10 @@ def _act(h, KIND: tl.constexpr):
         cdf = 0.5 * (1.0 + tl.erf(h * 0.7071067811865476))
         y = h * cdf
         d = cdf + h * 0.3989422804014327 * tl.exp(-0.5 * h * h)
+    elif KIND == "silu":
+        s = tl.sigmoid(h)
+        y = h * s
+        d = s + y * (1.0 - s)
     else:
         t = 2.0 * tl.sigmoid(1.5957691216057308 * (h + 0.044715 * h * h * h)) - 1.0
         y = 0.5 * h * (1.0 + t)
@@ -164,5 +168,5 @@ AOT = [  # kernel, types of its arguments, constants
      {"KIND": kind, "BIAS": not gated, "UP": gated, "MASK": mask, "BLOCK_M": BLOCK_M,
       "BLOCK_N": BLOCK_N, "num_warps": 4, "enable_fp_fusion": True})
     for kernel in (_forward_kernel, _backward_kernel)
-    for kind, gated, mask in (("gelu", False, "none"), ("gelu_tanh", True, "seeds"), ("relu", False, "keep"))
+    for kind, gated, mask in (("gelu", False, "none"), ("gelu_tanh", True, "seeds"), ("relu", False, "keep"), ("silu", True, "none"))
 ]  # fmt: skip

@@ -48,8 +48,10 @@ class Head:
     group: Any = None
     summed: bool = False
 
-    def loss(self, rows: Tensor, target: Tensor, ignore_index: int, smoothing: float) -> Tensor:
-        """The sum of the losses of rows [N, H]."""
+    def loss(
+        self, rows: Tensor, target: Tensor, ignore_index: int, smoothing: float, items: Any
+    ) -> Tensor:
+        """The sum of the losses of rows [N, H] over `items`; None: over the number that counts."""
         from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 
         if self.before is not None or self.group is not None:
@@ -58,16 +60,20 @@ class Head:
         rows = rows if self.before is None else self.before(rows)
         weight, bias = self.linear.weight, self.linear.bias
         if self.group is None:
-            options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": smoothing}
-            return linear_cross_entropy(rows, weight, target, bias, reduction="sum", **options)
+            options: Any = {"ignore_index": ignore_index, "label_smoothing": smoothing}
+            return linear_cross_entropy(rows, weight, target, bias, num_items=items, **options)
         from slapo_zoo.kernels.vocab_parallel_linear_cross_entropy import (
             vocab_parallel_linear_cross_entropy,
         )
 
-        return vocab_parallel_linear_cross_entropy(
+        total = vocab_parallel_linear_cross_entropy(
             rows, weight, target, self.vocab_size, self.group, bias, ignore_index, smoothing,
             summed=self.summed,
         ).sum()  # fmt: skip
+        if items is not None:
+            return total / items
+        number = (target != ignore_index).sum()
+        return torch.where(number > 0, total / number.clamp(min=1), torch.nan)
 
 
 def may_defer(module: Any, rows: Tensor) -> bool:
@@ -150,6 +156,13 @@ class LogitsOnDemand(torch.Tensor):
             hint = 'read them before optimizer.step(), or load with kernels="reference"'
             problem = "the weights have changed since, and they were not looked at before"
             raise SlapoError("output", "logits", problem, hint)
+
+    def cross_entropy_over(self, items: float, target: Tensor, **options: Any) -> Tensor:
+        """The sum of the losses over `items`: to divide it later would take a pass over all gradients."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.untouched() and _common(self, target, **options):
+                return _cross_entropy(self, target, items=items, **options)
+        return functional.cross_entropy(self, target, **options | {"reduction": "sum"}) / items
 
     def untouched(self) -> bool:
         """Whether neither these logits nor those they are a view of were made: they may be changed."""
@@ -282,13 +295,11 @@ def _cross_entropy(
     reduce: None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    items: float | None = None,
 ) -> Tensor:
-    """The signature of torch.nn.functional.cross_entropy."""
+    """The signature of torch.nn.functional.cross_entropy, and what a mean divides by."""
     whose: LogitsOnDemand | None = x
     while whose is not None:
         whose.passed_by, whose = True, whose.parent
-    total = x.head.loss(x.rows, target, ignore_index, label_smoothing)
-    if reduction == "sum":
-        return total
-    number = (target != ignore_index).sum()
-    return torch.where(number > 0, total / number.clamp(min=1), torch.nan)
+    items = 1 if reduction == "sum" else items
+    return x.head.loss(x.rows, target, ignore_index, label_smoothing, items)

@@ -1,4 +1,4 @@
-"""rms_norm: y = x / rms(x) * weight over the last axis, T5's norm. N columns."""
+"""rms_norm: y = x / rms(x) * weight over the last axis, the norm of T5 and the Llama family. N columns."""
 
 from typing import Any
 
@@ -32,6 +32,18 @@ def _forward(module: Any, hidden_states: Tensor) -> Tensor:
     return rms_norm(x, module.weight, module.variance_epsilon)
 
 
+def _llama(module: Any, hidden_states: Tensor) -> Tensor:
+    x, weight = hidden_states, module.weight
+    if torch.promote_types(x.dtype, weight.dtype) == x.dtype:
+        return rms_norm(x, weight, module.variance_epsilon)
+    one = torch.ones_like(weight, dtype=x.dtype)  # x is rounded before the weight widens it
+    return weight * rms_norm(x, one, module.variance_epsilon)
+
+
+T5 = ("T5LayerNorm", "MT5LayerNorm", "UMT5LayerNorm")
+LLAMA = ("LlamaRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "GraniteRMSNorm")
+
+
 def _cannot(module: Any) -> str:
     many = module.weight.shape[0] > MOST_COLUMNS
     return f"its rows are longer than {MOST_COLUMNS}" if many else ""
@@ -39,7 +51,7 @@ def _cannot(module: Any) -> str:
 
 @kernel(
     "rms_norm", reference, inputs, SHAPES, cannot=_cannot,
-    serves=dict.fromkeys(("T5LayerNorm", "MT5LayerNorm", "UMT5LayerNorm"), _forward),
+    serves=dict.fromkeys(T5, _forward) | dict.fromkeys(LLAMA, _llama),
     cpu="LayerNorm's backward and a correction",
 )  # fmt: skip
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:

@@ -28,6 +28,7 @@ SHAPES: dict[str, list[tuple]] = {
     "bias_relu": [(512, 1024), (2048, 3072), (8192, 4096)],
     "relu_dropout": [(4, 128, 1024), (4, 512, 2048), (16, 512, 4096)],
     "geglu": [(4, 128, 1024), (4, 512, 2048), (16, 512, 2816)],
+    "swiglu": [(512, 1024), (4096, 2048), (8192, 2816)],
     "layer_norm": [(512, 768), (4096, 768), (8192, 1024)],
     "rms_norm": [(512, 768), (4096, 768), (8192, 1024)],
     "bias_dropout_residual_layer_norm": [(4, 128, 768), (8, 512, 768), (16, 512, 1024)],
@@ -90,6 +91,7 @@ PLAIN: dict[str, Callable[..., Any]] = {
     "bias_gelu": _gelu,
     "bias_relu": lambda x, bias: functional.relu(x + bias),
     "relu_dropout": lambda x, p=0.0, **_: functional.dropout(functional.relu(x), p),
+    "swiglu": lambda gate, up: functional.silu(gate) * up,
     "layer_norm": lambda x, weight, bias: functional.layer_norm(x, x.shape[-1:], weight, bias),
     "bias_dropout_residual_layer_norm": lambda x, residual, weight, bias, x_bias, p=0.0, **_: (
         functional.layer_norm(
@@ -121,7 +123,7 @@ def liger() -> dict[str, Callable[..., Any]]:
         total: Any = lf.liger_fused_linear_cross_entropy(x, weight, target, bias, **options)
         return total / num_items
 
-    return {"layer_norm": norm, "rms_norm": rms, "linear_cross_entropy": linear}
+    return {"layer_norm": norm, "rms_norm": rms, "swiglu": lf.liger_swiglu, "linear_cross_entropy": linear}
 
 
 def arguments(name: str, shape: tuple, dtype: torch.dtype, device: str) -> dict[str, Any]:

@@ -68,9 +68,11 @@ class GlobalMeans(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in MEANS or kwargs.get("reduction", "mean") != "mean":
             return func(*args, **kwargs)
-        total = func(*args, **{**kwargs, "reduction": "sum"})
         self.found += 1
-        return total / next(self.counts, torch.nan)
+        count = next(self.counts, torch.nan)
+        if func is functional.cross_entropy and args and hasattr(args[0], "cross_entropy_over"):
+            return args[0].cross_entropy_over(count, *args[1:], **kwargs)
+        return func(*args, **{**kwargs, "reduction": "sum"}) / count
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         """A forward that ended without one of these means would sum losses of parts unscaled."""

@@ -72,13 +72,14 @@ def load(folder):
 def test_layers_are_stateless_and_take_the_arguments_of_the_modules(hub):
     from transformers import activations
     from transformers.models.bert import modeling_bert
+    from transformers.models.llama import modeling_llama
     from transformers.models.roberta import modeling_roberta
     from transformers.models.t5 import modeling_t5
 
     layers = load(hub / "build" / "torch-cpu").layers
-    homes = (nn, activations, modeling_bert, modeling_roberta, modeling_t5)
+    homes = (nn, activations, modeling_bert, modeling_llama, modeling_roberta, modeling_t5)
     found = [cls for _, cls in inspect.getmembers(layers, inspect.isclass)]
-    assert len(found) == 10
+    assert len(found) == 12
     for cls in found:
         target = next(getattr(home, cls.__name__) for home in homes if hasattr(home, cls.__name__))
         assert cls.__init__ is nn.Module.__init__

@@ -1,5 +1,7 @@
 """Whatever looks at logits that are made on demand finds them, with their gradient."""
 
+import copy
+
 import pytest
 import torch
 from torch.nn import functional
@@ -105,3 +107,26 @@ def test_no_logits_are_made_for_a_loss():
     assert logits.made is None
     assert logits.sum().isfinite()
     assert logits.made is not None
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_loss_divides_where_its_gradients_are_made(family, micro_batches, monkeypatch):
+    """To divide it later takes a pass over the gradient of the whole vocabulary."""
+    from slapo_zoo.kernels import linear_cross_entropy as kernel
+
+    seen, own = [], kernel._times
+    monkeypatch.setattr(kernel, "_times", lambda t, d: seen.append(float(d)) or own(t, d))
+    config = copy.deepcopy(CONFIGS[family])
+    for name in vars(config):
+        if "drop" in name and name != "classifier_dropout":
+            setattr(config, name, 0.0)
+    batch = {"input_ids": IDS, "labels": IDS.masked_fill(IDS % 5 == 0, -100)}
+    model = AutoScheduledModel.from_config(config, seed=0, kernels="auto").train()
+    loss = model.train_step(batch, micro_batches=micro_batches)
+    assert set(seen) == {1.0}
+    plain = AutoScheduledModel.from_config(config, seed=0, kernels="reference").train()
+    torch.testing.assert_close(loss, plain.train_step(batch, micro_batches=1))
+    theirs = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, theirs[name].grad)

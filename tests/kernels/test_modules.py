@@ -9,6 +9,8 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.models.bert import modeling_bert
 from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.t5 import modeling_t5
 
 from kernel_checks import KERNELS
@@ -19,6 +21,10 @@ BERT = transformers.BertConfig(hidden_size=24, intermediate_size=40, vocab_size=
 T5 = {"d_model": 24, "d_kv": 8, "d_ff": 40, "num_heads": 3, "num_layers": 2, "vocab_size": 31, "decoder_start_token_id": 0}  # fmt: skip
 NEO = transformers.GPTNeoConfig(hidden_size=32, num_heads=4, num_layers=2, window_size=5, vocab_size=31,
                                 attention_types=[[["global", "local"], 1]], max_position_embeddings=32)  # fmt: skip
+
+
+LLAMA = transformers.LlamaConfig(hidden_size=24, intermediate_size=40, num_attention_heads=3, mlp_bias=True)
+QWEN = transformers.Qwen3Config(hidden_size=24, intermediate_size=40, num_attention_heads=3)
 
 
 class Site:
@@ -38,6 +44,10 @@ MODULES = {  # kernel, module, arguments
     "relu": ("bias_relu", nn.ReLU, lambda: (torch.randn(5, 24),)),
     "layer_norm": ("layer_norm", lambda: nn.LayerNorm(24), lambda: (torch.randn(5, 24),)),
     "t5_norm": ("rms_norm", lambda: modeling_t5.T5LayerNorm(24), lambda: (torch.randn(5, 24),)),
+    "llama_norm": ("rms_norm", lambda: modeling_llama.LlamaRMSNorm(24), lambda: (torch.randn(5, 24),)),
+    "qwen3_norm": ("rms_norm", lambda: modeling_qwen3.Qwen3RMSNorm(8), lambda: (torch.randn(2, 5, 3, 8).mT.mT,)),
+    "llama_mlp": ("swiglu", lambda: modeling_llama.LlamaMLP(LLAMA), lambda: (torch.randn(2, 7, 24),)),
+    "qwen3_mlp": ("swiglu", lambda: modeling_qwen3.Qwen3MLP(QWEN), lambda: (torch.randn(2, 7, 24),)),
     "bert_self_output": ("bias_dropout_residual_layer_norm", lambda: modeling_bert.BertSelfOutput(BERT),
                          lambda: (torch.randn(2, 7, 24), torch.randn(2, 7, 24))),
     "bert_output": ("bias_dropout_residual_layer_norm", lambda: modeling_bert.BertOutput(BERT),
@@ -197,9 +207,19 @@ def test_refusals_name_the_reason():
         "rms_norm": (nn.LayerNorm(4), "T5LayerNorm"),
         "geglu": (modeling_t5.T5DenseGatedActDense(gated("gated-relu")), "ReLU"),
         "relu_dropout": (modeling_t5.T5DenseActDense(gated("gelu_new")), "not ReLU"),
+        "swiglu": (modeling_llama.LlamaMLP(transformers.LlamaConfig(hidden_act="gelu")), "GELU"),
     }
     for name, (module, reason) in cases.items():
         assert reason in KERNELS[name].refuses(module)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)])
+def test_llama_norm_gives_the_dtype_of_transformers(dtypes):
+    norm = modeling_llama.LlamaRMSNorm(24).to(dtypes[1])
+    x = torch.randn(5, 24, dtype=dtypes[0])
+    want = norm(x)
+    KERNELS["rms_norm"].install(Site(norm))
+    torch.testing.assert_close(norm(x), want)
 
 
 def test_a_norm_that_was_changed_is_not_passed_by():
