@@ -41,7 +41,8 @@ def _llama(module: Any, hidden_states: Tensor) -> Tensor:
 
 
 T5 = ("T5LayerNorm", "MT5LayerNorm", "UMT5LayerNorm")
-LLAMA = ("LlamaRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "GraniteRMSNorm")
+FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Granite")
+LLAMA = tuple(f"{family}RMSNorm" for family in FAMILIES)
 
 
 def _cannot(module: Any) -> str:

@@ -123,7 +123,12 @@ def liger() -> dict[str, Callable[..., Any]]:
         total: Any = lf.liger_fused_linear_cross_entropy(x, weight, target, bias, **options)
         return total / num_items
 
-    return {"layer_norm": norm, "rms_norm": rms, "swiglu": lf.liger_swiglu, "linear_cross_entropy": linear}
+    return {
+        "layer_norm": norm,
+        "rms_norm": rms,
+        "swiglu": lf.liger_swiglu,
+        "linear_cross_entropy": linear,
+    }
 
 
 def arguments(name: str, shape: tuple, dtype: torch.dtype, device: str) -> dict[str, Any]:

@@ -206,6 +206,48 @@ def losses(capfd, *arguments):
     return [line for line in capfd.readouterr().out.splitlines() if line.startswith("training:")]
 
 
+def test_train_goes_on_from_its_checkpoint_on_another_mesh(gpt2, text, tmp_path, capfd):
+    """3 steps at once are 2 with tp=2, and the third in one process; a third start finds nothing to do."""
+    numbers = ("--data", text, "--seq-len", 16, "--batch-size", 4, "--lr", 1e-3)
+    kept = ("--checkpoint", tmp_path / "kept", "--save-every", 1)
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as caught:
+            train(gpt2, *numbers, *arguments)
+        assert caught.value.code in (0, None)
+        return capfd.readouterr().out
+
+    def told(out):
+        return [
+            line.partition(": ")[2] for line in out.splitlines() if line.startswith("training:")
+        ]
+
+    whole = told(run("--steps", 3))
+    first = told(run("--steps", 2, "--tp", 2, *kept))
+    rest = run("--steps", 3, *kept, "--output", tmp_path / "trained")
+    assert "checkpoint: 2 of 3 steps are done" in rest
+    assert [line.split("  ")[1:] for line in first + told(rest)] == [
+        line.split("  ")[1:] for line in whole
+    ]
+    assert "checkpoint: 3 of 3 steps are done" in run("--steps", 3, *kept)
+    assert (tmp_path / "trained" / "model.safetensors").read_bytes() == (
+        tmp_path / "kept" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_a_checkpoint_of_other_rows_is_refused_before_work_begins(gpt2, text, tmp_path, capsys, monkeypatch):  # fmt: skip
+    numbers = ("train", gpt2, "--data", text, "--seq-len", 16, "--checkpoint", tmp_path / "kept")
+    with pytest.raises(SystemExit):
+        main([*map(str, numbers), "--steps", "1", "--batch-size", "4", "--device", "cpu"])
+    monkeypatch.setattr("slapo_zoo.training.job.run", lambda *args: pytest.fail("work began"))
+    err = failure(capsys, *numbers, "--batch-size", 2)
+    assert "batch_size=4 (now 2)" in err
+    assert "name a new folder" in err
+    (tmp_path / "kept" / "training_state.json").unlink()
+    err = failure(capsys, *numbers, "--batch-size", 4)
+    assert "weights alone are loaded by from_pretrained" in err
+
+
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_every_mesh_prints_the_same_losses(family, request, text, capfd):
     folder = request.getfixturevalue(family)

@@ -108,6 +108,7 @@ def batch_of(case: Case, config: Any, dtype: torch.dtype) -> dict[str, torch.Ten
     return batch
 
 
+TORCH_FAILS = "fails"  # torch.compile makes C++ that does not compile
 UNPADDED = "unpadded_encoder"  # no function of tensors: whole steps say whether it pays
 
 
@@ -155,6 +156,19 @@ def alternatives(case: Case, dtype: torch.dtype, compile: bool) -> dict[str, Cal
         other = build(case, dtype, ours=False)
         found["compile"] = stepper(other, torch.compile(other, dynamic=False), batch, False)
     return found
+
+
+def compiles(steps: dict[str, Callable[[], None]]) -> bool:
+    """Whether torch can compile the plain model, as far as that was asked; a step that fails goes."""
+    from torch._inductor.exc import InductorError
+
+    try:
+        steps.get("compile", lambda: None)()
+    except InductorError as error:
+        print(f"torch.compile: {str(error).strip().splitlines()[0]}")
+        del steps["compile"]
+        return False
+    return True
 
 
 def timed(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
@@ -207,13 +221,14 @@ def measure(name: str, case: Case, dtype_name: str, compile: bool, repeats: int)
     dtype = getattr(torch, dtype_name)
     torch._dynamo.reset()
     steps = alternatives(case, dtype, compile)
+    missing = UNMEASURED if compiles(steps) else TORCH_FAILS
     times = timed(steps, repeats)
     share, rest = shares(steps["ours"])
     ours = median(times["ours"])
 
     def ratio(other: str) -> Any:  # of neighbours in time, so that a slow minute counts for both
         pairs = zip(times[other], times["ours"], strict=True) if other in times else ()
-        return median([a / b for a, b in pairs]) if other in times else UNMEASURED
+        return median([a / b for a, b in pairs]) if other in times else missing
 
     row = {"model": name, "dtype": dtype_name, "B x S": f"{case.rows} x {case.tokens}",
            "ours ms": ours, "plain / ours": ratio("plain"), "wanted": case.targets.get(dtype_name, 1.0),

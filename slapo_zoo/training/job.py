@@ -15,7 +15,7 @@ from slapo_zoo.distributed import (
 )
 from slapo_zoo.errors import ArchitectureError, MeshError, WeightsError
 from slapo_zoo.launch import run_local
-from slapo_zoo.training.loop import TrainOptions, train
+from slapo_zoo.training.loop import TrainOptions, position, train
 from slapo_zoo.training.text import (
     Batches,
     DataError,
@@ -23,6 +23,8 @@ from slapo_zoo.training.text import (
     pack,
     read_documents,
 )
+from slapo_zoo.weights.encode import decode
+from slapo_zoo.weights.training_state import read_state
 
 
 def data_parallel_size(tp: int, pp: int, dp: int | None) -> int:
@@ -81,17 +83,35 @@ def check_batch(batch_size: int, dp: int, micro_batches: int | None) -> None:
         raise MeshError("train", "--batch-size", problem, hint)
 
 
-def check_output(folder: Path) -> None:
+def check_output(folder: Path, option: str = "--output") -> None:
     """Only a new or empty folder, or an older checkpoint, may be written to."""
     if folder.is_file():
-        raise WeightsError(str(folder), "--output", "found a file, expected a folder")
+        raise WeightsError(str(folder), option, "found a file, expected a folder")
     inside = list(folder.iterdir()) if folder.is_dir() else []
     if inside and not (folder / "config.json").exists():
         problem = f"found {len(inside)} other files and no config.json: it is not a checkpoint"
-        raise WeightsError(str(folder), "--output", problem, "name a new folder")
+        raise WeightsError(str(folder), option, problem, "name a new folder")
     parent = next(path for path in [folder, *folder.absolute().parents] if path.exists())
     if not os.access(parent, os.W_OK):
-        raise WeightsError(str(folder), "--output", f"{parent} cannot be written to")
+        raise WeightsError(str(folder), option, f"{parent} cannot be written to")
+
+
+def check_checkpoint(folder: Path, batches: Batches, steps: int) -> None:
+    """A checkpoint that is there was made with these rows, and has done no more steps than asked for."""
+    check_output(folder, "--checkpoint")
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    state, now = read_state(folder), position(batches)
+    then = decode(state["data_position"])
+    then = then if isinstance(then, dict) else {}
+    differ = [name for name in now if then.get(name) != now[name]]
+    if differ:
+        said = ", ".join(f"{name}={then.get(name)} (now {now[name]})" for name in differ)
+        hint = "take the same --data, --seq-len, --batch-size and --seed, or name a new folder"
+        raise WeightsError(str(folder), "--checkpoint", f"it was trained with {said}", hint)
+    if state["step"] > steps:
+        problem = f"it has done {state['step']} steps, and --steps asks for {steps} in all"
+        raise WeightsError(str(folder), "--checkpoint", problem, "ask for more --steps")
 
 
 def read_config(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from rich.console import Console
 from slapo_zoo.training.display import OnStep, ledger_table, progress_bar, silence
 from slapo_zoo.training.text import Batches
 from slapo_zoo.weights.ledger import Ledger
+from slapo_zoo.weights.training_state import FILE
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class TrainOptions:
         clip: largest global gradient norm; 0 does not clip.
         seed: of dropout, of new weights, of the order of the rows and of the masks.
         output: folder for the trained checkpoint, or None.
+        checkpoint: folder for all that training needs to go on; one that is there is gone on from.
+        save_every: steps between two writes of `checkpoint`; it is written after the last step too.
         device: "cpu", "cuda", or None for what is there.
         task: "causal" or "masked", as the checkpoint's family was pre-trained.
         engine: torch, deepspeed or megatron.
@@ -46,6 +50,8 @@ class TrainOptions:
     task: str = "causal"
     engine: str = "torch"
     zero_stage: int = 0
+    checkpoint: str | None = None
+    save_every: int = 100
 
 
 def load(options: TrainOptions) -> Any:
@@ -68,16 +74,47 @@ def load(options: TrainOptions) -> Any:
 
 
 def fit(model: Any, batches: Batches, options: TrainOptions, on_step: OnStep) -> list[float]:
-    """Train with AdamW and clipping; return the global mean loss of every step."""
+    """Train with AdamW and clipping; return the global mean loss of every step that was left."""
     device = next(iter(model.parameters())).device
     model.train()
     engine, losses = make_engine(model, batches.batch_size // options.dp, options), []
-    for step in range(options.steps):
+    done = begin(engine, options)
+    for step in range(done, options.steps):
         part = batches.part(step, model.mesh.coord("dp"), model.mesh.dp)
         loss = float(engine.update({name: t.to(device) for name, t in part.items()}))
         losses.append(loss)
         on_step(step, loss, engine.grad_norm)
+        if is_due(step + 1, options):
+            where = position(batches)
+            engine.save_checkpoint(options.checkpoint, step=step + 1, data_position=where)
     return losses
+
+
+def begin(engine: Any, options: TrainOptions) -> int:
+    """Steps that are done: those of the checkpoint, if there is one."""
+    if options.checkpoint is None or not has_checkpoint(options.checkpoint):
+        return 0
+    done = engine.load_checkpoint(options.checkpoint).step
+    if engine.model.mesh.rank == 0:
+        Console(highlight=False).print(f"checkpoint: {done} of {options.steps} steps are done")
+    return done
+
+
+def has_checkpoint(folder: str) -> bool:
+    """Whether a folder holds what training goes on from."""
+    return (Path(folder) / FILE).exists()
+
+
+def is_due(steps: int, options: TrainOptions) -> bool:
+    """Whether a checkpoint is written after so many steps."""
+    last = steps == options.steps
+    return options.checkpoint is not None and (last or steps % options.save_every == 0)
+
+
+def position(batches: Batches) -> dict[str, int]:
+    """What, beside the number of steps, says which rows come next."""
+    rows, tokens = batches.rows.shape
+    return {"rows": rows, "seq_len": tokens, "batch_size": batches.batch_size, "seed": batches.seed}
 
 
 def make_engine(model: Any, rows: int, options: TrainOptions) -> Any:

@@ -23,7 +23,9 @@ NEO = transformers.GPTNeoConfig(hidden_size=32, num_heads=4, num_layers=2, windo
                                 attention_types=[[["global", "local"], 1]], max_position_embeddings=32)  # fmt: skip
 
 
-LLAMA = transformers.LlamaConfig(hidden_size=24, intermediate_size=40, num_attention_heads=3, mlp_bias=True)
+LLAMA = transformers.LlamaConfig(
+    hidden_size=24, intermediate_size=40, num_attention_heads=3, mlp_bias=True
+)
 QWEN = transformers.Qwen3Config(hidden_size=24, intermediate_size=40, num_attention_heads=3)
 
 
@@ -213,7 +215,9 @@ def test_refusals_name_the_reason():
         assert reason in KERNELS[name].refuses(module)
 
 
-@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)])
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
+)
 def test_llama_norm_gives_the_dtype_of_transformers(dtypes):
     norm = modeling_llama.LlamaRMSNorm(24).to(dtypes[1])
     x = torch.randn(5, 24, dtype=dtypes[0])
