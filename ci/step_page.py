@@ -44,6 +44,24 @@ def memory(content: Row) -> str:
     return _table(heads, cells, right=range(2, 6))
 
 
+def kernels(content: Row) -> str:
+    """Each kernel alone."""
+    heads = (
+        "kernel",
+        "shape",
+        "dtype",
+        "ours, ms",
+        "eager / ours",
+        "compiled / ours",
+        "on by default",
+    )
+    chosen = content["dispatch"]
+    rows = sorted(content["rows"], key=lambda r: (r["what"], r["dtype"], r["shape"]))
+    cells = [(f"`{r['what']}`", r["shape"], r["dtype"], _number(r["p50 ms"], ".1f"), _number(r["eager / ours"]),
+              _number(r["compile / ours"]), "yes" if chosen[r["bucket"]] == "ours" else "no") for r in rows]  # fmt: skip
+    return _table(heads, cells, right=range(3, 6))
+
+
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: range) -> str:
     rule = ["--:" if i in right else ":--" for i in range(len(heads))]
     return "\n".join(
@@ -51,7 +69,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: range) ->
     ).replace("\n", "\n|" + "|".join(rule) + "|\n", 1)  # fmt: skip
 
 
-TABLES: dict[str, Callable[[Row], str]] = {"steps": steps, "memory": memory}
+TABLES: dict[str, Callable[[Row], str]] = {"steps": steps, "memory": memory, "kernels": kernels}
 
 
 def rendered(page: str, content: Row) -> str:

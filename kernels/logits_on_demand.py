@@ -162,7 +162,7 @@ class LogitsOnDemand(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if self.untouched() and _common(self, target, **options):
                 return _cross_entropy(self, target, items=items, **options)
-        return functional.cross_entropy(self, target, **options | {"reduction": "sum"}) / items
+        return functional.cross_entropy(self, target, **{**options, "reduction": "sum"}) / items
 
     def untouched(self) -> bool:
         """Whether neither these logits nor those they are a view of were made: they may be changed."""

@@ -71,7 +71,7 @@ _HOME = {
     "shard_rule": "primitives.shard",
     "sync_op": "primitives.sync",
 }
-__all__ = sorted(_HOME)
+__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

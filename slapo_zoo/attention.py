@@ -95,7 +95,7 @@ class CoreAttention(nn.Module):
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         found, start, H = [], 0, q.shape[1]
         for row, count in enumerate(real.sum(1).tolist()):
-            part = [x[:, :, start : start + count] for x in (q, k, v)]
+            q_row, k_row, v_row = (x[:, :, start : start + count] for x in (q, k, v))
             start += count
             if p:
                 draw = partial(
@@ -104,10 +104,14 @@ class CoreAttention(nn.Module):
                     self.stream.draw_cells if q.device.type == "cpu" else hashed_cells,
                 )
                 mine = seeds[row * H : (row + 1) * H]
-                found.append(dropped_attention.dropped_attention(*part, None, p, scale, mine, draw))
+                found.append(
+                    dropped_attention.dropped_attention(
+                        q_row, k_row, v_row, None, p, scale, mine, draw
+                    )
+                )
             else:
                 options = {"dropout": 0.0, "scaling": scale, "is_causal": False}
-                found.append(self.backend.run(attention, *part, None, **options)[0])
+                found.append(self.backend.run(attention, q_row, k_row, v_row, None, **options)[0])
         return torch.cat(found, 1)
 
     def _dropped(self, q, k, v, mask, bias, p, scaling, causal, cap) -> Tensor:

@@ -137,7 +137,7 @@ def arguments(name: str, shape: tuple, dtype: torch.dtype, device: str) -> dict[
     given = KERNELS[name].inputs(*shape, device=device)  # pyright: ignore[reportOptionalCall]
     given.pop("chunk_bytes", None)  # made small for tests
     if device == "cpu":  # a CPU draws its masks with torch's generator, not with ours
-        given.pop("seeds", None), given.pop("p", None)
+        given = {k: v for k, v in given.items() if k not in ("seeds", "p")}
     if "labels" in given:  # 15 % of the tokens, as BERT masks them
         masked = torch.rand(given["labels"].shape, device=device) < 0.15
         ids = torch.randint(shape[-1], masked.shape, device=device)

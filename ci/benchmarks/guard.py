@@ -17,7 +17,7 @@ SIZES = {
 }
 
 
-def measure(fields: dict[str, int], repeats: int) -> dict[str, float]:
+def measure(fields: dict[str, Any], repeats: int) -> dict[str, float]:
     """Median seconds of a step without the check, and of the check."""
     import torch
     from transformers import GPT2Config

@@ -8,7 +8,7 @@ peaks, NAME:dtype one dtype; rows are kept in hub_cards/bench/<device>.json.
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -244,7 +244,9 @@ def keep(title: str, rows: list[dict[str, Any]]) -> None:
     """Put rows into the file of the device; older ones of the same model and dtype go."""
     rows = [{k: v for k, v in row.items() if k != "beyond"} for row in rows]
     file = MEASURED / f"{slug('cpu')}.json"
-    content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"device": "cpu"}
+    content: dict[str, Any] = (
+        json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"device": "cpu"}
+    )
     table = content.setdefault(title, [])
     new = {(row["model"], row["dtype"]) for row in rows}
     content[title] = [r for r in table if (r["model"], r["dtype"]) not in new] + rows
@@ -283,7 +285,7 @@ def memory_rows(chosen: dict[str, Case]) -> list[dict[str, Any]]:
     return rows
 
 
-def _dtypes(name: str, wanted: list[str]) -> list[str]:
+def _dtypes(name: str, wanted: Sequence[str]) -> list[str]:
     """What is wanted of a model by words "NAME" or "NAME:dtype"."""
     found = [word.partition(":")[2] for word in wanted if name.startswith(word.partition(":")[0])]
     return [d for d in ("float32", "bfloat16") if d in found or "" in found]

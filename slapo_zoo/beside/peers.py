@@ -108,7 +108,7 @@ def plain(folder: str, **options: Any) -> Any:
     """The checkpoint's own class of `transformers`."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder)
+    config: Any = transformers.AutoConfig.from_pretrained(folder)
     cls = getattr(transformers, config.architectures[0])
     return cls.from_pretrained(folder, **options)
 
@@ -116,7 +116,7 @@ def plain(folder: str, **options: Any) -> Any:
 def _plain_shapes(folder: str) -> list[tuple[str, torch.Size]]:
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder)
+    config: Any = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = getattr(transformers, config.architectures[0])(config)
     return [(name, p.shape) for name, p in model.named_parameters()]
@@ -343,7 +343,7 @@ class Accelerate(_DividesRows):
         self.accelerator.backward(loss)
 
     def save(self, folder: str) -> bool:
-        model = self.accelerator.unwrap_model(self.model)
+        model: Any = self.accelerator.unwrap_model(self.model)
         model.save_pretrained(folder, is_main_process=self.accelerator.is_main_process)
         return True
 

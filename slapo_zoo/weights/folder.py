@@ -57,7 +57,7 @@ class CheckpointFolder:
         file = self._file(self._name(key))
         if not isinstance(file, SafetensorsFile):
             return None
-        return file.piece(key, part.storage_offset(), part.shape)
+        return file.piece(key, int(part.storage_offset()), part.shape)
 
     def read_ahead(self, key: str, first: int, count: int) -> None:
         """Ask the kernel to fetch `count` bytes of a tensor, from its byte `first` on, in time."""
