@@ -14,6 +14,7 @@ from slapo_zoo import adapters, consolidate
 from slapo_zoo.distributed import rank_guard
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.generation import Generates, refuse_cache, with_source
+from slapo_zoo.input_errors import explained
 from slapo_zoo.input_guard import INTERVAL
 from slapo_zoo.mesh import Mesh
 from slapo_zoo.pipeline import pipeline_forward
@@ -353,7 +354,8 @@ def _forward(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _run_own(model: Any, runtime: Runtime, batch: Mapping[str, Any]) -> Any:
-    output = runtime.own_forward(model, **batch)
+    with explained(model, batch):
+        output = runtime.own_forward(model, **batch)
     for name in list(output) if hasattr(output, "keys") else ():
         if isinstance(output[name], VocabLogits):
             output[name] = output[name].gathered()

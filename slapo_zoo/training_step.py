@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from slapo_zoo.data_parallel import DataParallel
 from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.input_errors import explained
 from slapo_zoo.input_guard import check_batch
 from slapo_zoo.losses import LABELS, GlobalMeans, count_targets
 from slapo_zoo.mesh import Mesh
@@ -58,7 +59,8 @@ def train_step(
         """The loss of one micro-batch, its means taken over the whole batch."""
         place = stream.at(step, int(part_rows[0]), len(part_rows))
         runtime.schedule.state.real_tokens = real_tokens(model, part)
-        with place, GlobalMeans(totals[:-1]) if is_part else nullcontext():
+        means = GlobalMeans(totals[:-1]) if is_part else nullcontext()
+        with explained(model, part), place, means:
             output = runtime.data_parallel.run(model, dict(part))
         if kept is not None:
             kept.add(int(part_rows[0]), output)

@@ -252,3 +252,38 @@ def test_a_folder_without_a_config(folders, tmp_path):
 
 def test_a_seed_that_is_no_number(sources):
     assert "expected an integer, or None" in refused(SlapoError, sources["gpt2"], seed="one")
+
+
+# --- tokens that a model has no row for -----------------------------------------------------------
+
+SIZES = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 31, "hidden_size": 16}
+SHORT = {  # config, the longest row
+    "gpt2": (transformers.GPT2Config(**SIZES, n_positions=8, bos_token_id=1, eos_token_id=2, architectures=["GPT2LMHeadModel"]), 8),
+    "opt": (transformers.OPTConfig(**SIZES, ffn_dim=32, max_position_embeddings=8, word_embed_proj_dim=16, architectures=["OPTForCausalLM"]), 8),
+    "roberta": (transformers.RobertaConfig(**SIZES, intermediate_size=32, max_position_embeddings=10, architectures=["RobertaForMaskedLM"]), 8),
+    "bert": (transformers.BertConfig(**SIZES, intermediate_size=32, max_position_embeddings=8, architectures=["BertForMaskedLM"]), 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", SHORT)
+def test_tokens_without_a_row_are_named(family):
+    config, longest = SHORT[family]
+    model = AutoScheduledModel.from_config(config, seed=0)
+    long, beyond = torch.arange(longest + 1)[None] + 3, torch.tensor([[3, 40]])
+    for ids, said in ((long, "rows of 9 tokens"), (beyond, "ids 3..40, expected 0..30")):
+        for call in (
+            lambda ids=ids: model.train().train_step({"input_ids": ids, "labels": ids}),
+            lambda ids=ids: model.eval()(input_ids=ids),
+        ):
+            with pytest.raises(IndexError, match=said) as caught:
+                call()
+            assert isinstance(caught.value, SlapoError)
+    assert model(input_ids=long[:, :-1]).logits.shape == (1, longest, 31)
+
+
+def test_an_error_of_another_kind_stays_as_it_is():
+    model = AutoScheduledModel.from_config(SHORT["gpt2"][0], seed=0)
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(RuntimeError, match="size of tensor") as caught:
+        model(input_ids=ids, position_ids=ids[:, :3])
+    assert not isinstance(caught.value, SlapoError)

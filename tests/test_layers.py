@@ -57,6 +57,7 @@ LAYERS = [  # low to high; one name per line, so that two people can add
     explain
     flow
     generation
+    input_errors
     data_parallel
     gradients
     input_guard
