@@ -132,7 +132,8 @@ def make_engine(model: Any, rows: int, options: TrainOptions) -> Any:
             "zero_optimization": {"stage": options.zero_stage},
         }
         settings = {"config": config}
-    make = functools.partial(torch.optim.AdamW, lr=options.lr)
+    fused = options.engine == "torch"  # the others wrap the optimizer, or flatten its parameters
+    make = functools.partial(torch.optim.AdamW, lr=options.lr, fused=fused)
     return init_target_engine(model, options.engine, optimizer=make, **settings)[0]
 
 
