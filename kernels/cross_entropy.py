@@ -5,12 +5,15 @@ enough to join parts of the vocabulary. A part reads its logits once for the los
 gradient, and sends 12 bytes per row. N rows, C columns (of one part), V classes.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slapo_zoo.kernel import in_triton, operator
+
+CACHED = 1 << 21  # bytes of logits in fp32 that a CPU goes over several times
 
 
 def _fake(logits: Tensor, target: Tensor) -> Tensor:
@@ -38,11 +41,23 @@ def statistics(logits: Tensor, target: Tensor) -> Tensor:
         from slapo_zoo.kernels import cross_entropy_triton
 
         return cross_entropy_triton.statistics(logits.contiguous(), target)
-    wide = logits.to(wide_dtype(logits))
+    out = logits.new_zeros((3, len(logits)), dtype=wide_dtype(logits))
     if not logits.shape[1]:
-        return torch.stack([wide.new_full((len(wide),), -torch.inf), *wide.new_zeros(2, len(wide))])
-    picked = wide.gather(1, target.clamp(min=0)[:, None])[:, 0].masked_fill_(target < 0, 0.0)
-    return torch.stack([torch.logsumexp(wide, 1), picked, wide.sum(1)])
+        out[0] = -torch.inf
+        return out
+    out[1] = logits.gather(1, target.clamp(min=0)[:, None])[:, 0].masked_fill_(target < 0, 0.0)
+    for part in row_blocks(logits):
+        wide = logits[part].to(out.dtype)
+        out[0, part], out[2, part] = torch.logsumexp(wide, 1), wide.sum(1)
+    return out
+
+
+def row_blocks(logits: Tensor) -> Iterator[slice]:
+    """Rows that stay in the cache of a CPU while several passes go over them; on a GPU all."""
+    row = logits.shape[1] * wide_dtype(logits).itemsize
+    rows = len(logits) if logits.is_cuda else CACHED // row
+    for i in range(0, len(logits), max(rows, 1)):
+        yield slice(i, i + max(rows, 1))
 
 
 def join(parts: Tensor) -> Tensor:
@@ -69,7 +84,10 @@ def gradient(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tens
         log_sum: [N], of this part.
         d_statistics: [3, N], the gradient of the statistics.
     """
-    return gradient_(logits.contiguous().clone(), target, log_sum, d_statistics)
+    if in_triton(logits):
+        return gradient_(logits.contiguous().clone(), target, log_sum, d_statistics)
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    return _gradient_into(out, logits, target, log_sum, d_statistics)
 
 
 def gradient_(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tensor) -> Tensor:
@@ -78,13 +96,28 @@ def gradient_(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Ten
         from slapo_zoo.kernels import cross_entropy_triton
 
         return cross_entropy_triton.gradient_(logits, target, log_sum, d_statistics)
+    return _gradient_into(logits, logits, target, log_sum, d_statistics)
+
+
+def _gradient_into(
+    out: Tensor, logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tensor
+) -> Tensor:
+    """As `gradient`, in torch operations; `out` may be the logits."""
     if not logits.shape[1]:
-        return logits
-    d = d_statistics[:, :, None]
-    wide = logits.to(wide_dtype(logits))
-    wide.sub_(log_sum[:, None]).exp_().mul_(d[0]).add_(d[2])
-    wide.scatter_add_(1, target.clamp(min=0)[:, None], d[1].masked_fill(target[:, None] < 0, 0.0))
-    return wide if wide.dtype == logits.dtype else logits.copy_(wide)
+        return out
+    d, at = d_statistics[:, :, None], target.clamp(min=0)[:, None]
+    d_picked = d[1].masked_fill(target[:, None] < 0, 0.0)
+    smoothed = logits.is_cuda or bool(d[2].any())  # to ask a GPU would be to wait
+    for part in row_blocks(logits):
+        into = out[part] if out.dtype == wide_dtype(out) else None
+        wide = torch.sub(logits[part].to(wide_dtype(out)), log_sum[part, None], out=into)
+        wide.exp_().mul_(d[0, part])
+        if smoothed:
+            wide.add_(d[2, part])
+        wide.scatter_add_(1, at[part], d_picked[part])
+        if into is None:
+            out[part].copy_(wide)
+    return out
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:

@@ -17,7 +17,6 @@ from slapo_zoo.kernels.logits_on_demand import Head, LogitsOnDemand, may_defer
 from slapo_zoo.tensors import require_indices
 
 SHAPES = [(1, 16, 40), (21, 24, 131), (130, 16, 97), (0, 16, 40)]
-CACHED = 1 << 21  # bytes of logits in fp32 that a CPU goes over several times
 ROWS = 1024  # of a gradient that are in fp32 at a time
 
 
@@ -248,9 +247,7 @@ def _loss_and_gradient_(
         losses = cross_entropy.row_losses(found, counts, smoothing, V)
         return losses.sum(), cross_entropy.gradient_(logits, target, found[0], d)
     total = logits.new_zeros((), dtype=cross_entropy.wide_dtype(logits))
-    rows = max(CACHED // (V * total.itemsize), 1)  # what several passes go over stays in the cache
-    for i in range(0, len(logits), rows):
-        part = slice(i, i + rows)
+    for part in cross_entropy.row_blocks(logits):
         total += _rows_in_cache_(logits[part], target[part], counts[part], smoothing, scale)
     return total, logits
 

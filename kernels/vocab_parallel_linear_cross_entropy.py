@@ -157,8 +157,9 @@ def _gradient(
     db = weight.new_zeros(len(weight) if bias is not None else 0, dtype=wide)
     for i in range(0, len(x), rows):
         part = slice(i, i + rows)
-        logits = kept.clone() if len(kept) else _logits(x[part], weight, bias, width)
-        g = cross_entropy.gradient_(logits, target[part], log_sum[part], d_statistics[:, part])
+        make = cross_entropy.gradient if len(kept) else cross_entropy.gradient_
+        logits = kept if len(kept) else _logits(x[part], weight, bias, width)
+        g = make(logits, target[part], log_sum[part], d_statistics[:, part])
         torch.mm(g, weight[:width], out=dx[part])
         if total is None:
             torch.mm(g.t(), x, out=dw[:width])

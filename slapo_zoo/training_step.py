@@ -66,8 +66,8 @@ def train_step(
             kept.add(int(part_rows[0]), output)
         return _loss(output)
 
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    with runtime.data_parallel.new_gradients(parameters):
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with runtime.data_parallel.new_gradients(list(parameters.values())):
         if runtime.pipeline is not None:
             loss = _pipelined(runtime, run, tensors, others, count)
         else:
@@ -190,16 +190,15 @@ def _accumulate(
     return total
 
 
-def _reduce(model: Any, runtime: Runtime, parameters: list[nn.Parameter]) -> None:
+def _reduce(model: Any, runtime: Runtime, parameters: dict[str, nn.Parameter]) -> None:
     """Sum gradients over tied stages, over tp where they are partial, and over dp."""
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     engine = runtime.data_parallel
     for name, group in (*runtime.ties, *runtime.replicas):
-        engine.sum_over_tp(named, [name], group)
+        engine.sum_over_tp(parameters, [name], group)
     state = runtime.schedule.state
     names = state.partial_gradients | (state.sequence_gradients if state.tokens_divided else set())
-    engine.sum_over_tp(named, sorted(names), model.mesh.group("tp"))
-    engine.sum_over_dp(parameters, model.mesh)
+    engine.sum_over_tp(parameters, sorted(names), model.mesh.group("tp"))
+    engine.sum_over_dp(list(parameters.values()), model.mesh)
 
 
 def _share(loss: Tensor, mesh: Mesh) -> Tensor:

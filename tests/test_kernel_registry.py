@@ -71,3 +71,20 @@ def test_every_kernel_imports_without_triton():
     command = [sys.executable, "-W", "error", "-c", code]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_what_whole_steps_weighed_outlives_a_measurement_of_kernels(tmp_path, monkeypatch):
+    from slapo_zoo import kernel_times
+
+    monkeypatch.setattr(kernel_times, "MEASURED", tmp_path)
+    older = {"dispatch": {"unpadded_encoder:float32:1024": "ours", "geglu:float32:64": "ours"},
+             "ratios": {"unpadded_encoder:float32:1024": 1.8, "geglu:float32:64": 1.1}}  # fmt: skip
+    (tmp_path / "cpu.json").write_text(json.dumps(older))
+    row = {"what": "geglu", "shape": "1x2", "dtype": "float32", "bucket": "geglu:float32:2",
+           "eager / ours": 0.9, "liger / ours": "unmeasured"}  # fmt: skip
+    found = json.loads(kernel_times.write("cpu", [row]).read_text())
+    assert found["dispatch"] == {
+        "unpadded_encoder:float32:1024": "ours",
+        "geglu:float32:2": "torch",
+    }
+    assert found["ratios"]["unpadded_encoder:float32:1024"] == 1.8
