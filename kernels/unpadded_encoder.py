@@ -80,4 +80,5 @@ def _install(site: Any, **options: Any) -> None:
 register_kernel(
     "unpadded_encoder", _refuses, serves=dict.fromkeys(SERVES, unpadded), entry=unpadded,
     reference=reference, inputs=inputs, shapes=tuple(SHAPES), paths={"cpu": "real tokens only", "cuda": "the same"},
+    runs_inside=True,
 )(_install)  # fmt: skip

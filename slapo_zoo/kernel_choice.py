@@ -153,7 +153,8 @@ def _outermost(sch: Schedule, choices: Sequence[Choice]) -> list[Choice]:
 
     One module of many may: it does there what the module did.
     """
-    served = {path: c for c in choices if c.accepted for path in sch[c.pattern].paths}
+    hiding = [c for c in choices if c.accepted and not load_kernels()[c.kernel].runs_inside]
+    served = {path: c for c in hiding for path in sch[c.pattern].paths}
     found = []
     for choice in choices:
         outer = [_outer(path, served) for path in sch[choice.pattern].paths]

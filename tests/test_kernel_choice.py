@@ -207,3 +207,12 @@ def test_padding_that_counts_stays(root):
     for options in ({"labels": labels}, {"output_hidden_states": True}):
         _, _, seen = unpadding(root, "unpadded_encoder", 0.0, options)
         assert seen == [(2, 12), (2, 12)]
+
+
+def test_kernels_inside_an_encoder_that_leaves_out_padding_run_too():
+    """It runs the layers as they are; ALBERT's activation lies in them all."""
+    config, cls = tiny_config(Case("AlbertForMaskedLM", ("tokens",)))
+    sch = Outline(
+        config, cls, Mesh(), torch.float32, kernels=["unpadded_encoder", "bias_gelu"]
+    ).schedule
+    assert {c.kernel for c in sch.kernels if c.accepted} == {"unpadded_encoder", "bias_gelu"}
