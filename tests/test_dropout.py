@@ -5,6 +5,7 @@ the random stream are put by hand; so losses, gradients and weights are held to 
 docs/decisions/0003-relative-tolerance.md, and the masks themselves are compared bit for bit.
 """
 
+import math
 from functools import cache, partial
 
 import pytest
@@ -33,6 +34,8 @@ CASES = {
     "gpt2": Case("GPT2LMHeadModel", ("tokens",), dropout=P),
     "bert": Case("BertForMaskedLM", ("tokens",), dropout=P),
 }
+MASKS_OF_ALL = {"bert": {"kernels": "reference"}}  # unpadded_encoder draws for real tokens alone
+UNPADDED = {"kernels": ["unpadded_encoder", "sparse_mlm_head_loss"]}
 # (tp, pp, dp), options of from_pretrained
 RUNS = {
     "one": ((1, 1, 1), {}),
@@ -173,8 +176,8 @@ def train(case, folder, layout, options):
 @cache
 def run(name, run_name, folder, ranks):
     layout, options = RUNS[run_name]
-    nprocs = layout[0] * layout[1] * layout[2]
-    return ranks.run(train, nprocs, CASES[name], folder, layout, options)
+    options = options | MASKS_OF_ALL.get(name, {})
+    return ranks.run(train, math.prod(layout), CASES[name], folder, layout, options)
 
 
 @pytest.mark.parametrize("run_name", RUNS)
@@ -189,6 +192,23 @@ def test_equals_one_process_with_the_same_masks(name, run_name, root, ranks):
         assert same == [True] * STEPS
         assert result.losses == results[0][0].losses  # on every rank
     _masks_are_slices(results, run(name, "one", folder, ranks)[0][1])
+
+
+@pytest.mark.parametrize("run_name", ["one", "dp2", "tp2-pp2", "recompute-micro2-tp2"])
+def test_equals_one_process_where_padding_is_left_out(run_name, root, ranks):
+    """The real tokens have the masks that they have among padding."""
+    case, (layout, options) = CASES["bert"], RUNS[run_name]
+    folder = checkpoint(case, root)
+    truth, plains = plain(case, folder, torch.float64), [plain(case, folder, torch.float32)]
+    options = options | UNPADDED
+    results = ranks.run(train, math.prod(layout), case, folder, layout, options)
+    compare(results[0][0], plains, truth)
+    whole = run("bert", run_name, folder, ranks)
+    assert 0 <= of_attention(results) < of_attention(whole)  # it took no mask of [B, H, S, S]
+
+
+def of_attention(results):
+    return sum(site.endswith("core_attn") for _, drawn, _ in results for site, *_ in drawn)
 
 
 def _masks_are_slices(results, whole):
