@@ -194,7 +194,7 @@ def test_equals_one_process_with_the_same_masks(name, run_name, root, ranks):
     _masks_are_slices(results, run(name, "one", folder, ranks)[0][1])
 
 
-@pytest.mark.parametrize("run_name", ["one", "dp2", "tp2-pp2", "recompute-micro2-tp2"])
+@pytest.mark.parametrize("run_name", ["one", "tp2", "dp2", "tp2-dp2"])
 def test_equals_one_process_where_padding_is_left_out(run_name, root, ranks):
     """The real tokens have the masks that they have among padding."""
     case, (layout, options) = CASES["bert"], RUNS[run_name]
