@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from slapo_zoo.errors import SlapoError
 
 IDS = ("input_ids", "decoder_input_ids")
-SPARE = 2  # rows of a table of positions that RoBERTa's kin keep for padding
+SPARE = 2  # rows that OPT's table of positions has beyond those of the config
 
 
 class InputError(SlapoError, IndexError):
@@ -20,7 +20,8 @@ class InputError(SlapoError, IndexError):
 def explained(model: Any, batch: Mapping[str, Any]) -> Iterator[None]:
     """Around a forward: an error of torch becomes one that names the tokens at fault.
 
-    Nothing is looked at before something failed; on a GPU an embedding fails only later.
+    Nothing is looked at before something failed. On a GPU an embedding fails only later, when nothing
+    can be asked any more, and memory that ran out says so itself.
     """
     try:
         yield
@@ -30,7 +31,7 @@ def explained(model: Any, batch: Mapping[str, Any]) -> Iterator[None]:
         config = model.config.get_text_config()
         for name in IDS:
             ids = batch.get(name)
-            if isinstance(ids, Tensor) and ids.ndim == 2 and ids.numel():
+            if isinstance(ids, Tensor) and ids.ndim == 2 and ids.numel() and not ids.is_cuda:
                 _explain(model, config, name, ids, error)
         raise
 
@@ -42,13 +43,21 @@ def _explain(model: Any, config: Any, name: str, ids: Tensor, error: Exception) 
         problem = f"found ids {low}..{high}, expected 0..{size - 1}"
         hint = "do the tokenizer and the model have the same vocabulary?"
         raise InputError("forward", name, problem, hint) from error
-    if longest and ids.shape[1] + SPARE > longest and _has_table(model, longest):
-        problem = f"found rows of {ids.shape[1]} tokens, the model has {longest} positions"
-        hint = "cut the rows (RoBERTa's kin keep two positions for padding)"
+    usable = _positions(model, longest) if longest else None
+    if usable is not None and ids.shape[1] > usable:
+        problem = f"found rows of {ids.shape[1]} tokens, the model has {usable} positions for them"
+        hint = "cut the rows, e.g. tokenizer(..., truncation=True, max_length=...)"
         raise InputError("forward", name, problem, hint) from error
 
 
-def _has_table(model: nn.Module, rows: int) -> bool:
-    """Whether positions are learned; computed ones know no end."""
-    tables = (m.weight.shape[0] for m in model.modules() if isinstance(m, nn.Embedding))
-    return any(rows <= count <= rows + SPARE for count in tables)
+def _positions(model: nn.Module, longest: int) -> int | None:
+    """Tokens that a table of learned positions has rows for; None where there is none: no end.
+
+    RoBERTa's kin begin behind their padding index.
+    """
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    found = [m for m in tables if longest <= m.weight.shape[0] <= longest + SPARE]
+    if not found:
+        return None
+    begins = (m.padding_idx + 1 for m in found if m.padding_idx is not None)
+    return longest - max(begins, default=0)

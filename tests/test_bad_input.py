@@ -283,7 +283,7 @@ def test_tokens_without_a_row_are_named(family):
 
 def test_an_error_of_another_kind_stays_as_it_is():
     model = AutoScheduledModel.from_config(SHORT["gpt2"][0], seed=0)
-    ids = torch.ones(1, 4, dtype=torch.long)
+    ids = torch.ones(1, 8, dtype=torch.long)  # as many as there are positions
     with pytest.raises(RuntimeError, match="size of tensor") as caught:
         model(input_ids=ids, position_ids=ids[:, :3])
     assert not isinstance(caught.value, SlapoError)
