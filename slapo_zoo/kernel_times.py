@@ -39,6 +39,7 @@ SHAPES: dict[str, list[tuple]] = {
     "sparse_mlm_head_loss": [(4, 128, 256, 8000), (4, 512, 768, 30522), (16, 512, 768, 30522)],
     "local_causal_attention": [(1, 4, 512, 64, 128), (1, 12, 1024, 64, 256), (4, 16, 2048, 128, 256)],
     "t5_attention": [(1, 4, 256, 256, 64, False), (4, 12, 512, 512, 64, False), (16, 16, 512, 512, 64, False)],
+    "short_attention": [(1, 4, 128, 64, False), (4, 12, 197, 64, False), (16, 12, 197, 64, False), (4, 12, 512, 64, True), (16, 12, 512, 64, True), (2, 12, 512, 64, False)],
     "batch_norm_relu_add": [(2, 64, 16, 16), (8, 256, 28, 28), (64, 256, 56, 56)],
 }  # fmt: skip
 SAME_ON_CPU = ("bias_relu", "layer_norm", "embedding_layer_norm")  # torch's own operations there
@@ -84,6 +85,11 @@ def _linear(x, weight, target, bias=None, label_smoothing=0.0, num_items: Any = 
     return functional.cross_entropy(logits, target, **options) / num_items
 
 
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+    out = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+    return out.transpose(1, 2)
+
+
 def _batch_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return functional.relu(functional.batch_norm(x, None, None, weight, bias, True) + residual)
 
@@ -106,6 +112,7 @@ PLAIN: dict[str, Callable[..., Any]] = {
     "vocab_parallel_linear_cross_entropy": lambda x, weight, target, vocab_size, bias=None, **options: (
         _parallel(functional.linear(x, weight, bias), target, vocab_size, **options)
     ),
+    "short_attention": _sdpa,
     "batch_norm_relu_add": _batch_norm,
 }
 
