@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
+from slapo_zoo import products
 from slapo_zoo.kernel import in_triton, kernel, operator, runs_triton
 from slapo_zoo.kernels import cross_entropy
 from slapo_zoo.kernels.logits_on_demand import Head, LogitsOnDemand, may_defer
@@ -210,13 +211,13 @@ def _mean_loss(
     chunk = torch.empty((min(rows, len(kept_x)), len(weight)), dtype=x.dtype, device=x.device)
     for i in range(0, len(kept_x), rows):
         part = slice(i, i + rows)
-        logits = torch.mm(kept_x[part], weight.t(), out=chunk[: len(kept_x[part])])
+        logits = products.mm_into(chunk[: len(kept_x[part])], kept_x[part], weight.t())
         if bias is not None:
             logits += bias
         loss, logits = _loss_and_gradient_(logits, kept_target[part], smoothing, scale)
         total += loss
         if graded:
-            torch.mm(logits, weight, out=kept_dx[part])
+            products.mm_into(kept_dx[part], logits, weight)
             dw = plus_product(dw, logits.t(), kept_x[part], wide)
             if bias is not None:
                 db += logits.sum(0, dtype=wide)
@@ -229,9 +230,9 @@ def _mean_loss(
 def plus_product(total: Tensor | None, a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
     """total + a b, summed over chunks in fp32; one product alone stays in the dtype of a."""
     if total is None:
-        return a @ b
+        return products.mm(a, b)
     if wide == a.dtype:
-        return total.addmm_(a, b)
+        return products.add_mm_(total, a, b)
     return total.to(wide).add_(a @ b)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_zoo import collectives
+from slapo_zoo import collectives, products
 from slapo_zoo.kernel import kernel, operator
 from slapo_zoo.kernels import cross_entropy
 from slapo_zoo.kernels.linear_cross_entropy import plus_product
@@ -105,7 +105,7 @@ def _gradients(ctx: Any, d_statistics: Tensor, _: Any) -> tuple:
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, width: int) -> Tensor:
     """Of the classes that are no padding, which lie in front."""
     w = weight[:width].t()
-    return x @ w if bias is None else torch.addmm(bias[:width], x, w)
+    return products.mm(x, w, None if bias is None else bias[:width])
 
 
 def _fits(x: Tensor, rows: int, graded: bool) -> bool:
@@ -160,9 +160,9 @@ def _gradient(
         make = cross_entropy.gradient if len(kept) else cross_entropy.gradient_
         logits = kept if len(kept) else _logits(x[part], weight, bias, width)
         g = make(logits, target[part], log_sum[part], d_statistics[:, part])
-        torch.mm(g, weight[:width], out=dx[part])
+        products.mm_into(dx[part], g, weight[:width])
         if total is None:
-            torch.mm(g.t(), x, out=dw[:width])
+            products.mm_into(dw[:width], g.t(), x)
         else:
             total = plus_product(total, g.t(), x[part], wide)
         if bias is not None:

@@ -39,6 +39,7 @@ class Kernel:
         paths: what runs on a type of device where nothing else was measured to be faster.
         sites: paths of a model's modules that it is for; None takes all whose class it serves.
         runs_inside: it runs all modules inside the one that it serves, and so their kernels.
+        innermost: every kernel runs the modules that it serves, as modules.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Kernel:
     paths: Mapping[str, str] = field(default_factory=dict)
     sites: Callable[[Any], list[str]] | None = None
     runs_inside: bool = False
+    innermost: bool = False
 
     def runs(self, device: str) -> tuple[str, str]:
         """The path on a device ("cpu", or the name of a GPU), and why."""

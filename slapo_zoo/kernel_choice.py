@@ -158,7 +158,7 @@ def _outermost(sch: Schedule, choices: Sequence[Choice]) -> list[Choice]:
     found = []
     for choice in choices:
         outer = [_outer(path, served) for path in sch[choice.pattern].paths]
-        if choice.accepted and all(outer):
+        if choice.accepted and all(outer) and not load_kernels()[choice.kernel].innermost:
             inside = f"inside a module that {outer[0].kernel if outer[0] else ''} serves"
             choice = replace(choice, accepted=False, reason=inside)
         found.append(choice)

@@ -39,6 +39,7 @@ SHAPES: dict[str, list[tuple]] = {
     "sparse_mlm_head_loss": [(4, 128, 256, 8000), (4, 512, 768, 30522), (16, 512, 768, 30522)],
     "local_causal_attention": [(1, 4, 512, 64, 128), (1, 12, 1024, 64, 256), (4, 16, 2048, 128, 256)],
     "t5_attention": [(1, 4, 256, 256, 64, False), (4, 12, 512, 512, 64, False), (16, 16, 512, 512, 64, False)],
+    "linear": [(256, 256, 256), (1024, 768, 3072), (8192, 1024, 1024), (1024, 3072, 768), (8192, 1024, 4096), (256, 768, 768)],
     "short_attention": [(1, 4, 128, 64, False), (4, 12, 197, 64, False), (16, 12, 197, 64, False), (4, 12, 512, 64, True), (16, 12, 512, 64, True), (2, 12, 512, 64, False)],
     "batch_norm_relu_add": [(2, 64, 16, 16), (8, 256, 28, 28), (64, 256, 56, 56)],
 }  # fmt: skip
@@ -112,6 +113,7 @@ PLAIN: dict[str, Callable[..., Any]] = {
     "vocab_parallel_linear_cross_entropy": lambda x, weight, target, vocab_size, bias=None, **options: (
         _parallel(functional.linear(x, weight, bias), target, vocab_size, **options)
     ),
+    "linear": functional.linear,
     "short_attention": _sdpa,
     "batch_norm_relu_add": _batch_norm,
 }

@@ -35,6 +35,7 @@ LAYERS = [  # low to high; one name per line, so that two people can add
     meta
     models
     overlap
+    products
     rng
     seeds
     tensors

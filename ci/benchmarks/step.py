@@ -21,7 +21,7 @@ from slapo_zoo.kernel_times import GAIN
 ONLY = ""
 REPEATS, MOST_SECONDS = 7, 8.0
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmm_", "aten::baddbmm_",
-            "aten::mkldnn_convolution", "aten::convolution_backward")  # fmt: skip
+            "mkldnn::_linear_pointwise", "aten::mkldnn_convolution", "aten::convolution_backward")  # fmt: skip
 WIDE = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
 
 

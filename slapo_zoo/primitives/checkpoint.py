@@ -27,6 +27,7 @@ POLICIES: dict[str, set[Any]] = {
         ATEN._scaled_dot_product_efficient_attention.default,
         ATEN._scaled_dot_product_cudnn_attention.default,
         ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+        "slapo_zoo.linear.default", "slapo_zoo.short_attention.default",
     },
 }  # fmt: skip
 
@@ -109,7 +110,7 @@ def restoring(
         return nullcontext(), again
 
     def choose(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        keep = operation in kept
+        keep = operation in kept or str(operation) in kept
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     first, second = create_selective_checkpoint_contexts(choose)

@@ -1,0 +1,127 @@
+"""linear: y = x W' + b, in fp32 on a CPU by the faster of two libraries (slapo_zoo.products).
+
+Serves Linear and Conv1D (GPT-2), whose weight is [K, N]; the attributes of both stay what they are.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from slapo_zoo import products
+from slapo_zoo.kernel import operator, register_kernel
+
+SHAPES = [(7, 24, 10), (5, 33, 16), (64, 16, 1), (0, 8, 4)]
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The definition (torch.nn.Linear)."""
+    return x @ weight.T + bias
+
+
+def inputs(M: int, K: int, N: int, **like: Any) -> dict[str, Any]:
+    """Random arguments of one test shape."""
+    x, weight = torch.randn(M, K, **like), torch.randn(N, K, **like)
+    return {"x": x, "weight": weight, "bias": torch.randn(N, **like)}
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """y = x W' + b [..., N].
+
+    Args:
+        x: [..., K].
+        weight: [N, K].
+        bias: [N], or None.
+    """
+    if x.device.type != "cpu":
+        return functional.linear(x, weight, bias)
+    return _apply(x, weight, bias, False)
+
+
+def _forward(module: Any, x: Tensor) -> Tensor:
+    """Linear; Conv1D."""
+    weight, in_first = module.weight, hasattr(module, "nf")
+    if not _serves(x, weight, in_first):
+        return type(module).forward(module, x)
+    return _apply(x, weight, module.bias, in_first)
+
+
+def _serves(x: Tensor, weight: Tensor, in_first: bool) -> bool:
+    plain = type(x) is Tensor and type(weight) in (Tensor, nn.Parameter)
+    if not plain or torch.is_autocast_enabled("cpu") or x.dim() < 2:
+        return False
+    b = weight if in_first else weight.t()
+    return products.suits(x.reshape(-1, x.shape[-1]) if x.dim() > 2 else x, b)
+
+
+def _install(site: Any, **options: Any) -> None:
+    """A forward that something else gave it stays: a row-parallel one adds its bias after a sum."""
+    if "forward" not in vars(site.module):
+        site.module.forward = _forward.__get__(site.module)
+
+
+def _refuses(module: nn.Module) -> str:
+    names = [cls.__name__ for cls in type(module).__mro__]
+    if "Linear" in names or "Conv1D" in names:
+        return ""
+    return f"found {type(module).__name__}, linear serves Conv1D, Linear"
+
+
+register_kernel(
+    "linear", _refuses, serves=dict.fromkeys(("Linear", "Conv1D"), _forward), entry=linear, innermost=True,
+    reference=reference, inputs=inputs, shapes=tuple(SHAPES), paths={"cpu": "oneDNN where it is faster"},
+)(_install)  # fmt: skip
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    x, weight, bias, ctx.in_first = inputs
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(x, weight)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple:
+    for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
+    for_bias = for_bias and ctx.has_bias
+    found = _backward(dy, *ctx.saved_tensors, ctx.in_first, for_x, for_weight, for_bias)
+    wanted = (for_x, for_weight, for_bias)
+    return *(g if want else None for g, want in zip(found, wanted, strict=True)), None
+
+
+def _fake(x, weight, bias, in_first):
+    return x.new_empty((*x.shape[:-1], weight.shape[1 if in_first else 0]))
+
+
+@operator("linear", _fake, _setup, _gradients)
+def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, in_first: bool) -> Tensor:
+    b = weight if in_first else weight.t()
+    return products.mm(x.reshape(-1, x.shape[-1]), b, bias).view(*x.shape[:-1], b.shape[1])
+
+
+def _fake_backward(dy, x, weight, in_first, for_x, for_weight, for_bias):
+    dx = x.new_empty(x.shape if for_x else (0,))
+    dw = weight.new_empty(weight.shape if for_weight else (0,))
+    return dx, dw, dy.new_empty(dy.shape[-1] if for_bias else 0)
+
+
+@operator("linear_backward", _fake_backward)
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    in_first: bool,
+    for_x: bool,
+    for_weight: bool,
+    for_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = math.prod(dy.shape[:-1])
+    g, x_rows = dy.reshape(rows, dy.shape[-1]), x.reshape(rows, x.shape[-1])
+    dx, dw, db = x.new_empty(0), weight.new_empty(0), dy.new_empty(0)
+    if for_x:
+        dx = products.mm(g, weight.t() if in_first else weight).view(x.shape)
+    if for_weight:
+        dw = products.mm(x_rows.t(), g) if in_first else products.mm(g.t(), x_rows)
+    if for_bias:
+        db = g.sum(0)
+    return dx, dw, db

@@ -1,0 +1,66 @@
+"""Matrix products in fp32 on a CPU, by oneDNN where the BLAS of torch leaves half of the machine unused.
+
+MKL runs AVX2 code on CPUs of AMD; oneDNN takes AVX-512 there, which takes half of the time (measured:
+docs/training_steps.md). Both round alike. Sizes are a [M, K] times b [K, N].
+"""
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+from torch import Tensor
+
+LEAST = 1 << 22  # multiplications below which a call of oneDNN costs more than it saves
+BLOCK = 1 << 21  # elements of a result that is made piece by piece
+
+
+@cache
+def is_faster_here() -> bool:
+    """Whether this is a CPU of AMD with AVX-512, and torch multiplies with MKL."""
+    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
+        return False
+    found = getattr(torch.cpu, "get_capabilities", dict)()
+    known = hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return known and bool(found.get("avx512_f")) and "AMD" in str(found.get("cpu_name", ""))
+
+
+def suits(a: Tensor, b: Tensor) -> bool:
+    """Whether oneDNN is the faster one for a b."""
+    wide = a.dtype == b.dtype == torch.float32 and a.device.type == b.device.type == "cpu"
+    return wide and is_faster_here() and a.shape[0] * a.shape[1] * b.shape[1] >= LEAST
+
+
+def mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """a b + bias, [M, N]; it has no gradient of its own."""
+    if suits(a, b):
+        return _onednn(a, b, bias)
+    return a @ b if bias is None else torch.addmm(bias, a, b)
+
+
+def mm_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """out = a b, with no other memory of that size."""
+    if not suits(a, b):
+        return torch.mm(a, b, out=out)
+    for part in _blocks(b.shape[1], a.shape[0]):
+        out[:, part] = _onednn(a, b[:, part])
+    return out
+
+
+def add_mm_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """total += a b, with no other memory of that size."""
+    if not suits(a, b):
+        return total.addmm_(a, b)
+    for part in _blocks(a.shape[0], b.shape[1]):
+        total[part] += _onednn(a[part], b)
+    return total
+
+
+def _blocks(length: int, width: int) -> Iterator[slice]:
+    step = max(BLOCK // max(width, 1), 1)
+    for start in range(0, length, step):
+        yield slice(start, min(start + step, length))
+
+
+def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What torch.compile calls for a linear layer whose weight is constant: not public."""
+    return torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")

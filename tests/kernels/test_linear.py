@@ -1,0 +1,176 @@
+"""linear: the products of oneDNN, where they take over, and what they leave alone."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from kernel_checks import KERNELS, recorded_operators
+from slapo_zoo import AutoScheduledModel, products
+from slapo_zoo.kernels import linear
+from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
+
+
+@pytest.fixture(autouse=True)
+def onednn(monkeypatch):
+    """It runs whatever the CPU, and for tiny sizes."""
+    monkeypatch.setattr(products, "is_faster_here", lambda: True)
+    monkeypatch.setattr(products, "LEAST", 0)
+    monkeypatch.setattr(products, "BLOCK", 64)
+
+
+def test_the_operator_of_torch_is_there():
+    """It is not public: when it moves, slapo_zoo.products has to."""
+    assert hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    schema = str(torch.ops.mkldnn._linear_pointwise.default._schema)
+    assert schema == (
+        "mkldnn::_linear_pointwise(Tensor X, Tensor W, Tensor? B, str attr,"
+        " Scalar?[] scalars, str? algorithm) -> Tensor Y"
+    )
+
+
+def matrices(M, K, N, layout):
+    torch.manual_seed(0)
+    a, b = torch.randn(M, K), torch.randn(K, N)
+    if layout == "transposed":
+        return a.t().contiguous().t(), b.t().contiguous().t()
+    return (a[:, ::2], b[::2]) if layout == "strided" else (a, b)
+
+
+@pytest.mark.parametrize("layout", ["plain", "transposed", "strided"])
+@pytest.mark.parametrize("size", [(5, 8, 3), (1, 64, 40), (70, 129, 33), (4, 1, 4)])
+def test_products_are_those_of_fp32(size, layout):
+    a, b = matrices(*size, layout)
+    want = a.double() @ b.double()
+    own = float((a @ b - want).abs().max())
+    allowed = 2 * own + 8 * torch.finfo(a.dtype).eps * float(want.abs().max())
+    bias, into, total = torch.randn(len(b.t())), torch.empty(want.shape), torch.ones(want.shape)
+    assert products.suits(a, b)
+    cases = {"mm": (products.mm(a, b), 0), "bias": (products.mm(a, b, bias), bias),
+             "into": (products.mm_into(into, a, b), 0), "add": (products.add_mm_(total, a, b), 1)}  # fmt: skip
+    for name, (found, more) in cases.items():
+        assert float((found - want - more).abs().max()) <= allowed + 1e-6, name
+
+
+def layer(kind):
+    torch.manual_seed(0)
+    module = nn.Linear(24, 40) if kind == "Linear" else Conv1D(40, 24)
+    nn.init.normal_(module.bias)
+    return module if kind != "no bias" else nn.Linear(24, 40, bias=False)
+
+
+def served(module):
+    assert KERNELS["linear"].refuses(module) == ""
+    KERNELS["linear"].install(type("Site", (), {"module": module}))
+    return module
+
+
+def run(module, x):
+    calls = []
+    with recorded_operators(calls):
+        y = module(x)
+        y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype))
+    wanted = [y.detach(), x.grad, *(p.grad for p in module.parameters())]
+    return wanted, [func._schema.name.split("::")[1] for func, *_ in calls]
+
+
+@pytest.mark.parametrize("shape", [(6, 24), (2, 5, 24), (2, 3, 4, 24)])
+@pytest.mark.parametrize("kind", ["Linear", "Conv1D", "no bias"])
+def test_same_as_the_module(kind, shape):
+    x = torch.randn(shape)
+    if kind != "Conv1D":  # whose own forward takes no other strides
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)
+    want, _ = run(layer(kind), x.clone().requires_grad_())
+    found, ran = run(served(layer(kind)), x.clone().requires_grad_())
+    assert ran == ["linear", "linear_backward"]
+    for ours, theirs in zip(found, want, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("frozen", ["input", "weight", "bias"])
+def test_what_is_frozen_costs_nothing(frozen, monkeypatch):
+    module, calls = served(layer("Linear")), []
+    if frozen != "input":
+        getattr(module, frozen).requires_grad_(False)
+    x = torch.randn(6, 24, requires_grad=frozen != "input")
+    own = products.mm
+    monkeypatch.setattr(products, "mm", lambda *args: calls.append(args) or own(*args))
+    module(x).sum().backward()
+    assert len(calls) == (3 if frozen == "bias" else 2)
+    grads = {"input": x.grad, "weight": module.weight.grad, "bias": module.bias.grad}
+    assert [name for name, grad in grads.items() if grad is None] == [frozen]
+
+
+@pytest.mark.parametrize("case", ["bf16", "autocast", "other CPU", "small", "forward", "subclass"])
+def test_what_is_left_alone(case, monkeypatch):
+    module, x = layer("Linear"), torch.randn(6, 24)
+    if case == "forward":
+        module.forward = lambda x: 2 * nn.Linear.forward(module, x)
+    if case == "bf16":
+        module, x = module.bfloat16(), x.bfloat16()
+    if case == "subclass":
+        x = x.as_subclass(type("Other", (torch.Tensor,), {}))
+    if case == "other CPU":
+        monkeypatch.setattr(products, "is_faster_here", lambda: False)
+    if case == "small":
+        monkeypatch.setattr(products, "LEAST", 6 * 24 * 40 + 1)
+    with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+        want, _ = run(module, x.clone().requires_grad_())
+        module.zero_grad()
+        found, ran = run(served(module), x.clone().requires_grad_())
+    assert not ran and all(
+        torch.equal(ours, theirs) for ours, theirs in zip(found, want, strict=True)
+    )
+
+
+def test_a_gradient_of_a_gradient_is_refused():
+    """Silence would be a wrong gradient."""
+    x = torch.randn(6, 24, requires_grad=True)
+    y = served(layer("Linear"))(x)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="not have|not require|not implement|autograd"):
+        dx.square().sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Bert"])
+def test_a_model_trains_with_it(tmp_path, kind):
+    small = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 50}
+    cls = transformers.GPT2LMHeadModel if kind == "GPT2" else transformers.BertForMaskedLM
+    config = cls.config_class(**small, intermediate_size=48)
+    cls(config).save_pretrained(tmp_path)
+    model = AutoScheduledModel.from_pretrained(str(tmp_path), kernels="linear").eval()
+    plain = cls.from_pretrained(tmp_path).eval()
+    ids, calls = torch.arange(24).view(2, 12), []
+    with recorded_operators(calls):
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert {func._schema.name for func, *_ in calls} == {
+        "slapo_zoo::linear",
+        "slapo_zoo::linear_backward",
+    }
+    plain(input_ids=ids, labels=ids).loss.backward()
+    for name, want in plain.named_parameters():
+        found = model.get_parameter(name).grad
+        torch.testing.assert_close(found, want.grad, atol=1e-5, rtol=1e-4, msg=name)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 64 * 30 * 4])
+def test_the_loss_of_a_head_multiplies_so_too(chunk_bytes):
+    torch.manual_seed(0)
+    given = [torch.randn(150, 16), torch.randn(30, 16)]
+    target = torch.randint(30, (150,))
+    ours, theirs = ([x.clone().requires_grad_() for x in given] for _ in range(2))
+    found = linear_cross_entropy(*ours, target, chunk_bytes=chunk_bytes)
+    want = nn.functional.cross_entropy(theirs[0] @ theirs[1].T, target)
+    found.backward()
+    want.backward()
+    for a, b in zip([found, *(x.grad for x in ours)], [want, *(x.grad for x in theirs)], strict=True):  # fmt: skip
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
+def test_kept_by_the_policy_that_keeps_products():
+    from slapo_zoo.primitives.checkpoint import POLICIES
+
+    assert str(torch.ops.slapo_zoo.linear.default) in POLICIES["save_matmuls"]
+    assert linear.linear is KERNELS["linear"].entry
