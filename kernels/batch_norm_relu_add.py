@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from slapo_zoo import products
 from slapo_zoo.kernel import in_triton, kernel, operator, runs_triton
+from slapo_zoo.kernels.linear import is_plain, linear
 
 SHAPES = [(1, 3, 5, 5), (3, 10, 7, 5), (2, 33, 8, 8), (0, 4, 3, 3)]
 
@@ -53,11 +55,34 @@ def inputs(B: int, C: int, h: int, w: int, **like: Any) -> dict[str, Any]:
 def _forward(module: Any, x: Tensor) -> Tensor:
     """WideResNetBottleneck."""
     x = x.contiguous(memory_format=module.format)
-    y = _norm(module.bn1, module.conv1(x))
+    y = _norm(module.bn1, _conv(module.conv1, x))
     y = _norm(module.bn2, module.conv2(y))
     return _norm(
-        module.bn3, module.conv3(y), x if module.downsample is None else module.downsample(x)
+        module.bn3, _conv(module.conv3, y), x if module.downsample is None else module.downsample(x)
     )
+
+
+def _conv(conv: Any, x: Tensor) -> Tensor:
+    """A convolution of 1x1 is a product of channels, which a CPU computes faster."""
+    rows = x.permute(0, 2, 3, 1)
+    if not _is_product(conv) or not _multiplies_faster(rows, conv.weight):
+        return conv(x)
+    multiply = linear if x.dtype == torch.float32 else functional.linear
+    return multiply(rows, conv.weight.flatten(1)).permute(0, 3, 1, 2)
+
+
+def _is_product(conv: Any) -> bool:
+    one = conv.kernel_size == conv.stride == (1, 1) and conv.padding == (0, 0) and conv.groups == 1
+    return one and conv.bias is None and is_plain(conv) and "forward" not in vars(conv)
+
+
+def _multiplies_faster(rows: Tensor, weight: Tensor) -> bool:
+    if rows.device.type != "cpu" or rows.dtype != weight.dtype or not rows.is_contiguous():
+        return False
+    if torch.is_autocast_enabled("cpu"):
+        return False
+    wide = products.suits(rows.flatten(0, 2), weight.flatten(1).t())
+    return wide or rows.dtype == torch.bfloat16
 
 
 def _norm(bn: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -56,6 +56,13 @@ def _serves(x: Tensor, weight: Tensor, in_first: bool) -> bool:
     return products.suits(x.reshape(-1, x.shape[-1]) if x.dim() > 2 else x, b)
 
 
+def is_plain(module: nn.Module) -> bool:
+    """Whether a kernel may multiply by the weight itself: nobody sees or changes the call."""
+    own = getattr(vars(module).get("forward"), "__func__", _forward) is _forward
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return own and not any(getattr(module, name) for name in hooks)
+
+
 def _install(site: Any, **options: Any) -> None:
     """A forward that something else gave it stays: a row-parallel one adds its bias after a sum."""
     if "forward" not in vars(site.module):

@@ -44,7 +44,9 @@ def _is_faster_here() -> bool:
     return bool(found.get("avx512_bf16")) and not found.get("amx_bf16")
 
 
-def _forward(core: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Any:
+def _forward(
+    core: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any
+) -> Any:
     """CoreAttention."""
     if not _serves(core, q, k, v, mask, options):
         return type(core).forward(core, q, k, v, mask, **options)

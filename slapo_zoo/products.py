@@ -4,6 +4,7 @@ MKL runs AVX2 code on CPUs of AMD; oneDNN takes AVX-512 there, which takes half 
 docs/training_steps.md). Both round alike. Sizes are a [M, K] times b [K, N].
 """
 
+import math
 from collections.abc import Iterator
 from functools import cache
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 LEAST = 1 << 22  # multiplications below which a call of oneDNN costs more than it saves
+NARROW = 8  # below it, reading the operands is all there is to do
+LARGE = 1 << 24  # elements of an operand that is not copied as a whole
 BLOCK = 1 << 21  # elements of a result that is made piece by piece
 
 
@@ -27,12 +30,15 @@ def is_faster_here() -> bool:
 def suits(a: Tensor, b: Tensor) -> bool:
     """Whether oneDNN is the faster one for a b."""
     wide = a.dtype == b.dtype == torch.float32 and a.device.type == b.device.type == "cpu"
-    return wide and is_faster_here() and a.shape[0] * a.shape[1] * b.shape[1] >= LEAST
+    sizes = (*a.shape, b.shape[1])
+    return wide and is_faster_here() and min(sizes) >= NARROW and math.prod(sizes) >= LEAST
 
 
 def mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """a b + bias, [M, N]; it has no gradient of its own."""
     if suits(a, b):
+        if bias is None and a.numel() >= LARGE and not a.is_contiguous():
+            return mm_into(a.new_empty((a.shape[0], b.shape[1])), a, b)  # it would be copied
         return _onednn(a, b, bias)
     return a @ b if bias is None else torch.addmm(bias, a, b)
 
@@ -41,6 +47,10 @@ def mm_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """out = a b, with no other memory of that size."""
     if not suits(a, b):
         return torch.mm(a, b, out=out)
+    if b.is_contiguous():  # a run of its columns has gaps
+        for part in _blocks(a.shape[0], b.shape[1]):
+            out[part] = _onednn(a[part], b)
+        return out
     for part in _blocks(b.shape[1], a.shape[0]):
         out[:, part] = _onednn(a, b[:, part])
     return out
@@ -62,5 +72,12 @@ def _blocks(length: int, width: int) -> Iterator[slice]:
 
 
 def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What torch.compile calls for a linear layer whose weight is constant: not public."""
-    return torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
+    """What torch.compile calls for a linear layer whose weight is constant: not public.
+
+    Of an operand with gaps in memory oneDNN has no fast product: it would take a hundred times as long.
+    """
+    return torch.ops.mkldnn._linear_pointwise(_dense(a), _dense(b).t(), bias, "none", [], "")
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() or x.t().is_contiguous() else x.contiguous()

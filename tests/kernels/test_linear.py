@@ -17,6 +17,7 @@ def onednn(monkeypatch):
     """It runs whatever the CPU, and for tiny sizes."""
     monkeypatch.setattr(products, "is_faster_here", lambda: True)
     monkeypatch.setattr(products, "LEAST", 0)
+    monkeypatch.setattr(products, "NARROW", 0)
     monkeypatch.setattr(products, "BLOCK", 64)
 
 
@@ -51,6 +52,26 @@ def test_products_are_those_of_fp32(size, layout):
              "into": (products.mm_into(into, a, b), 0), "add": (products.add_mm_(total, a, b), 1)}  # fmt: skip
     for name, (found, more) in cases.items():
         assert float((found - want - more).abs().max()) <= allowed + 1e-6, name
+
+
+@pytest.mark.parametrize("layout", ["plain", "transposed", "strided"])
+def test_no_operand_has_gaps(layout):
+    """oneDNN would multiply them element by element: minutes instead of a second."""
+    seen = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.mkldnn._linear_pointwise.default:
+                seen.extend(args[:2])
+            return func(*args, **(kwargs or {}))
+
+    a, b = matrices(70, 129, 33, layout)
+    with Watch():
+        products.mm(a, b)
+        products.mm_into(torch.empty(70, 33), a, b)
+        products.add_mm_(torch.zeros(70, 33), a, b)
+    assert len(seen) > 6
+    assert all(x.is_contiguous() or x.t().is_contiguous() for x in seen)
 
 
 def layer(kind):
@@ -119,9 +140,8 @@ def test_what_is_left_alone(case, monkeypatch):
         want, _ = run(module, x.clone().requires_grad_())
         module.zero_grad()
         found, ran = run(served(module), x.clone().requires_grad_())
-    assert not ran and all(
-        torch.equal(ours, theirs) for ours, theirs in zip(found, want, strict=True)
-    )
+    assert not ran
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, want, strict=True))
 
 
 def test_a_gradient_of_a_gradient_is_refused():
@@ -129,7 +149,7 @@ def test_a_gradient_of_a_gradient_is_refused():
     x = torch.randn(6, 24, requires_grad=True)
     y = served(layer("Linear"))(x)
     (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="not have|not require|not implement|autograd"):
+    with pytest.raises(RuntimeError, match=r"autograd|derivative|grad_fn"):
         dx.square().sum().backward()
 
 

@@ -60,7 +60,8 @@ def test_as_near_to_the_truth_as_sdpa(length, groups, causal):
     truth, _ = run(make_core(groups, False), attention, wide, scaling=0.3)
     assert ran == {"short_attention", "short_attention_backward"}
     for ours, theirs, want in zip(found, plain, truth, strict=True):
-        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+        assert ours.shape == theirs.shape
+        assert ours.dtype == theirs.dtype
         own = (theirs - want).abs().mean()
         assert (ours - want).abs().mean() <= 1.5 * own
 
