@@ -58,8 +58,9 @@ def _serves(x: Tensor, weight: Tensor, in_first: bool) -> bool:
 
 def is_plain(module: nn.Module) -> bool:
     """Whether a kernel may multiply by the weight itself: nobody sees or changes the call."""
-    own = getattr(vars(module).get("forward"), "__func__", _forward) is _forward
+    given = vars(module).get("forward")
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    own = given is None or getattr(given, "__func__", None) is _forward
     return own and not any(getattr(module, name) for name in hooks)
 
 

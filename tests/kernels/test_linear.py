@@ -194,3 +194,49 @@ def test_kept_by_the_policy_that_keeps_products():
 
     assert str(torch.ops.slapo_zoo.linear.default) in POLICIES["save_matmuls"]
     assert linear.linear is KERNELS["linear"].entry
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_convolution_of_one_pixel_is_a_product(dtype):
+    from slapo_zoo.models.wideresnet import WideResNetBottleneck, WideResNetConfig
+
+    def make():
+        torch.manual_seed(0)
+        return WideResNetBottleneck(WideResNetConfig(), 16, 4, 1).to(dtype)
+
+    def served_one():
+        module = make()
+        KERNELS["batch_norm_relu_add"].install(type("Site", (), {"module": module}))
+        return module
+
+    x = torch.randn(3, 16, 6, 6)
+    want, _ = run(make().double(), x.double().requires_grad_())
+    plain, _ = run(make(), x.to(dtype).requires_grad_())
+    found, ran = run(served_one(), x.to(dtype).requires_grad_())
+    assert ran == (["linear"] * 2 + ["linear_backward"] * 2 if dtype == torch.float32 else [])
+    for ours, theirs, truth in zip(found, plain, want, strict=True):
+        own = (theirs - truth).norm()
+        assert ours.shape == truth.shape
+        assert (ours - truth).norm() <= 2 * own + 1e-5
+
+
+@pytest.mark.parametrize("seen_by", ["nobody", "a hook", "a forward"])
+def test_down_proj_is_called_where_somebody_sees_it(seen_by):
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(hidden_size=24, intermediate_size=40, num_attention_heads=3)
+    module, calls, x = LlamaMLP(config), [], torch.randn(2, 7, 24)
+    want, _ = run(module, x.clone().requires_grad_())
+    module.zero_grad()
+    if seen_by == "a hook":
+        module.down_proj.register_forward_hook(lambda *_: calls.append("down"))
+    if seen_by == "a forward":
+        module.down_proj.forward = lambda x: (
+            calls.append("down") or nn.Linear.forward(module.down_proj, x)
+        )
+    KERNELS["swiglu"].install(type("Site", (), {"module": module}))
+    found, ran = run(module, x.clone().requires_grad_())
+    assert ("swiglu_linear" in ran) == (seen_by == "nobody") == (not calls)
+    for ours, theirs in zip(found, want, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
