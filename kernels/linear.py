@@ -58,9 +58,8 @@ def _serves(x: Tensor, weight: Tensor, in_first: bool) -> bool:
 
 def is_plain(module: nn.Module) -> bool:
     """Whether a kernel may multiply by the weight itself: nobody sees or changes the call."""
-    given = vars(module).get("forward")
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    own = given is None or getattr(given, "__func__", None) is _forward
+    own = products.computes_as_class(vars(module).get("forward"))
     return own and not any(getattr(module, name) for name in hooks)
 
 
@@ -77,6 +76,7 @@ def _refuses(module: nn.Module) -> str:
     return f"found {type(module).__name__}, linear serves Conv1D, Linear"
 
 
+products.AS_CLASS.add(_forward)
 register_kernel(
     "linear", _refuses, serves=dict.fromkeys(("Linear", "Conv1D"), _forward), entry=linear, innermost=True,
     reference=reference, inputs=inputs, shapes=tuple(SHAPES), paths={"cpu": "oneDNN where it is faster"},

@@ -76,12 +76,14 @@ class _Product(torch.autograd.Function):
     """x, w, b --> y, for Linear (w [out, in]) and Conv1D (w [in, out])."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, in_first, put_off):
+    def forward(ctx, x, weight, bias, in_first, put_off, multiply):
         ctx.save_for_backward(x, weight)
-        ctx.in_first, ctx.put_off = in_first, put_off
-        if not in_first:
+        ctx.in_first, ctx.put_off, ctx.multiply = in_first, put_off, multiply
+        if not in_first and multiply is torch.mm:
             return nn.functional.linear(x, weight, bias)
-        return torch.addmm(bias, x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+        rows, b = x.flatten(0, -2), weight if in_first else weight.t()
+        y = torch.addmm(bias, rows, b) if multiply is torch.mm else multiply(rows, b, bias)
+        return y.unflatten(0, x.shape[:-1])
 
     @staticmethod
     @once_differentiable
@@ -90,18 +92,18 @@ class _Product(torch.autograd.Function):
         dy_2d = dy.reshape(-1, dy.shape[-1])
         dx = db = None
         if ctx.needs_input_grad[0]:
-            dx = dy_2d.mm(weight.t() if ctx.in_first else weight).view(x.shape)
+            dx = ctx.multiply(dy_2d, weight.t() if ctx.in_first else weight).view(x.shape)
         if ctx.needs_input_grad[2]:
             db = dy_2d.sum(0)
-        products = (x.reshape(-1, x.shape[-1]), dy_2d, ctx.in_first)
+        factors = (x.reshape(-1, x.shape[-1]), dy_2d, ctx.in_first, ctx.multiply)
         if ctx.put_off is None:
-            return dx, _weight_gradient(*products), db, None, None
-        ctx.put_off[:] = [products]  # not appended: a pipeline may run this node twice
-        return dx, weight.new_zeros(()).expand_as(weight), db, None, None
+            return dx, _weight_gradient(*factors), db, None, None, None
+        ctx.put_off[:] = [factors]  # not appended: a pipeline may run this node twice
+        return dx, weight.new_zeros(()).expand_as(weight), db, None, None, None
 
 
-def _weight_gradient(x: Tensor, dy: Tensor, in_first: bool) -> Tensor:
-    return x.t().mm(dy) if in_first else dy.t().mm(x)
+def _weight_gradient(x: Tensor, dy: Tensor, in_first: bool, multiply: Any) -> Tensor:
+    return multiply(x.t(), dy) if in_first else multiply(dy.t(), x)
 
 
 class ColumnForward:
@@ -110,10 +112,11 @@ class ColumnForward:
     Args:
         module: the layer.
         in_first: whether its weight is [in, out].
+        multiply: of two matrices, for its three products.
     """
 
-    def __init__(self, module: nn.Module, in_first: bool):
-        self.module, self.in_first = module, in_first
+    def __init__(self, module: nn.Module, in_first: bool, multiply: Any = torch.mm):
+        self.module, self.in_first, self.multiply = module, in_first, multiply
         self.prepared: tuple[Tensor, Tensor, list] | None = None
 
     def prepare(self) -> None:
@@ -131,7 +134,7 @@ class ColumnForward:
         source, weight, put_off = prepared or (None, None, None)
         if source is not module.weight:  # called by itself, as a recomputation does
             weight, put_off = module.weight, None
-        return _Product.apply(x, weight, module.bias, self.in_first, put_off)
+        return _Product.apply(x, weight, module.bias, self.in_first, put_off, self.multiply)
 
 
 def possible(x: Tensor) -> bool:

@@ -7,6 +7,7 @@ docs/training_steps.md). Both round alike. Sizes are a [M, K] times b [K, N].
 import math
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ LEAST = 1 << 22  # multiplications below which a call of oneDNN costs more than 
 NARROW = 8  # below it, reading the operands is all there is to do
 LARGE = 1 << 24  # elements of an operand that is not copied as a whole
 BLOCK = 1 << 21  # elements of a result that is made piece by piece
+AS_CLASS: set[Any] = set()  # forwards of kernels that compute what Linear and Conv1D do
 
 
 @cache
@@ -32,6 +34,11 @@ def suits(a: Tensor, b: Tensor) -> bool:
     wide = a.dtype == b.dtype == torch.float32 and a.device.type == b.device.type == "cpu"
     sizes = (*a.shape, b.shape[1])
     return wide and is_faster_here() and min(sizes) >= NARROW and math.prod(sizes) >= LEAST
+
+
+def computes_as_class(forward: Any) -> bool:
+    """Whether a module's own forward is that of its class, or one of these products in its place."""
+    return forward is None or getattr(forward, "__func__", None) in AS_CLASS
 
 
 def mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo_zoo import collectives
+from slapo_zoo import collectives, products
 from slapo_zoo.directive import Directive, Site, primitive, subtree
 from slapo_zoo.mesh import ShapeOnlyGroup
 from slapo_zoo.overlap import ColumnForward, enter, possible
@@ -91,8 +92,10 @@ def _column(site: Site) -> ColumnForward | None:
     is_conv1d = type(module).__name__ == "Conv1D" and type(module).__module__.startswith(
         "transformers."
     )
-    if forward is not None or not (is_linear or is_conv1d) or output_of(site) != "divided":
+    known = products.computes_as_class(forward) and (is_linear or is_conv1d)
+    if not known or output_of(site) != "divided":
         return None
-    column = ColumnForward(module, in_first=WEIGHT_AXES[type(module).__name__][0] == 0)
+    multiply = torch.mm if forward is None else products.mm
+    column = ColumnForward(module, WEIGHT_AXES[type(module).__name__][0] == 0, multiply)
     vars(module)["forward"] = column
     return column
