@@ -82,7 +82,9 @@ def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """What torch.compile calls for a linear layer whose weight is constant: not public.
 
     Of an operand with gaps in memory oneDNN has no fast product: it would take a hundred times as long.
+    The strides of a bias are not even looked at.
     """
+    bias = None if bias is None else bias.contiguous()
     return torch.ops.mkldnn._linear_pointwise(_dense(a), _dense(b).t(), bias, "none", [], "")
 
 
