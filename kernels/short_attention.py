@@ -6,13 +6,13 @@ its gradient are in fp32. B batch rows, H heads, S queries and as many keys, D h
 """
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from slapo_zoo import products
 from slapo_zoo.kernel import kernel, operator
 
 SHAPES = [(1, 3, 7, 8, False), (2, 3, 150, 16, True), (3, 5, 33, 10, True), (0, 2, 5, 8, False)]
@@ -37,11 +37,9 @@ def inputs(B: int, H: int, S: int, D: int, causal: bool, **like: Any) -> dict[st
     return {"q": q, "k": k, "v": v, "scale": D**-0.5, "causal": causal}
 
 
-@cache
 def _is_faster_here() -> bool:
     """Products of bf16 are fast, and torch's fused attention has no tiles to be faster with."""
-    found = getattr(torch.cpu, "get_capabilities", dict)()
-    return bool(found.get("avx512_bf16")) and not found.get("amx_bf16")
+    return bool(products.CPU.get("avx512_bf16")) and not products.CPU.get("amx_bf16")
 
 
 def _forward(

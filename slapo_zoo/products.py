@@ -6,7 +6,6 @@ docs/training_steps.md). Both round alike. Sizes are a [M, K] times b [K, N].
 
 import math
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,17 +15,15 @@ LEAST = 1 << 22  # multiplications below which a call of oneDNN costs more than 
 NARROW = 8  # below it, reading the operands is all there is to do
 LARGE = 1 << 24  # elements of an operand that is not copied as a whole
 BLOCK = 1 << 21  # elements of a result that is made piece by piece
+# What the CPU has, by names of torch (none before 2.11); asked now, since a compiler cannot look into it.
+CPU: dict[str, Any] = dict(getattr(torch.cpu, "get_capabilities", dict)())
+CPU["mkl"] = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
 AS_CLASS: set[Any] = set()  # forwards of kernels that compute what Linear and Conv1D do
 
 
-@cache
 def is_faster_here() -> bool:
     """Whether this is a CPU of AMD with AVX-512, and torch multiplies with MKL."""
-    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
-        return False
-    found = getattr(torch.cpu, "get_capabilities", dict)()
-    known = hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return known and bool(found.get("avx512_f")) and "AMD" in str(found.get("cpu_name", ""))
+    return bool(CPU["mkl"] and CPU.get("avx512_f")) and "AMD" in str(CPU.get("cpu_name"))
 
 
 def suits(a: Tensor, b: Tensor) -> bool:

@@ -145,6 +145,22 @@ def test_what_is_left_alone(case, monkeypatch):
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, want, strict=True))
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_compiled_layer_is_one_graph(bias, monkeypatch):
+    """As it runs: only the answer about the CPU is put in place, not the function that gives it."""
+    monkeypatch.undo()
+    monkeypatch.setattr(products, "CPU", {"mkl": True, "avx512_f": True, "cpu_name": "AMD"})
+    module, x = served(nn.Linear(256, 256, bias=bias)), torch.randn(256, 256, requires_grad=True)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    calls = []
+    with recorded_operators(calls):
+        want = module(x)
+    assert len(calls) == 1
+    torch.testing.assert_close(compiled(x), want)
+    (found,) = torch.autograd.grad(compiled(x).sum(), x)
+    torch.testing.assert_close(found, torch.autograd.grad(module(x).sum(), x)[0])
+
+
 def test_a_gradient_of_a_gradient_is_refused():
     """Silence would be a wrong gradient."""
     x = torch.randn(6, 24, requires_grad=True)

@@ -6,7 +6,7 @@ import transformers
 from torch import nn
 
 from kernel_checks import KERNELS, recorded_operators
-from slapo_zoo import AutoScheduledModel
+from slapo_zoo import AutoScheduledModel, products
 from slapo_zoo.attention import CoreAttention
 from slapo_zoo.kernels import short_attention
 from slapo_zoo.rng import RandomStream
@@ -81,6 +81,20 @@ def test_sdpa_runs_elsewhere(change, monkeypatch):
     given = tensors(513 if change == "long" else 9, 1, dtype)
     _, ran = run(core, Attention(False, 1), given, **options)
     assert not ran
+
+
+def test_a_compiled_core_is_one_graph(monkeypatch):
+    """As it runs: only the answer about the CPU is put in place, not the function that gives it."""
+    monkeypatch.undo()
+    monkeypatch.setattr(products, "CPU", {"mkl": True, "avx512_bf16": True})
+    core, given = make_core(2, True), tensors(9, 2, torch.bfloat16)
+    attention = Attention(True, 2)
+    calls = []
+    with recorded_operators(calls):
+        want = core(*given, None, attention=attention)[0]
+    assert len(calls) == 1
+    compiled = torch.compile(core, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*given, None, attention=attention)[0], want)
 
 
 @pytest.mark.parametrize("kernels, ran", [("short_attention", 2), ("reference", 0)])
