@@ -53,7 +53,7 @@ def _serves(x: Tensor, weight: Tensor, in_first: bool) -> bool:
     if not plain or torch.is_autocast_enabled("cpu") or x.dim() < 2:
         return False
     b = weight if in_first else weight.t()
-    return products.suits(x.reshape(-1, x.shape[-1]) if x.dim() > 2 else x, b)
+    return products.suits(x, b, x.numel() // max(x.shape[-1], 1))
 
 
 def is_plain(module: nn.Module) -> bool:

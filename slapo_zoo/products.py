@@ -26,10 +26,10 @@ def is_faster_here() -> bool:
     return bool(CPU["mkl"] and CPU.get("avx512_f")) and "AMD" in str(CPU.get("cpu_name"))
 
 
-def suits(a: Tensor, b: Tensor) -> bool:
-    """Whether oneDNN is the faster one for a b."""
+def suits(a: Tensor, b: Tensor, rows: int | None = None) -> bool:
+    """Whether oneDNN is the faster one for a b; `rows` of a, where it has more than two axes."""
     wide = a.dtype == b.dtype == torch.float32 and a.device.type == b.device.type == "cpu"
-    sizes = (*a.shape, b.shape[1])
+    sizes = (a.shape[0] if rows is None else rows, a.shape[-1], b.shape[1])
     return wide and is_faster_here() and min(sizes) >= NARROW and math.prod(sizes) >= LEAST
 
 
