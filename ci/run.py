@@ -140,7 +140,7 @@ def environment() -> dict[str, str]:
 
 def demo(python: str, rest: list[str]) -> int:
     """The main job: GPT-2 on four processes beside one process, step by step."""
-    return call(python, "-m", "slapo_zoo.demo", *rest)
+    return call(python, "-m", "slapo_zoo.cli.demo", *rest)
 
 
 def lint(python: str, rest: list[str]) -> int:

@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from slapo_zoo import AutoScheduledModel
-from slapo_zoo.trainer import prepare
+from slapo_zoo.model.trainer import prepare
 
 
 def main(checkpoint):

@@ -6,7 +6,7 @@ import torch
 from transformers import TrainingArguments
 
 from slapo_zoo import AutoScheduledModel
-from slapo_zoo.trainer import ScheduledTrainer
+from slapo_zoo.model.trainer import ScheduledTrainer
 
 
 def main(checkpoint, steps=4):

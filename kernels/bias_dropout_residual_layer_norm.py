@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slapo_zoo.kernel import kernel, runs_triton
+from slapo_zoo.dispatch.registry import kernel, runs_triton
 from slapo_zoo.kernels.dropout_mask import dropout_of, mask_like
 from slapo_zoo.kernels.layer_norm import reference as layer_norm_reference
 from slapo_zoo.kernels.norm import MOST_COLUMNS, norm, summed

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slapo_zoo.kernel import in_triton, operator
-from slapo_zoo.rng import is_kept
+from slapo_zoo.dispatch.registry import in_triton, operator
+from slapo_zoo.parallel.random_stream import is_kept
 
 CACHE = 1 << 23  # bytes of scores at a time on a CPU
 

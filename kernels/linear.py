@@ -1,4 +1,4 @@
-"""linear: y = x W' + b, in fp32 on a CPU by the faster of two libraries (slapo_zoo.products).
+"""linear: y = x W' + b, in fp32 on a CPU by the faster of two libraries (slapo_zoo.dispatch.cpu_matmul).
 
 Serves Linear and Conv1D (GPT-2), whose weight is [K, N]; the attributes of both stay what they are.
 """
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from slapo_zoo import products
-from slapo_zoo.kernel import operator, register_kernel
+from slapo_zoo.dispatch import cpu_matmul as products
+from slapo_zoo.dispatch.registry import operator, register_kernel
 
 SHAPES = [(7, 24, 10), (5, 33, 16), (64, 16, 1), (0, 8, 4)]
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from slapo_zoo import products
-from slapo_zoo.kernel import in_triton, kernel, operator, runs_triton
+from slapo_zoo.dispatch import cpu_matmul as products
+from slapo_zoo.dispatch.registry import in_triton, kernel, operator, runs_triton
 from slapo_zoo.kernels import cross_entropy
 from slapo_zoo.kernels.logits_on_demand import Head, LogitsOnDemand, may_defer
-from slapo_zoo.tensors import require_indices
+from slapo_zoo.parallel.local_tensors import require_indices
 
 SHAPES = [(1, 16, 40), (21, 24, 131), (130, 16, 97), (0, 16, 40)]
 ROWS = 1024  # of a gradient that are in fp32 at a time
@@ -81,7 +81,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """F.cross_entropy(x weight' + bias, target) in fp32; NaN where no row counts, as there.
 
-    A TorchFunctionMode sees the call as it sees one of F.cross_entropy (slapo_zoo.losses needs to).
+    A TorchFunctionMode sees the call as it sees one of F.cross_entropy (slapo_zoo.parallel.loss_means needs to).
 
     Args:
         x: [N, H].

@@ -222,7 +222,7 @@ class _Deferred(torch.autograd.Function):
 
 def _whole(logits: Any, head: Head) -> Tensor:
     """Columns of this rank, or logits that another seam put off --> all of them, a plain tensor."""
-    from slapo_zoo.vocab_logits import VocabLogits
+    from slapo_zoo.parallel.vocab_parallel import VocabLogits
 
     if isinstance(logits, LogitsOnDemand):
         return logits.tensor()
@@ -242,7 +242,7 @@ def _plain(value: Any, below: bool = False) -> Any:
 
 def _on_rows(func: Any, x: LogitsOnDemand, rest: tuple, kwargs: dict) -> Tensor | None:
     """The logits on demand that `func` makes of others, or None."""
-    from slapo_zoo.vocab_logits import keeps_last_axis
+    from slapo_zoo.parallel.vocab_parallel import keeps_last_axis
 
     if func in _CASTS:
         dtype = _cast_to(func, x, rest, kwargs)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slapo_zoo.kernel import kernel
+from slapo_zoo.dispatch.registry import kernel
 from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 from slapo_zoo.kernels.logits_on_demand import Head, LogitsOnDemand, may_defer
 

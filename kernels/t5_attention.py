@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_zoo.kernel import kernel, runs_triton
+from slapo_zoo.dispatch.registry import kernel, runs_triton
 from slapo_zoo.kernels.blocked_attention import attention
 from slapo_zoo.kernels.dropout_mask import hides_only_padding, keys_of, mask_like, new_seeds
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_zoo import collectives
-from slapo_zoo.kernel import kernel
+from slapo_zoo.parallel import collectives
+from slapo_zoo.dispatch.registry import kernel
 from slapo_zoo.kernels import cross_entropy
-from slapo_zoo.placement import Placement
-from slapo_zoo.tensors import require_indices
+from slapo_zoo.parallel.placement import Placement
+from slapo_zoo.parallel.local_tensors import require_indices
 
 SHAPES = [(1, 40), (21, 131), (64, 1025), (0, 40)]
 

@@ -3,7 +3,7 @@
 D hidden, E embedding, F ffn, V vocabulary, P positions; n is the size of mesh dim tp.
 """
 
-from slapo_zoo.rules import (
+from slapo_zoo.zoo.rules import (
     attention,
     column,
     column_joined,
@@ -14,7 +14,7 @@ from slapo_zoo.rules import (
     vocab_head,
     whole,
 )
-from slapo_zoo.table import Table, register
+from slapo_zoo.zoo.table import Table, register
 
 LAYER = "encoder.albert_layer_groups.*.albert_layers.*"
 

@@ -3,8 +3,8 @@
 D hidden, F ffn, V vocabulary, P positions; heads are divided whole and may be uneven.
 """
 
-from slapo_zoo.rules import attention, column, enter, enter_once, row, vocab, vocab_head, whole
-from slapo_zoo.table import Table, register
+from slapo_zoo.zoo.rules import attention, column, enter, enter_once, row, vocab, vocab_head, whole
+from slapo_zoo.zoo.table import Table, register
 
 BERT = register(
     Table(

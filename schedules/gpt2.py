@@ -3,9 +3,9 @@
 D hidden, F ffn, V vocabulary, P positions; heads are divided whole and may be uneven.
 """
 
-from slapo_zoo.knobs import tunable
-from slapo_zoo.rules import attention, column, enter, enter_once, row, vocab, vocab_head, whole
-from slapo_zoo.table import Table, register
+from slapo_zoo.zoo.knobs import tunable
+from slapo_zoo.zoo.rules import attention, column, enter, enter_once, row, vocab, vocab_head, whole
+from slapo_zoo.zoo.table import Table, register
 
 GPT2 = register(
     Table(

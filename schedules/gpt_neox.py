@@ -3,8 +3,8 @@
 D hidden, F ffn, V vocabulary. q, k and v of one head lie side by side, so a head is a unit of 3 * head_dim.
 """
 
-from slapo_zoo.rules import attention, column, enter, row, vocab, vocab_head, whole
-from slapo_zoo.table import Table, register
+from slapo_zoo.zoo.rules import attention, column, enter, row, vocab, vocab_head, whole
+from slapo_zoo.zoo.table import Table, register
 
 GPT_NEOX = register(
     Table(

@@ -4,8 +4,8 @@ D hidden, Q = heads * head_dim, K = kv_heads * head_dim, F ffn, V vocabulary. Qu
 KV head; with more ranks than KV heads, neighbours hold the same one.
 """
 
-from slapo_zoo.rules import attention, column, enter, kv_groups, row, vocab, vocab_head, whole
-from slapo_zoo.table import Table, register
+from slapo_zoo.zoo.rules import attention, column, enter, kv_groups, row, vocab, vocab_head, whole
+from slapo_zoo.zoo.table import Table, register
 
 LLAMA = register(
     Table(

@@ -4,8 +4,8 @@ D hidden, E experts, F ffn of an expert; n is the size of mesh dim tp. Files hol
 (gate), w2 (down) and w3 (up).
 """
 
-from slapo_zoo.rules import experts, whole
-from slapo_zoo.table import extend, register
+from slapo_zoo.zoo.rules import experts, whole
+from slapo_zoo.zoo.table import extend, register
 from slapo_zoo.weights.keys import Pieces
 
 MIXTRAL = register(

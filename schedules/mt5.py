@@ -1,6 +1,6 @@
 """mT5: the blocks of T5 v1.1 (gated, untied) with a vocabulary of many languages."""
 
-from slapo_zoo.table import extend, register
+from slapo_zoo.zoo.table import extend, register
 
 MT5 = register(
     extend("t5", model_type="mt5", source="transformers 5.23.0, models/mt5/modeling_mt5.py")

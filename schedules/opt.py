@@ -3,8 +3,8 @@
 D hidden, W word embedding, F ffn, V vocabulary, P positions; n is the size of mesh dim tp.
 """
 
-from slapo_zoo.rules import attention, column, dropout_tokens, enter, enter_flat, row, vocab, vocab_head, whole
-from slapo_zoo.table import Table, register
+from slapo_zoo.zoo.rules import attention, column, dropout_tokens, enter, enter_flat, row, vocab, vocab_head, whole
+from slapo_zoo.zoo.table import Table, register
 
 OPT = register(
     Table(

@@ -1,7 +1,7 @@
 """Qwen3: Llama's blocks, with norms of q and k that each head shares."""
 
-from slapo_zoo.rules import whole_on_heads
-from slapo_zoo.table import extend, register
+from slapo_zoo.zoo.rules import whole_on_heads
+from slapo_zoo.zoo.table import extend, register
 
 QWEN3 = register(
     extend(

@@ -3,8 +3,8 @@
 D hidden, V vocabulary; n is the size of mesh dim tp. Positions count from padding_idx + 1.
 """
 
-from slapo_zoo.rules import vocab_head, whole
-from slapo_zoo.table import extend, register
+from slapo_zoo.zoo.rules import vocab_head, whole
+from slapo_zoo.zoo.table import extend, register
 
 ROBERTA = register(
     extend(

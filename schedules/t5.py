@@ -3,10 +3,10 @@
 D hidden, I = heads * d_kv, F ffn, V vocabulary, R relative buckets; n is the size of mesh dim tp.
 """
 
-from slapo_zoo.knobs import tunable
-from slapo_zoo.primitives import Shard
-from slapo_zoo.rules import attention, column, dropout_on, enter, enter_once, row, vocab, vocab_head, whole
-from slapo_zoo.table import Table, register
+from slapo_zoo.zoo.knobs import tunable
+from slapo_zoo.language.primitives import Shard
+from slapo_zoo.zoo.rules import attention, column, dropout_on, enter, enter_once, row, vocab, vocab_head, whole
+from slapo_zoo.zoo.table import Table, register
 
 HEADS = attention("num_heads", ("n_heads", ""), ("inner_dim", "head_dim"))
 

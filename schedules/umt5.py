@@ -1,6 +1,6 @@
 """UMT5: T5 v1.1 whose every block has relative positions of its own."""
 
-from slapo_zoo.table import extend, register
+from slapo_zoo.zoo.table import extend, register
 
 UMT5 = register(
     extend("t5", model_type="umt5", source="transformers 5.23.0, models/umt5/modeling_umt5.py")

@@ -3,8 +3,8 @@
 D hidden, F ffn, C channels, P patch size, N patches.
 """
 
-from slapo_zoo.rules import attention, column, enter, row, whole
-from slapo_zoo.table import Table, register
+from slapo_zoo.zoo.rules import attention, column, enter, row, whole
+from slapo_zoo.zoo.table import Table, register
 
 VIT = register(
     Table(

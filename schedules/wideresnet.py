@@ -5,10 +5,10 @@ divides W. conv2 takes this rank's channels and its sum over ranks is divided ag
 where it is smaller; so conv1, conv2, conv3 and the two norms between them are all divided.
 """
 
-from slapo_zoo.knobs import tunable
-from slapo_zoo.primitives import Shard, Sync, SyncBatchNorm
-from slapo_zoo.rules import enter_whole, whole
-from slapo_zoo.table import Table, register
+from slapo_zoo.zoo.knobs import tunable
+from slapo_zoo.language.primitives import Shard, Sync, SyncBatchNorm
+from slapo_zoo.zoo.rules import enter_whole, whole
+from slapo_zoo.zoo.table import Table, register
 
 NORM = (SyncBatchNorm(),)
 OWN_NORM = (*(Shard(name, 0) for name in ("weight", "bias", "running_mean", "running_var")), *NORM)

@@ -7,8 +7,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slapo_zoo.auto import AutoScheduledModel as AutoScheduledModel
-    from slapo_zoo.emulation import emulate as emulate
+    from slapo_zoo.model.auto import AutoScheduledModel as AutoScheduledModel
+    from slapo_zoo.parallel.emulation import emulate as emulate
     from slapo_zoo.errors import ArchitectureError as ArchitectureError
     from slapo_zoo.errors import CardError as CardError
     from slapo_zoo.errors import MeshError as MeshError
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from slapo_zoo.errors import ScheduleError as ScheduleError
     from slapo_zoo.errors import SlapoError as SlapoError
     from slapo_zoo.errors import WeightsError as WeightsError
-    from slapo_zoo.mesh import Mesh as Mesh
-    from slapo_zoo.resume import async_save_checkpoint as async_save_checkpoint
-    from slapo_zoo.resume import load_checkpoint as load_checkpoint
-    from slapo_zoo.resume import save_checkpoint as save_checkpoint
-    from slapo_zoo.schedule import Schedule as Schedule
+    from slapo_zoo.parallel.mesh import Mesh as Mesh
+    from slapo_zoo.model.checkpoint import async_save_checkpoint as async_save_checkpoint
+    from slapo_zoo.model.checkpoint import load_checkpoint as load_checkpoint
+    from slapo_zoo.model.checkpoint import save_checkpoint as save_checkpoint
+    from slapo_zoo.language.schedule import Schedule as Schedule
     from slapo_zoo.tune.database import Database as Database
     from slapo_zoo.tune.space import Space as Space
     from slapo_zoo.tune.symbol import Symbol as Symbol
@@ -29,47 +29,47 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "AutoScheduledModel": "auto",
+    "AutoScheduledModel": "model.auto",
     "ArchitectureError": "errors",
     "MeshError": "errors",
     "RankError": "errors",
     "ScheduleError": "errors",
     "SlapoError": "errors",
     "WeightsError": "errors",
-    "Mesh": "mesh",
-    "Schedule": "schedule",
-    "ScheduleMetadata": "create",
-    "analyze_tie_weights": "meta",
-    "build": "create",
-    "consolidate_model": "create",
-    "create_schedule": "create",
+    "Mesh": "parallel.mesh",
+    "Schedule": "language.schedule",
+    "ScheduleMetadata": "model.build",
+    "analyze_tie_weights": "hf.meta",
+    "build": "model.build",
+    "consolidate_model": "model.build",
+    "create_schedule": "model.build",
     "CardError": "errors",
-    "emulate": "emulation",
-    "get_cuda_rng_tracker": "seeds",
-    "get_dialect_cls": "dialects",
-    "get_logger": "seeds",
-    "call_module": "graph.pattern",
-    "checkpoint": "primitives.checkpoint",
-    "list_primitives": "primitives.registry",
-    "ModulePattern": "graph.pattern",
-    "Pattern": "graph.pattern",
-    "register_primitive": "primitives.registry",
-    "trace": "graph.trace",
-    "trace_module": "graph.trace",
-    "init_empty_weights": "meta",
-    "init_target_engine": "dialects",
-    "is_module_list": "graph.traced",
-    "is_random_seed_set": "seeds",
-    "async_save_checkpoint": "resume",
+    "emulate": "parallel.emulation",
+    "get_cuda_rng_tracker": "parallel.seeds",
+    "get_dialect_cls": "model.dialects",
+    "get_logger": "parallel.seeds",
+    "call_module": "language.graph.pattern",
+    "checkpoint": "language.primitives.checkpoint",
+    "list_primitives": "language.primitives.registry",
+    "ModulePattern": "language.graph.pattern",
+    "Pattern": "language.graph.pattern",
+    "register_primitive": "language.primitives.registry",
+    "trace": "language.graph.trace",
+    "trace_module": "language.graph.trace",
+    "init_empty_weights": "hf.meta",
+    "init_target_engine": "model.dialects",
+    "is_module_list": "language.graph.traced",
+    "is_random_seed_set": "parallel.seeds",
+    "async_save_checkpoint": "model.checkpoint",
     "Verify": "verify.context",
     "Database": "tune.database",
     "Space": "tune.space",
     "Symbol": "tune.symbol",
-    "load_checkpoint": "resume",
-    "save_checkpoint": "resume",
-    "set_random_seed": "seeds",
-    "shard_rule": "primitives.shard",
-    "sync_op": "primitives.sync",
+    "load_checkpoint": "model.checkpoint",
+    "save_checkpoint": "model.checkpoint",
+    "set_random_seed": "parallel.seeds",
+    "shard_rule": "language.primitives.shard",
+    "sync_op": "language.primitives.sync",
 }
 __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -32,7 +32,8 @@ def rows_of(case, mesh, step):
 
 
 def make(case, folder, layout, target, options):
-    from slapo_zoo import AutoScheduledModel, init_target_engine
+    from slapo_zoo import AutoScheduledModel
+    from slapo_zoo import init_target_engine
 
     tp, pp, dp = layout
     model = AutoScheduledModel.from_pretrained(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from slapo_zoo.kernel import KERNELS, NAMESPACE
+from slapo_zoo.dispatch.registry import KERNELS, NAMESPACE
 
 ROOT = Path(__file__).parents[1]
 for file in sorted((ROOT / "kernels").glob("*.py")):

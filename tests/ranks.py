@@ -33,8 +33,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from slapo_zoo.distributed import shutdown_distributed
-from slapo_zoo.launch import collect, prepare_rank, rank_environment, send_outcome, start_rank, stop
+from slapo_zoo.parallel.process_group import shutdown_distributed
+from slapo_zoo.parallel.launch import collect, prepare_rank, rank_environment, send_outcome, start_rank, stop
 
 COLLECTIVE_TIMEOUT_S = 30
 SEED = 1234

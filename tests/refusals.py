@@ -3,7 +3,8 @@
 import torch.distributed as dist
 
 from parity import Case
-from slapo_zoo import AutoScheduledModel, SlapoError
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo import SlapoError
 
 GPT2 = Case("GPT2LMHeadModel", ("tokens",))
 BERT = Case("BertForMaskedLM", ("tokens",))

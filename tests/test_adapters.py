@@ -21,8 +21,9 @@ from parity import (
     checkpoint,
     compare,
 )
-from slapo_zoo import AutoScheduledModel, SlapoError
-from slapo_zoo.resume import save_checkpoint
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo import SlapoError
+from slapo_zoo.model.checkpoint import save_checkpoint
 
 # peft asks transformers by a name that the latter has renamed.
 pytestmark = [

@@ -5,8 +5,11 @@ import transformers
 
 from parity import LAYOUTS, LLAMA, TINY, Case, checkpoint, compare, references, scheduled
 from refusals import refused
-from slapo_zoo import ArchitectureError, AutoScheduledModel, SlapoError, derive
-from slapo_zoo.table import families
+from slapo_zoo import ArchitectureError
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo import SlapoError
+from slapo_zoo.zoo import derive
+from slapo_zoo.zoo.table import families
 
 SMALL = {k: v for k, v in LLAMA.items() if k != "head_dim"} | {"hidden_size": 32}
 DERIVED = {
@@ -101,7 +104,7 @@ def test_the_probe_finds_a_wrong_table(rule, found, root, ranks):
 
 
 def test_the_probe_keeps_heads_and_groups():
-    from slapo_zoo.probe import shrunken
+    from slapo_zoo.zoo.derived_check import shrunken
 
     config = transformers.Qwen2Config(num_attention_heads=28, num_key_value_heads=4, attention_dropout=0.1)  # fmt: skip
     small = shrunken(config, 4)

@@ -21,7 +21,7 @@ from slapo_zoo import (
     SlapoError,
     WeightsError,
 )
-from slapo_zoo.table import families
+from slapo_zoo.zoo.table import families
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slapo_zoo.beside.peers import CONTENDERS
-from slapo_zoo.beside.run import side_by_side, write_report
-from slapo_zoo.beside.shapes import Work, shape, write
-from slapo_zoo.beside.summary import percentile, summarize
+from slapo_zoo.cli.compare.peers import CONTENDERS
+from slapo_zoo.cli.compare.run import side_by_side, write_report
+from slapo_zoo.cli.compare.shapes import Work, shape, write
+from slapo_zoo.cli.compare.summary import percentile, summarize
 
 pytestmark = pytest.mark.slow  # minutes in all: `ci/run.py grid`
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import slapo_zoo
 from slapo_zoo.errors import ScheduleError
-from slapo_zoo.mesh import Mesh
+from slapo_zoo.parallel.mesh import Mesh
 
 
 class Net(nn.Module):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slapo_zoo.cli import main
+from slapo_zoo.cli.main import main
 from slapo_zoo.tune.outcome import Outcome
 from slapo_zoo.tune.tuner import Result, Trial
 
@@ -85,12 +85,12 @@ def failure(capsys, *arguments):
 
 
 def run_cli(*arguments, **options):
-    command = [sys.executable, "-W", "error", "-m", "slapo_zoo.cli", *arguments]
+    command = [sys.executable, "-W", "error", "-m", "slapo_zoo.cli.main", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
 def test_help_is_quick_and_names_every_command():
-    code = "import sys, slapo_zoo.cli; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    code = "import sys, slapo_zoo.cli.main; print('torch' in sys.modules, 'transformers' in sys.modules)"
     result = subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
     )
@@ -101,18 +101,18 @@ def test_help_is_quick_and_names_every_command():
 
 
 JSON_COMMANDS = {
-    "list": ("slapo_zoo.features.features", ["list"], lambda: {"a": {}}),
-    "version": ("slapo_zoo.commands.version._version", ["version"], None),
-    "show": ("slapo_zoo.survey.survey", ["show", "FOLDER"], None),
+    "list": ("slapo_zoo.zoo.features.features", ["list"], lambda: {"a": {}}),
+    "version": ("slapo_zoo.cli.commands.version._version", ["version"], None),
+    "show": ("slapo_zoo.zoo.survey.survey", ["show", "FOLDER"], None),
     "verify": (
-        "slapo_zoo.apart.verify_apart", ["verify", "gpt2"],
+        "slapo_zoo.cards.verify_subprocess.verify_apart", ["verify", "gpt2"],
         lambda: {"verdict": "verified", "text": "fine"},
     ),
     "plan": (
-        "slapo_zoo.planner.search.Planner.search",
+        "slapo_zoo.tune.planner.search.Planner.search",
         ["plan", "FOLDER", "--gpus", "2", "--batch", "4"], None,
     ),
-    "bench": ("slapo_zoo.training.step_times.measure", ["bench", "FOLDER", "--steps", "1", "--seq-len", "8"], None),
+    "bench": ("slapo_zoo.cli.training.step_times.measure", ["bench", "FOLDER", "--steps", "1", "--seq-len", "8"], None),
     "tune": (
         "slapo_zoo.tune.tuner.Tuner.run",
         ["tune", "gpt2", "--symbol", "batch_size=1", "--no-plan"],
@@ -148,7 +148,7 @@ def test_every_json_option_is_tested():
     """Of each command that has --json, so that none is forgotten."""
     from typer.main import get_command
 
-    from slapo_zoo.cli import app
+    from slapo_zoo.cli.main import app
 
     def with_json(command, path=""):
         for name, child in getattr(command, "commands", {}).items():
@@ -179,7 +179,7 @@ def test_version_for_programs(capfd):
 def test_completion_of_the_shell():
     environment = os.environ | {"_SLAPO_ZOO_COMPLETE": "complete_bash", "COMP_WORDS": "slapo-zoo pl",
                                 "COMP_CWORD": "1"}  # fmt: skip
-    command = [sys.executable, "-c", "from slapo_zoo.cli import app; app(prog_name='slapo-zoo')"]
+    command = [sys.executable, "-c", "from slapo_zoo.cli.main import app; app(prog_name='slapo-zoo')"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.stdout.split() == ["plan"], result.stderr
 
@@ -239,7 +239,7 @@ def test_a_checkpoint_of_other_rows_is_refused_before_work_begins(gpt2, text, tm
     numbers = ("train", gpt2, "--data", text, "--seq-len", 16, "--checkpoint", tmp_path / "kept")
     with pytest.raises(SystemExit):
         main([*map(str, numbers), "--steps", "1", "--batch-size", "4", "--device", "cpu"])
-    monkeypatch.setattr("slapo_zoo.training.job.run", lambda *args: pytest.fail("work began"))
+    monkeypatch.setattr("slapo_zoo.cli.training.job.run", lambda *args: pytest.fail("work began"))
     err = failure(capsys, *numbers, "--batch-size", 2)
     assert "batch_size=4 (now 2)" in err
     assert "name a new folder" in err
@@ -257,7 +257,7 @@ def test_every_mesh_prints_the_same_losses(family, request, text, capfd):
 
 
 def test_bad_arguments_are_found_before_any_work(gpt2, text, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("slapo_zoo.training.job.run", lambda *args: pytest.fail("work began"))
+    monkeypatch.setattr("slapo_zoo.cli.training.job.run", lambda *args: pytest.fail("work began"))
     start = ("train", gpt2, "--data")
     assert "found nothing there" in failure(capsys, *start, tmp_path / "none")
     assert "expected at least 999 rows" in failure(
@@ -303,7 +303,7 @@ def test_debug_shows_the_traceback(gpt2, text, tmp_path):
 @pytest.mark.slow
 def test_under_torchrun(gpt2, text, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "slapo_zoo.cli", "train", gpt2, "--tp=2", "--data", text, "--steps=2"]
+    command += ["-m", "slapo_zoo.cli.main", "train", gpt2, "--tp=2", "--data", text, "--steps=2"]
     command += ["--seq-len=16", "--device=cpu", f"--output={tmp_path / 'trained'}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(

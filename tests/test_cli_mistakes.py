@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from slapo_zoo.cli import main
+from slapo_zoo.cli.main import main
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_a_plan_for_programs(gpt2, capfd):
 
 def test_times_of_kernels_for_programs(capfd, monkeypatch):
     row = {"what": "bias_relu", "eager / ours": 1.5}
-    monkeypatch.setattr("slapo_zoo.kernel_times.run", lambda quick, only: {"title": [row]})
+    monkeypatch.setattr("slapo_zoo.dispatch.benchmark.run", lambda quick, only: {"title": [row]})
     _, out, _ = run(capfd, "bench", "kernels", "--only", "bias_relu", "--json")
     assert json.loads(out) == [row]
 

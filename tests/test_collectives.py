@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slapo_zoo import collectives
+from slapo_zoo.parallel import collectives
 
 
 def inputs(n, shape=(2, 6, 3)):

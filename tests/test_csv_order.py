@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from parity import Case, checkpoint, compare, references, scheduled
-from slapo_zoo.csv_order import read_order
+from slapo_zoo.pipeline.csv_order import read_order
 from slapo_zoo.errors import MeshError
-from slapo_zoo.orders import ORDERS, StageMap, csv_runtime
+from slapo_zoo.pipeline.orders import ORDERS, StageMap, csv_runtime
 
 GOOD = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
 BLOCKED = "0F0,1F0,0F1,1F1,1B0,0B0,1B1,0B1\n2F0,3F0,3I0,2B0,2F1,3W0,3F1,3B1,2B1\n"

@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 DEFECTS = "tests/test_known_defects.py"
 CONTEXT = "tests/verify/test_context.py"
-SHARD, SYNC = "slapo_zoo/primitives/shard.py", "slapo_zoo/primitives/sync.py"
-LOGITS = "slapo_zoo/vocab_logits.py"
+SHARD, SYNC = "slapo_zoo/language/primitives/shard.py", "slapo_zoo/language/primitives/sync.py"
+LOGITS = "slapo_zoo/parallel/vocab_parallel.py"
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ ALL = [
            "if (earlier := site.placed(self.param_name)) and not earlier:", f"{DEFECTS}::test_a_second_division_is_refused"),
     Defect("ties come apart when they are divided", SHARD, "names = site.state.set_parameter(old, nn.Parameter(part, old.requires_grad))",
            "setattr(site.module, self.param_name, nn.Parameter(part, old.requires_grad))", f"{DEFECTS}::test_build_keeps_ties"),
-    Defect("ties come apart when they get values", "slapo_zoo/create.py", "if id(module._parameters[n]) not in tied]",
+    Defect("ties come apart when they get values", "slapo_zoo/model/build.py", "if id(module._parameters[n]) not in tied]",
            "]; tied.clear()", f"{DEFECTS}::test_build_keeps_ties"),
-    Defect("a default counts as an input", "slapo_zoo/graph/insert.py", "if p.default is p.empty]",
+    Defect("a default counts as an input", "slapo_zoo/language/graph/insert.py", "if p.default is p.empty]",
            "]", f"{DEFECTS}::test_a_function_with_a_default_replaces_a_subgraph"),
-    Defect("dropout in eval", "slapo_zoo/primitives/fork_rng.py", "if not module.training or module.p == 0.0:\n            return input",
+    Defect("dropout in eval", "slapo_zoo/language/primitives/fork_rng.py", "if not module.training or module.p == 0.0:\n            return input",
            "if module.p == 0.0:\n            return input", f"{DEFECTS}::test_nothing_is_dropped_in_eval"),
-    Defect("dropout in eval of a graph", "slapo_zoo/graph/modes.py", "both = (mine, theirs) if training else (theirs, mine)",
+    Defect("dropout in eval of a graph", "slapo_zoo/language/graph/modes.py", "both = (mine, theirs) if training else (theirs, mine)",
            "both = (mine, mine)", "tests/graph"),
-    Defect("tanh for erf", "slapo_zoo/graph/canonical.py", 'IGNORED = {"_stacklevel",',
+    Defect("tanh for erf", "slapo_zoo/language/graph/canonical.py", 'IGNORED = {"_stacklevel",',
            'IGNORED = {"_stacklevel", "approximate",', f"{DEFECTS}::test_one_gelu_is_never_taken_for_the_other"),
     Defect("the parallel loss drops label smoothing", LOGITS, "x.local(), target, x.vocab_size, x.group, ignore_index, label_smoothing",
            "x.local(), target, x.vocab_size, x.group, ignore_index", f"{DEFECTS}::test_the_parallel_loss_knows_smoothing_and_ignored_labels"),
@@ -56,7 +56,7 @@ ALL = [
            "total / len(target)", f"{DEFECTS}::test_the_parallel_loss_knows_smoothing_and_ignored_labels"),
     Defect("a pre-hook drops the other arguments", SYNC, "return (*args[:i], op(value), *args[i + 1 :]), kwargs",
            "return (*args[:i], op(value)), kwargs", f"{DEFECTS}::test_a_sync_of_the_input_keeps_the_other_arguments"),
-    Defect("a reshard without a gradient", "slapo_zoo/primitives/sync_reshard.py", "return collectives.all_to_all(x, target, source, group)",
+    Defect("a reshard without a gradient", "slapo_zoo/language/primitives/sync_reshard.py", "return collectives.all_to_all(x, target, source, group)",
            "return collectives.all_to_all(x.detach(), target, source, group)", f"{DEFECTS}::test_reshard_is_differentiable"),
     Defect("a switched off Verify runs the model", "slapo_zoo/verify/context.py", "if self.enable:",
            "if self.sch is not None:", f"{CONTEXT}::test_switched_off_it_touches_nothing"),

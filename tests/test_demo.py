@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from slapo_zoo import demo
-from slapo_zoo.training.text import DataError
+from slapo_zoo.cli import demo
+from slapo_zoo.cli.training.text import DataError
 
 
 def test_demo_from_the_command_line(tmp_path):
-    command = [sys.executable, "-W", "error", "-m", "slapo_zoo.demo", "--steps", "3"]
+    command = [sys.executable, "-W", "error", "-m", "slapo_zoo.cli.demo", "--steps", "3"]
     result = subprocess.run(
         command, cwd=tmp_path, env=os.environ | {"COLUMNS": "80"}, capture_output=True,
         text=True, timeout=120, check=False,

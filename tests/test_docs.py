@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import slapo_zoo
-from slapo_zoo.directive import PRIMITIVES
+from slapo_zoo.language.directive import PRIMITIVES
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -76,5 +76,5 @@ def test_reference_has_every_public_name():
 
 def test_reference_has_every_primitive():
     found = {id(thing) for thing in documented().values()}
-    ours = [c for c in PRIMITIVES.values() if c.__module__.startswith("slapo_zoo.primitives.")]
+    ours = [c for c in PRIMITIVES.values() if c.__module__.startswith("slapo_zoo.language.primitives.")]
     assert [c.name for c in ours if id(c) not in found] == []

@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from slapo_zoo import AutoScheduledModel, emulate
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo import emulate
 from slapo_zoo.errors import MeshError
 
 CONFIG = transformers.GPT2Config(

@@ -8,7 +8,10 @@ import torch
 from engine_runs import CASES, assert_same_run, make, rows_of, trained
 from parity import STEPS, Case, checkpoint
 from ranks import RankPool
-from slapo_zoo import AutoScheduledModel, SlapoError, get_dialect_cls, init_target_engine
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo import SlapoError
+from slapo_zoo import get_dialect_cls
+from slapo_zoo import init_target_engine
 
 ZERO = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0}
 
@@ -174,7 +177,7 @@ def moved(folder):
 
 
 def test_private_names_of_deepspeed_have_not_moved(root, ranks):
-    """A new DeepSpeed that fails here needs another slapo_zoo/dialects/zero_state.py."""
+    """A new DeepSpeed that fails here needs another slapo_zoo/model/dialects/zero_state.py."""
     assert ranks.run(moved, 1, checkpoint(CASES["gpt2"], root))[0] == []
 
 

@@ -9,7 +9,8 @@ import transformers
 from engine_runs import CASES, adamw, assert_same_run, rows_of
 from parity import STEPS, checkpoint
 from ranks import RankPool
-from slapo_zoo import AutoScheduledModel, SlapoError
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo import SlapoError
 
 CASE = CASES["gpt2"]
 CONFIG = {

@@ -34,7 +34,9 @@ def test_equals_one_process(family, layout, root, ranks):
 
 
 def refused(folder):
-    from slapo_zoo import AutoScheduledModel, SlapoError, init_target_engine
+    from slapo_zoo import AutoScheduledModel
+    from slapo_zoo import SlapoError
+    from slapo_zoo import init_target_engine
 
     model = AutoScheduledModel.from_pretrained(folder, pp=2, pipeline_order="interleaved_1f1b")
     found = []

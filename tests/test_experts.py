@@ -122,8 +122,8 @@ def test_experts_that_nobody_chose(folder, ranks):
 
 
 def test_more_ranks_than_experts(folder):
-    from slapo_zoo.mesh import Mesh
-    from slapo_zoo.outline import Outline
+    from slapo_zoo.parallel.mesh import Mesh
+    from slapo_zoo.zoo.outline import Outline
 
     config = tiny_config(CASE)[0]
     config.num_local_experts = 3

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_zoo import Mesh, Schedule, ScheduleError
+from slapo_zoo import Mesh
+from slapo_zoo import Schedule
+from slapo_zoo import ScheduleError
 
 
 class Net(nn.Module):

@@ -18,7 +18,7 @@ from slapo_zoo import (
     save_checkpoint,
 )
 from slapo_zoo.errors import WeightsError
-from slapo_zoo.launch import run_local
+from slapo_zoo.parallel.launch import run_local
 from slapo_zoo.weights import save
 
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from slapo_zoo import Mesh, SlapoError
-from slapo_zoo.feeding import MeshSampler, broadcast_batch
+from slapo_zoo import Mesh
+from slapo_zoo import SlapoError
+from slapo_zoo.model.sampler import MeshSampler, broadcast_batch
 
 
 def read(mesh, steps, first=0):

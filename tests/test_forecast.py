@@ -5,13 +5,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from parity import Case, checkpoint, tiny_config
-from slapo_zoo import AutoScheduledModel, costs
-from slapo_zoo.cli import main
-from slapo_zoo.example_inputs import training_batch
-from slapo_zoo.forecast import forecast
-from slapo_zoo.mesh import Mesh
-from slapo_zoo.outline import Outline
-from slapo_zoo.table import table_for
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo.pipeline import unit_costs as costs
+from slapo_zoo.cli.main import main
+from slapo_zoo.hf.example_inputs import training_batch
+from slapo_zoo.tune.forecast import forecast
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.zoo.outline import Outline
+from slapo_zoo.zoo.table import table_for
 
 GPT2 = Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 8),))
 CASES = [

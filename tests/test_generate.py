@@ -8,7 +8,8 @@ import transformers
 
 from heads import HEADS
 from parity import Case, batch_of, changes_of, checkpoint
-from slapo_zoo import AutoScheduledModel, SlapoError
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo import SlapoError
 
 GPT2 = Case("GPT2LMHeadModel", ("tokens",))
 BERT = Case("BertForMaskedLM", ("tokens",))

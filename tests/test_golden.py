@@ -11,14 +11,16 @@ import pytest
 import torch
 import transformers
 
-import slapo_zoo.models.wideresnet  # noqa: F401 - transformers has no such family
+import slapo_zoo.hf.own.wideresnet  # noqa: F401 - transformers has no such family
 from parity import TINY
-from slapo_zoo import Mesh, Schedule, hf
+from slapo_zoo import Mesh
+from slapo_zoo import Schedule
+from slapo_zoo.hf import models as hf
 from slapo_zoo.errors import ArchitectureError
-from slapo_zoo.paths import select
-from slapo_zoo.schedule import from_json
-from slapo_zoo.table import base_prefix, extend, families, table_for
-from slapo_zoo.zoo import apply_table
+from slapo_zoo.parallel.paths import select
+from slapo_zoo.language.schedule import from_json
+from slapo_zoo.zoo.table import base_prefix, extend, families, table_for
+from slapo_zoo.zoo.apply import apply_table
 
 GOLDEN = Path(__file__).with_name("golden")
 # What switches on the modules that a family has only in some of its configs.

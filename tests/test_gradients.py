@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_zoo import gradients
-from slapo_zoo.directive import State
-from slapo_zoo.mesh import Mesh
+from slapo_zoo.language import gradients
+from slapo_zoo.language.directive import State
+from slapo_zoo.parallel.mesh import Mesh
 
 
 def summed(dtype):

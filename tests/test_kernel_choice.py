@@ -9,9 +9,12 @@ import torch
 from heads import HEADS
 from parity import LAYOUTS, Case, batch_of, checkpoint, compare, references, scheduled, tiny_config
 from refusals import refused
-from slapo_zoo import AutoScheduledModel, Mesh, SlapoError, kernel
-from slapo_zoo.kernel_choice import choose
-from slapo_zoo.outline import Outline
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo import Mesh
+from slapo_zoo import SlapoError
+from slapo_zoo.dispatch import registry as kernel
+from slapo_zoo.zoo.kernel_choice import choose
+from slapo_zoo.zoo.outline import Outline
 
 GPT2, BERT = HEADS["gpt2"][0], Case("BertForMaskedLM", ("tokens",))
 CASES = {family: cases[0] for family, cases in HEADS.items()}

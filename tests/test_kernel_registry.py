@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_zoo import kernel
+from slapo_zoo.dispatch import registry as kernel
 from slapo_zoo.errors import ScheduleError
-from slapo_zoo.kernel import KERNELS, bucket, runs_triton, slug
+from slapo_zoo.dispatch.registry import KERNELS, bucket, runs_triton, slug
 from slapo_zoo.kernels import layer_norm  # noqa: F401 - registers itself
 
 
@@ -59,7 +59,7 @@ def test_every_kernel_imports_without_triton():
     """And runs on a CPU without it."""
     code = (
         "import importlib, pathlib, sys, torch\n"
-        "import slapo_zoo.kernel as k\n"
+        "import slapo_zoo.dispatch.registry as k\n"
         "folder = pathlib.Path(k.__file__).parent / 'kernels'\n"
         "sys.modules['triton'] = None\n"
         "for f in sorted(folder.glob('*.py')):\n"
@@ -74,7 +74,7 @@ def test_every_kernel_imports_without_triton():
 
 
 def test_what_whole_steps_weighed_outlives_a_measurement_of_kernels(tmp_path, monkeypatch):
-    from slapo_zoo import kernel_times
+    from slapo_zoo.dispatch import benchmark as kernel_times
 
     monkeypatch.setattr(kernel_times, "MEASURED", tmp_path)
     older = {"dispatch": {"unpadded_encoder:float32:1024": "ours", "geglu:float32:64": "ours"},

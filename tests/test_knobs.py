@@ -8,11 +8,12 @@ import torch
 from heads import HEADS
 from parity import LAYOUTS, Case, checkpoint, compare, references, scheduled
 from refusals import BERT, GPT2, refused
-from slapo_zoo import AutoScheduledModel, SlapoError
-from slapo_zoo.attention_backends import BACKENDS
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo import SlapoError
+from slapo_zoo.hf.attention_backends import BACKENDS
 from slapo_zoo.errors import ArchitectureError
-from slapo_zoo.knobs import INSTEAD, KNOBS, tunable
-from slapo_zoo.table import families, table_for
+from slapo_zoo.zoo.knobs import INSTEAD, KNOBS, tunable
+from slapo_zoo.zoo.table import families, table_for
 
 SEAM = [family for family in HEADS if "eager" in table_for(family).tunable.get("attention", ())]
 

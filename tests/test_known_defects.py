@@ -8,12 +8,14 @@ from torch.nn import functional
 from transformers import BertConfig, BertModel
 
 import slapo_zoo
-from slapo_zoo import Mesh, Schedule, ScheduleError
-from slapo_zoo.graph.pattern import call_module
-from slapo_zoo.placement import Placement
-from slapo_zoo.table import table_for
-from slapo_zoo.tensors import local_part
-from slapo_zoo.zoo import apply_table
+from slapo_zoo import Mesh
+from slapo_zoo import Schedule
+from slapo_zoo import ScheduleError
+from slapo_zoo.language.graph.pattern import call_module
+from slapo_zoo.parallel.placement import Placement
+from slapo_zoo.zoo.table import table_for
+from slapo_zoo.parallel.local_tensors import local_part
+from slapo_zoo.zoo.apply import apply_table
 from tiny_models import BASE, batch_for, tiny_model
 
 VOCAB = Placement(0, pad=True)

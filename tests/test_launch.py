@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slapo_zoo.distributed import is_distributed_launch, peer_error, publish_error, rank_guard
+from slapo_zoo.parallel.process_group import is_distributed_launch, peer_error, publish_error, rank_guard
 from slapo_zoo.errors import MeshError, RankError, ScheduleError, SlapoError
-from slapo_zoo.launch import run_local
+from slapo_zoo.parallel.launch import run_local
 
 
 def rank_sum(offset):
@@ -221,7 +221,7 @@ def test_a_peer_that_vanishes_in_silence_is_an_error_too(ranks):
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist
-from slapo_zoo.launch import init_distributed, rank_guard
+from slapo_zoo.parallel.launch import init_distributed, rank_guard
 init_distributed()
 with rank_guard("step"):
     if dist.get_rank() == 0:

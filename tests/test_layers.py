@@ -176,7 +176,7 @@ def test_imports_point_down(path):
 def test_tables_are_found_by_name(path):
     """A table that nobody asks for costs nothing: `zoo` imports it by its name, at run time."""
     named = [name for name in imported_modules(path) if name.startswith("slapo_zoo.schedules")]
-    assert not named, f"{label(path)} imports {named}: look the table up in slapo_zoo.table"
+    assert not named, f"{label(path)} imports {named}: look the table up in slapo_zoo.zoo.table"
 
 
 def reachable(name, below):

@@ -35,5 +35,5 @@ def test_import_is_lean():
 
 def test_paths_and_mesh_need_no_torch():
     """Any rank of any mesh can be looked at without torch, so a laptop can plan for a cluster."""
-    loaded = modules_after("import slapo_zoo.mesh, slapo_zoo.paths, slapo_zoo.placement")
+    loaded = modules_after("import slapo_zoo.parallel.mesh, slapo_zoo.parallel.paths, slapo_zoo.parallel.placement")
     assert "torch" not in loaded

@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 
 from ranks import COLLECTIVE_TIMEOUT_S
-from slapo_zoo import Mesh, MeshError, SlapoError
-from slapo_zoo.mesh import MESH_DIMS
+from slapo_zoo import Mesh
+from slapo_zoo import MeshError
+from slapo_zoo import SlapoError
+from slapo_zoo.parallel.mesh import MESH_DIMS
 
 SIZES = [(1, 1, 1), (2, 1, 1), (3, 2, 1), (2, 2, 2), (4, 1, 3), (1, 5, 2)]
 

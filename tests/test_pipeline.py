@@ -7,7 +7,7 @@ import pytest
 
 from parity import Case, checkpoint, compare, references, scheduled
 from slapo_zoo.errors import MeshError
-from slapo_zoo.orders import ORDERS, StageMap, balanced_cuts
+from slapo_zoo.pipeline.orders import ORDERS, StageMap, balanced_cuts
 
 GPT2 = Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 8),))
 T5 = Case("T5ForConditionalGeneration", ("tokens",), (("num_layers", 4),))

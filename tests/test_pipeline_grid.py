@@ -6,7 +6,7 @@
 import pytest
 
 from parity import Case, checkpoint, compare, references, scheduled
-from slapo_zoo.orders import ORDERS
+from slapo_zoo.pipeline.orders import ORDERS
 
 ROWS = 8  # DualPipeV on 8 stages needs as many micro-batches
 

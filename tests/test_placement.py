@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slapo_zoo.placement import Placement, Run, TensorSpec
+from slapo_zoo.parallel.placement import Placement, Run, TensorSpec
 
 COUNTS = st.integers(1, 12)
 RANKS = st.integers(1, 9)

@@ -83,7 +83,7 @@ SLAPO_ZOO_LINES = [words[1:] for words in commands() if words[0] == "slapo-zoo"]
 @pytest.mark.parametrize("words", SLAPO_ZOO_LINES, ids=" ".join)
 def test_command_line_exists(words, tmp_path):
     """The subcommand has a help page, and it lists every option that the README uses."""
-    main = "import os; os.environ['COLUMNS'] = '200'; from slapo_zoo.cli import main; main()"
+    main = "import os; os.environ['COLUMNS'] = '200'; from slapo_zoo.cli.main import main; main()"
     result = execute(["-c", main, words[0], "--help"], tmp_path)
     assert result.returncode == 0, result.stderr
     for option in (word.partition("=")[0] for word in words if word.startswith("--")):
@@ -103,7 +103,7 @@ def test_the_commands_of_a_page_run(name, tmp_path):
     assert lines
     for program, *words in lines:
         assert program == "slapo-zoo"
-        result = execute(["-m", "slapo_zoo.cli", *words], tmp_path)
+        result = execute(["-m", "slapo_zoo.cli.main", *words], tmp_path)
         assert result.returncode == 0, f"{words}: {result.stderr}"
 
 

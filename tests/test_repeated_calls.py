@@ -3,10 +3,10 @@
 import pytest
 import transformers
 
-from slapo_zoo import costs
-from slapo_zoo.paths import select_paths
-from slapo_zoo.stages import leaf_units
-from slapo_zoo.table import base_prefix, table_for
+from slapo_zoo.pipeline import unit_costs as costs
+from slapo_zoo.parallel.paths import select_paths
+from slapo_zoo.pipeline.stages import leaf_units
+from slapo_zoo.zoo.table import base_prefix, table_for
 from tiny_models import MODELS
 
 LAYERS = {"n_layer": 6, "num_layers": 6, "num_hidden_layers": 6}

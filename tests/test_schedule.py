@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_zoo import Mesh, Schedule, ScheduleError
-from slapo_zoo.directive import PRIMITIVES
+from slapo_zoo import Mesh
+from slapo_zoo import Schedule
+from slapo_zoo import ScheduleError
+from slapo_zoo.language.directive import PRIMITIVES
 from slapo_zoo.errors import MeshError
-from slapo_zoo.kernel import register_kernel
-from slapo_zoo.schedule import FORMAT, Selection, from_json
+from slapo_zoo.dispatch.registry import register_kernel
+from slapo_zoo.language.schedule import FORMAT, Selection, from_json
 
 TP2 = Mesh(tp=2, rank=1)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
-from slapo_zoo.mesh import Mesh
-from slapo_zoo.outline import Outline
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.zoo.outline import Outline
 
 TP = 4
 # (class, what the published config says beyond the class's defaults, most that a rank may hold):

@@ -9,13 +9,13 @@ import torch.distributed as dist
 
 from parity import Case, changes_of, checkpoint, tiny_config
 from slapo_zoo import AutoScheduledModel
-from slapo_zoo.cli import main
+from slapo_zoo.cli.main import main
 from slapo_zoo.errors import ScheduleError
-from slapo_zoo.features import features
-from slapo_zoo.mesh import Mesh
-from slapo_zoo.outline import Outline
-from slapo_zoo.survey import survey
-from slapo_zoo.table import families
+from slapo_zoo.zoo.features import features
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.zoo.outline import Outline
+from slapo_zoo.zoo.survey import survey
+from slapo_zoo.zoo.table import families
 
 CASES = [
     Case("GPT2LMHeadModel", ("tokens",)),
@@ -96,7 +96,7 @@ def test_parameters_per_rank(case, root, ranks):
 
 def sent_and_explained(folder, case, options):
     """What this rank really sends in one training step, and what its schedule says beforehand."""
-    from slapo_zoo import collectives
+    from slapo_zoo.parallel import collectives
 
     model = AutoScheduledModel.from_pretrained(
         folder, tp=2, auto_class=case.cls, kernels="reference", **options, **changes_of(case)

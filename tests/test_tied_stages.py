@@ -6,11 +6,11 @@ from safetensors.torch import load_file
 
 from parity import Case, batch_of, checkpoint, tiny_config
 from slapo_zoo import AutoScheduledModel
-from slapo_zoo.flow import rehearse
-from slapo_zoo.mesh import Mesh
-from slapo_zoo.outline import Outline
-from slapo_zoo.pipeline import fake_schedule
-from slapo_zoo.stages import StagePlan
+from slapo_zoo.pipeline.dataflow import rehearse
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.zoo.outline import Outline
+from slapo_zoo.pipeline.runtime import fake_schedule
+from slapo_zoo.pipeline.stages import StagePlan
 
 T5 = Case("T5ForConditionalGeneration", ("tokens",), (("num_layers", 4), ("num_decoder_layers", 4)))
 ALBERT = Case("AlbertForMaskedLM", ("tokens",), (("num_hidden_layers", 8),))

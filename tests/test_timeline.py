@@ -2,8 +2,8 @@
 
 import pytest
 
-from slapo_zoo.orders import ORDERS, StageMap
-from slapo_zoo.timeline import (
+from slapo_zoo.pipeline.orders import ORDERS, StageMap
+from slapo_zoo.pipeline.timeline import (
     Action,
     Span,
     Stuck,

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from parity import Case, batch_of, checkpoint
-from slapo_zoo.cli import main
-from slapo_zoo.orders import StageMap
-from slapo_zoo.timeline import bubble
+from slapo_zoo.cli.main import main
+from slapo_zoo.pipeline.orders import StageMap
+from slapo_zoo.pipeline.timeline import bubble
 
 GPT2 = Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 4),))
 
@@ -19,7 +19,7 @@ def folder(tmp_path_factory):
 
 def recorded(folder, order):
     from slapo_zoo import AutoScheduledModel
-    from slapo_zoo.recording import record_step
+    from slapo_zoo.pipeline.profiler import record_step
 
     model = AutoScheduledModel.from_pretrained(folder, pp=2, pipeline_order=order).train()
     spans = record_step(model, batch_of(GPT2))

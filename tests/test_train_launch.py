@@ -9,10 +9,10 @@ import warnings
 
 import pytest
 
-from slapo_zoo.cli import main
-from slapo_zoo.distributed import is_distributed_launch, world_size_of_launch
-from slapo_zoo.launch import prepare_rank
-from slapo_zoo.slurm import first_host, slurm_environment, tasks_per_node
+from slapo_zoo.cli.main import main
+from slapo_zoo.parallel.process_group import is_distributed_launch, world_size_of_launch
+from slapo_zoo.parallel.launch import prepare_rank
+from slapo_zoo.parallel.slurm import first_host, slurm_environment, tasks_per_node
 from test_cli import END, failure, tokenizer
 
 NUMBERS = [
@@ -129,7 +129,7 @@ def test_srun(engine, job, tmp_path):
 def test_torchrun(engine, job):
     arguments, expected = job
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    assert launched([*run, "-m", "slapo_zoo.cli", *arguments, *ENGINES[engine]]) == expected
+    assert launched([*run, "-m", "slapo_zoo.cli.main", *arguments, *ENGINES[engine]]) == expected
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def test_deepspeed_launcher(engine, job):
     """It puts --local_rank before the name of the command."""
     arguments, expected = job
     run = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", "29511"]
-    run += ["--module", "slapo_zoo.cli", *arguments, *ENGINES[engine]]
+    run += ["--module", "slapo_zoo.cli.main", *arguments, *ENGINES[engine]]
     assert launched(run, DS_ACCELERATOR="cpu") == expected
 
 
@@ -160,7 +160,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_options_are_errors_without_a_traceback(wrong, job, capsys, monkeypatch):
-    monkeypatch.setattr("slapo_zoo.training.job.run", lambda *args: pytest.fail("work began"))
+    monkeypatch.setattr("slapo_zoo.cli.training.job.run", lambda *args: pytest.fail("work began"))
     options, message = WRONG[wrong]
     err = failure(capsys, *job[0], *options.split())
     assert message in err

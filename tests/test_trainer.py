@@ -58,7 +58,7 @@ def divided(folder, out, layout, changes, resume=None, save=None, push=False, fa
     from accelerate.state import AcceleratorState
 
     from slapo_zoo import AutoScheduledModel
-    from slapo_zoo.trainer import ScheduledTrainer
+    from slapo_zoo.model.trainer import ScheduledTrainer
 
     AcceleratorState._reset_state(True)  # of an earlier job of this worker
     tp, pp, dp = layout
@@ -180,8 +180,9 @@ def test_pushes_to_a_hub(tmp_path, ranks):
 
 
 def test_refuses_what_needs_whole_logits(tmp_path):
-    from slapo_zoo import AutoScheduledModel, SlapoError
-    from slapo_zoo.trainer import ScheduledTrainer
+    from slapo_zoo import AutoScheduledModel
+    from slapo_zoo import SlapoError
+    from slapo_zoo.model.trainer import ScheduledTrainer
 
     folder = checkpoint(CASE, tmp_path)
     model = AutoScheduledModel.from_pretrained(folder)
@@ -197,7 +198,7 @@ def accelerated(folder, layout):
     from accelerate.state import AcceleratorState
 
     from slapo_zoo import AutoScheduledModel
-    from slapo_zoo.trainer import prepare
+    from slapo_zoo.model.trainer import prepare
 
     AcceleratorState._reset_state(True)
     tp, pp, dp = layout

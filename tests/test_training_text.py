@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slapo_zoo.training.text import IGNORED, Batches, DataError, Masking, pack, read_documents
+from slapo_zoo.cli.training.text import IGNORED, Batches, DataError, Masking, pack, read_documents
 
 
 class Letters:

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from parity import EPS, LEARNING_RATE, ROWS, Case, batch_of, checkpoint, tiny_config
-from slapo_zoo import AutoScheduledModel, Mesh
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo import Mesh
 from slapo_zoo.errors import RankError
-from slapo_zoo.placement import Placement
-from slapo_zoo.vocab_logits import VocabLogits
+from slapo_zoo.parallel.placement import Placement
+from slapo_zoo.parallel.vocab_parallel import VocabLogits
 
 VOCAB = Placement(0, pad=True)
 

@@ -7,9 +7,11 @@ import pytest
 import torch
 import transformers
 
-from slapo_zoo import AutoScheduledModel, MeshError, emulate
-from slapo_zoo.input_guard import SAMPLE, InputWarning, digest
-from slapo_zoo.numerics import NumericsError, NumericsWarning, NumericsWatch
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo import MeshError
+from slapo_zoo import emulate
+from slapo_zoo.model.batch_check import SAMPLE, InputWarning, digest
+from slapo_zoo.model.numerics import NumericsError, NumericsWarning, NumericsWatch
 
 CONFIG = transformers.GPT2Config(
     n_embd=32, n_head=4, n_layer=2, vocab_size=65, n_positions=32, bos_token_id=0, eos_token_id=0,

@@ -7,12 +7,15 @@ import torch
 from safetensors.torch import load_file
 
 from parity import EPS, LAYOUTS, LEARNING_RATE, ROWS, STEPS, TINY, Result, assert_close, compare
-from slapo_zoo import AutoScheduledModel, Mesh, Schedule, hf
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo import Mesh
+from slapo_zoo import Schedule
+from slapo_zoo.hf import models as hf
 from slapo_zoo.errors import ArchitectureError, ScheduleError
-from slapo_zoo.models.wideresnet import SIZES, WideResNetConfig, WideResNetForImageClassification
-from slapo_zoo.orders import ORDERS
-from slapo_zoo.table import table_for
-from slapo_zoo.zoo import apply_table
+from slapo_zoo.hf.own.wideresnet import SIZES, WideResNetConfig, WideResNetForImageClassification
+from slapo_zoo.pipeline.orders import ORDERS
+from slapo_zoo.zoo.table import table_for
+from slapo_zoo.zoo.apply import apply_table
 
 GRID = [layout for layout in LAYOUTS if not layout.endswith("-sp")]
 
@@ -212,8 +215,8 @@ def test_sizes(name, millions):
 
 
 def test_channels_that_do_not_divide(folder):
-    from slapo_zoo.auto import Outline
-    from slapo_zoo.mesh import Mesh
+    from slapo_zoo.model.auto import Outline
+    from slapo_zoo.parallel.mesh import Mesh
 
     config = WideResNetConfig.from_pretrained(folder)
     with pytest.raises(ScheduleError, match=r"size 12 is not a multiple of mesh_dim tp=5"):

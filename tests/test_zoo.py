@@ -24,8 +24,9 @@ from parity import (
     scheduled,
     tiny_config,
 )
-from slapo_zoo import AutoScheduledModel, SlapoError
-from slapo_zoo.table import families
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo import SlapoError
+from slapo_zoo.zoo.table import families
 
 WHOLE_ROWS = ("gpt2", "t5")  # their main heads run on every layout, always
 IN_STAGES = ("2x2x1", "2x2x1-sp")  # on one of them, and one of TURNS, the main head of each family

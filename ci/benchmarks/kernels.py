@@ -1,8 +1,8 @@
-"""Every kernel beside what it replaces; see slapo_zoo/kernel_times.py. `--only NAME`: those that begin so."""
+"""Every kernel beside what it replaces; see slapo_zoo/dispatch/benchmark.py. `--only NAME`: those that begin so."""
 
 from typing import Any
 
-from slapo_zoo import kernel_times
+from slapo_zoo.dispatch import benchmark as kernel_times
 
 ONLY = ""
 

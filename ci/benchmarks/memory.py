@@ -12,10 +12,10 @@ import torch
 
 from benchmarks import ranks
 from slapo_zoo.errors import RankError
-from slapo_zoo.mesh import Mesh
-from slapo_zoo.planner.hardware import HARDWARE
-from slapo_zoo.planner.layout import Layout
-from slapo_zoo.planner.search import Planner
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.tune.planner.hardware import HARDWARE
+from slapo_zoo.tune.planner.layout import Layout
+from slapo_zoo.tune.planner.search import Planner
 
 MOST_OFF, MIB, M_MMAP_THRESHOLD = 0.10, 2**20, -3
 SIZES = {  # hidden size, blocks, vocabulary, tokens of a row; all with 8 rows
@@ -68,7 +68,7 @@ def growth(
 ) -> int:
     """Bytes by which this rank grows at most, from the build of the model to the end of two steps."""
     from slapo_zoo import AutoScheduledModel
-    from slapo_zoo.example_inputs import random_batch
+    from slapo_zoo.hf.example_inputs import random_batch
     from slapo_zoo.weights.ledger import AnonymousPeak
 
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 * 1024)

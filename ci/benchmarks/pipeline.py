@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks import ranks
-from slapo_zoo.orders import StageMap
-from slapo_zoo.timeline import Action, Span, bubble, makespan, simulate
+from slapo_zoo.pipeline.orders import StageMap
+from slapo_zoo.pipeline.timeline import Action, Span, bubble, makespan, simulate
 
 PP, MICRO_BATCHES = 4, 8
-FORMULAS = {  # p ranks, m micro-batches, v stages per rank; sources: slapo_zoo/orders.py
+FORMULAS = {  # p ranks, m micro-batches, v stages per rank; sources: slapo_zoo/pipeline/orders.py
     "1f1b": ("(p-1)/(m+p-1)", lambda p, m, v: (p - 1) / (m + p - 1)),
     "gpipe": ("(p-1)/(m+p-1)", lambda p, m, v: (p - 1) / (m + p - 1)),
     "interleaved_1f1b": ("(p-1)/(vm+p-1)", lambda p, m, v: (p - 1) / (v * m + p - 1)),
@@ -82,7 +82,7 @@ def cut_after(paths: Sequence[str]) -> Any:
 def timelines(unit_s: dict[str, float], repeats: int) -> dict[str, list[list[Span]]]:
     """Recorded steps of every order, on this rank's mesh."""
     from slapo_zoo import AutoScheduledModel
-    from slapo_zoo.recording import record_step
+    from slapo_zoo.pipeline.profiler import record_step
 
     found = {}
     for order in unit_s:
@@ -151,8 +151,8 @@ def stage_seconds(
     The choices take turns, so that a slow phase of the machine meets all of them.
     """
     from slapo_zoo import AutoScheduledModel
-    from slapo_zoo.costs import usual_tokens
-    from slapo_zoo.example_inputs import random_batch
+    from slapo_zoo.pipeline.unit_costs import usual_tokens
+    from slapo_zoo.hf.example_inputs import random_batch
 
     tokens = usual_tokens(config)
     models = []
@@ -208,8 +208,8 @@ def step_time(per_stage: Sequence[dict[str, float]]) -> float:
 def cuts(quick: bool) -> list[dict[str, Any]]:
     """Automatic cuts against all choices of cuts."""
     from slapo_zoo import Mesh
-    from slapo_zoo.outline import Outline
-    from slapo_zoo.zoo import block_paths
+    from slapo_zoo.zoo.outline import Outline
+    from slapo_zoo.zoo.apply import block_paths
 
     rows = []
     for name, (config, pp) in uneven_models(quick).items():

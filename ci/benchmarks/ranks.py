@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from slapo_zoo.launch import run_local
+from slapo_zoo.parallel.launch import run_local
 from slapo_zoo.weights.ledger import AnonymousPeak
 
 LAYOUTS = {"tp=2": (2, 1, 1), "tp=4": (4, 1, 1), "pp=2": (1, 2, 1), "tp=2 pp=2": (2, 2, 1)}
@@ -32,8 +32,8 @@ def import_all() -> None:
     """Import what a load needs."""
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    from slapo_zoo.auto import AutoScheduledModel  # noqa: F401
-    from slapo_zoo.table import families
+    from slapo_zoo.model.auto import AutoScheduledModel  # noqa: F401
+    from slapo_zoo.zoo.table import families
 
     families()
 

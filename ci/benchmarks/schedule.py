@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import slapo_zoo
-from slapo_zoo import Mesh, Schedule
+from slapo_zoo import Mesh
+from slapo_zoo import Schedule
 
 LIMIT_S = 3.0  # of the largest
 MOST_GROWTH = 1.5  # seconds per layer, largest against smallest; quadratic would be 4

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from slapo_zoo.kernel import MEASURED, UNMEASURED, slug
-from slapo_zoo.kernel_times import GAIN
+from slapo_zoo.dispatch.registry import MEASURED, UNMEASURED, slug
+from slapo_zoo.dispatch.benchmark import GAIN
 
 ONLY = ""
 REPEATS, MOST_SECONDS = 7, 8.0
@@ -74,7 +74,7 @@ def class_named(name: str) -> Any:
     """A class of `transformers`, or of the one family that it lacks."""
     import transformers
 
-    from slapo_zoo.models import wideresnet
+    from slapo_zoo.hf.own import wideresnet
 
     return getattr(transformers, name, None) or getattr(wideresnet, name)
 
@@ -116,8 +116,9 @@ def build(case: Case, dtype: torch.dtype, ours: bool, unpadded: bool = True) -> 
     """A model that trains; ours with the kernels of "auto", in a padded case with or without UNPADDED."""
     config = config_of(case)
     if ours:
-        from slapo_zoo import AutoScheduledModel, Mesh
-        from slapo_zoo.outline import Outline
+        from slapo_zoo import AutoScheduledModel
+        from slapo_zoo import Mesh
+        from slapo_zoo.zoo.outline import Outline
 
         kernels: Any = "auto"
         if case.padded:

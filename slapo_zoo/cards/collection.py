@@ -6,9 +6,9 @@ from pathlib import Path
 
 from slapo_zoo.cards.card import Card, read_card
 from slapo_zoo.cards.make import zoo_card
-from slapo_zoo.locate import config_of
-from slapo_zoo.mesh import Mesh
-from slapo_zoo.table import families
+from slapo_zoo.zoo.arguments import config_of
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.zoo.table import families
 
 NODE = Mesh(tp=4, pp=2)
 

@@ -10,9 +10,9 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from slapo_zoo.arithmetic import MAX_TEXT
-from slapo_zoo.directive import PRIMITIVES
-from slapo_zoo.schedule import FORMAT
+from slapo_zoo.zoo.expressions import MAX_TEXT
+from slapo_zoo.language.directive import PRIMITIVES
+from slapo_zoo.language.schedule import FORMAT
 
 # primitive --> the arguments that are left out, because they may be live objects
 PUBLISHABLE: dict[str, tuple[str, ...]] = {

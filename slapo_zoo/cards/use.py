@@ -13,9 +13,9 @@ from slapo_zoo.cards.hub import Reference, pull
 from slapo_zoo.cards.make import structure_of
 from slapo_zoo.cards.program import Program
 from slapo_zoo.errors import CardError
-from slapo_zoo.mesh import Mesh
-from slapo_zoo.seeds import get_logger
-from slapo_zoo.weights.together import together
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.seeds import get_logger
+from slapo_zoo.parallel.agreement import together
 
 
 def load_card(name: str) -> Card:

@@ -10,7 +10,7 @@ from slapo_zoo.cards import files
 from slapo_zoo.cards.card import read_card
 from slapo_zoo.tune.database import Scope
 from slapo_zoo.tune.outcome import Outcome
-from slapo_zoo.tuned import TUNING
+from slapo_zoo.zoo.tuned import TUNING
 
 
 def record(card: Path, scope: Scope, point: Mapping[str, Any], outcome: Outcome) -> None:

@@ -130,7 +130,7 @@ def draw_surface(result: Result, grid: Grid, path: Path) -> bool:
 
 
 def _pyplot() -> Any:
-    from slapo_zoo.trace_files import require_matplotlib
+    from slapo_zoo.pipeline.trace_files import require_matplotlib
 
     require_matplotlib()
     import matplotlib

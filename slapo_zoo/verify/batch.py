@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_zoo.survey import example_batch
+from slapo_zoo.zoo.survey import example_batch
 
 Targets = Callable[[Tensor, Tensor, Any, torch.Generator], dict[str, Tensor]]
 

@@ -12,19 +12,20 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from slapo_zoo import consolidate, gradients
+from slapo_zoo.parallel import gather as consolidate
+from slapo_zoo.language import gradients
 from slapo_zoo.errors import ScheduleError
-from slapo_zoo.placement import TensorSpec
-from slapo_zoo.rng import drawn_from
-from slapo_zoo.schedule import Schedule
+from slapo_zoo.parallel.placement import TensorSpec
+from slapo_zoo.parallel.random_stream import drawn_from
+from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.verify.blame import Blame, Divergence, directives_at
 from slapo_zoo.verify.compare import Comparison, Tolerance, largest_of
 from slapo_zoo.verify.events import Recorder
 from slapo_zoo.verify.report import Report, figures, software
 from slapo_zoo.verify.runs import RankResult
 from slapo_zoo.verify.safe import agreed_collectives
-from slapo_zoo.vocab_logits import VocabLogits
-from slapo_zoo.weights.together import together
+from slapo_zoo.parallel.vocab_parallel import VocabLogits
+from slapo_zoo.parallel.agreement import together
 
 WHERE, SEED, INPUT = "Verify", 0, "input "
 

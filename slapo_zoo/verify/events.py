@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slapo_zoo.stages import Foreign
-from slapo_zoo.vocab_logits import VocabLogits
+from slapo_zoo.pipeline.stages import Foreign
+from slapo_zoo.parallel.vocab_parallel import VocabLogits
 
 
 class Event(NamedTuple):

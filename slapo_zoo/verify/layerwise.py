@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from slapo_zoo import hf
+from slapo_zoo.hf import models as hf
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.mesh import Mesh
-from slapo_zoo.outline import Outline
-from slapo_zoo.schedule import Step
-from slapo_zoo.table import base_prefix
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.zoo.outline import Outline
+from slapo_zoo.language.schedule import Step
+from slapo_zoo.zoo.table import base_prefix
 from slapo_zoo.verify.blame import Divergence
 from slapo_zoo.verify.core import verify
 from slapo_zoo.verify.report import Report

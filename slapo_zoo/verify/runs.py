@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_zoo import collectives
-from slapo_zoo.numerics import digest, part_of
+from slapo_zoo.parallel import collectives
+from slapo_zoo.model.numerics import digest, part_of
 from slapo_zoo.verify.batch import has_loss
 from slapo_zoo.verify.events import Recorder
 from slapo_zoo.verify.safe import agreed_collectives
@@ -100,7 +100,7 @@ def plain(subject: Subject, dtype: torch.dtype, attention: str, reverse: bool = 
 
 def load(subject: Subject, changes: Mapping[str, Any], dtype: torch.dtype) -> Any:
     """This rank of the scheduled model."""
-    from slapo_zoo.auto import AutoScheduledModel
+    from slapo_zoo.model.auto import AutoScheduledModel
 
     tp, pp, dp = subject.sizes
     return AutoScheduledModel.from_pretrained(
@@ -181,7 +181,7 @@ def digests(model: Any) -> dict[str, tuple[str, str]]:
 
 def untied(model: Any) -> list[str]:
     """Tied names of this rank that are tensors of their own."""
-    from slapo_zoo.hf import tied_names
+    from slapo_zoo.hf.models import tied_names
 
     here = dict(model.named_parameters(remove_duplicate=False))
     ties = tied_names(model).items()

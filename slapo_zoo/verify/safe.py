@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slapo_zoo import collectives
+from slapo_zoo.parallel import collectives
 from slapo_zoo.errors import ScheduleError
 
 

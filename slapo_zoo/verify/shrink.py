@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.mesh import Mesh
+from slapo_zoo.parallel.mesh import Mesh
 
 HEAD_DIM, TOKENS = 8, 64
 # what a number of the config is, by the names that the families use

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_zoo import hf
-from slapo_zoo.mesh import Mesh
-from slapo_zoo.outline import Outline
-from slapo_zoo.rng import drawn_from
-from slapo_zoo.table import table_for
+from slapo_zoo.hf import models as hf
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.zoo.outline import Outline
+from slapo_zoo.parallel.random_stream import drawn_from
+from slapo_zoo.zoo.table import table_for
 from slapo_zoo.verify import batch
 from slapo_zoo.verify.shrink import expressive
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slapo_zoo import hf
-from slapo_zoo.directive import State
+from slapo_zoo.hf import models as hf
+from slapo_zoo.language.directive import State
 from slapo_zoo.errors import WeightsError
-from slapo_zoo.mesh import Mesh
-from slapo_zoo.placement import Placement, TensorSpec
-from slapo_zoo.tensors import local_part
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.placement import Placement, TensorSpec
+from slapo_zoo.parallel.local_tensors import local_part
 from slapo_zoo.weights.folder import CheckpointFolder
 from slapo_zoo.weights.initialize import fill_buffers, initialize_weights
 from slapo_zoo.weights.keys import KeyMap
@@ -21,7 +21,7 @@ from slapo_zoo.weights.ledger import AnonymousPeak, Ledger, human
 from slapo_zoo.weights.load import LoadOptions, Target, load_tensors
 from slapo_zoo.weights.memory import fresh_like
 from slapo_zoo.weights.names import NameMap, match_names
-from slapo_zoo.weights.together import together
+from slapo_zoo.parallel.agreement import together
 
 
 def fill_from_folder(

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from slapo_zoo.mesh import Mesh
-from slapo_zoo.placement import HeldBy, TensorSpec
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.placement import HeldBy, TensorSpec
 
 NUMBER = "{}"  # in the names of pieces: the index on axis 0
 

@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
 from slapo_zoo.errors import WeightsError
-from slapo_zoo.placement import TensorSpec
+from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.weights.header import DTYPES
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
-from slapo_zoo.mesh import Mesh
-from slapo_zoo.placement import Placement
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.placement import Placement
 from slapo_zoo.weights.device_copy import DeviceCopy
 from slapo_zoo.weights.folder import CheckpointFolder
 from slapo_zoo.weights.memory import can_stay_mapped

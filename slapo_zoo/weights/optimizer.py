@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
-from slapo_zoo.mesh import Mesh
-from slapo_zoo.placement import TensorSpec
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.weights.encode import decode, encode
 from slapo_zoo.weights.load import Target
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_zoo.mesh import Mesh
+from slapo_zoo.parallel.mesh import Mesh
 
 
 def states_here(device: torch.device) -> dict[str, str]:

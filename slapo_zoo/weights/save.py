@@ -14,12 +14,12 @@ from pathlib import Path
 from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
-from slapo_zoo.mesh import Mesh
-from slapo_zoo.placement import TensorSpec
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.weights.layout import Layout, Slot, plan_layout, tensor_bytes, torch_dtype
 from slapo_zoo.weights.safetensors_file import SafetensorsFile
 from slapo_zoo.weights.staging import Staging
-from slapo_zoo.weights.together import together
+from slapo_zoo.parallel.agreement import together
 from slapo_zoo.weights.write import write_tensors
 
 STEP = "save_folder"

@@ -13,8 +13,8 @@ from typing import BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from slapo_zoo.mesh import Mesh
-from slapo_zoo.placement import TensorSpec
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.weights.layout import Slot
 
 LEAST_FLUSHED = 2**20  # bytes

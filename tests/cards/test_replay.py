@@ -8,15 +8,18 @@ import torch
 import transformers
 
 from parity import Case, checkpoint, compare, references, scheduled
-from slapo_zoo import AutoScheduledModel, Mesh, Schedule, cards
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo import Mesh
+from slapo_zoo import Schedule
+from slapo_zoo import cards
 from slapo_zoo.cards import Program, collection
 from slapo_zoo.cards.card import read_card
 from slapo_zoo.cards.make import make_program, zoo_card
 from slapo_zoo.cards.schema import build_schema, schema
 from slapo_zoo.errors import CardError
-from slapo_zoo.locate import config_of
-from slapo_zoo.outline import Outline
-from slapo_zoo.table import families
+from slapo_zoo.zoo.arguments import config_of
+from slapo_zoo.zoo.outline import Outline
+from slapo_zoo.zoo.table import families
 
 CASES = {
     "GPT2LMHeadModel": Case("GPT2LMHeadModel", ("tokens",)),

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from slapo_zoo.errors import ScheduleError
-from slapo_zoo.graph.canonical import ModuleTensor
-from slapo_zoo.graph.find import find
-from slapo_zoo.graph.pattern import ANY, ModulePattern, Pattern, call_module
-from slapo_zoo.graph.trace import trace_module
+from slapo_zoo.language.graph.canonical import ModuleTensor
+from slapo_zoo.language.graph.find import find
+from slapo_zoo.language.graph.pattern import ANY, ModulePattern, Pattern, call_module
+from slapo_zoo.language.graph.trace import trace_module
 
 F = nn.functional
 

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from slapo_zoo.errors import ScheduleError
-from slapo_zoo.graph.find import find
-from slapo_zoo.graph.group import group
-from slapo_zoo.graph.pattern import call_module
-from slapo_zoo.graph.rewrite import replace_horizontal, replace_node, replace_vertical
-from slapo_zoo.graph.trace import trace_module
+from slapo_zoo.language.graph.find import find
+from slapo_zoo.language.graph.group import group
+from slapo_zoo.language.graph.pattern import call_module
+from slapo_zoo.language.graph.rewrite import replace_horizontal, replace_node, replace_vertical
+from slapo_zoo.language.graph.trace import trace_module
 
 F = nn.functional
 

@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from slapo_zoo.errors import ScheduleError
-from slapo_zoo.graph.examples import capture
-from slapo_zoo.graph.trace import trace, trace_module, trace_tree
-from slapo_zoo.graph.traced import TracedModule, is_module_list
+from slapo_zoo.language.graph.examples import capture
+from slapo_zoo.language.graph.trace import trace, trace_module, trace_tree
+from slapo_zoo.language.graph.traced import TracedModule, is_module_list
 from tiny_models import MODELS, batch_for, call_of, shared_model, tiny_model
 
 

@@ -13,7 +13,7 @@ from kernel_checks import (
     check_reference,
     check_strided,
 )
-from slapo_zoo.kernel import KERNELS
+from slapo_zoo.dispatch.registry import KERNELS
 
 COMPOSED = ("unpadded_encoder",)  # no operator of their own
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -74,7 +74,7 @@ def test_one_graph(interpreter, name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name, shape", CASES, ids=IDS)
 def test_on_a_gpu(name, shape):
-    from slapo_zoo.kernel import force
+    from slapo_zoo.dispatch.registry import force
 
     with force("triton"):
         check_reference(name, shape, torch.bfloat16, "cuda")

@@ -7,7 +7,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from kernel_checks import KERNELS, recorded_operators
-from slapo_zoo import AutoScheduledModel, products
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo.dispatch import cpu_matmul as products
 from slapo_zoo.kernels import linear
 from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 
@@ -22,7 +23,7 @@ def onednn(monkeypatch):
 
 
 def test_the_operator_of_torch_is_there():
-    """It is not public: when it moves, slapo_zoo.products has to."""
+    """It is not public: when it moves, slapo_zoo.dispatch.cpu_matmul has to."""
     assert hasattr(torch.ops.mkldnn, "_linear_pointwise")
     schema = str(torch.ops.mkldnn._linear_pointwise.default._schema)
     assert schema == (
@@ -207,7 +208,7 @@ def test_the_loss_of_a_head_multiplies_so_too(chunk_bytes):
 
 
 def test_kept_by_the_policy_that_keeps_products():
-    from slapo_zoo.primitives.checkpoint import POLICIES
+    from slapo_zoo.language.primitives.checkpoint import POLICIES
 
     assert str(torch.ops.slapo_zoo.linear.default) in POLICIES["save_matmuls"]
     assert linear.linear is KERNELS["linear"].entry
@@ -215,7 +216,7 @@ def test_kept_by_the_policy_that_keeps_products():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_convolution_of_one_pixel_is_a_product(dtype):
-    from slapo_zoo.models.wideresnet import WideResNetBottleneck, WideResNetConfig
+    from slapo_zoo.hf.own.wideresnet import WideResNetBottleneck, WideResNetConfig
 
     def make():
         torch.manual_seed(0)

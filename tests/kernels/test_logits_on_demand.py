@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional
 from transformers import BertConfig, GPT2Config
 
-from slapo_zoo import AutoScheduledModel, SlapoError
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo import SlapoError
 
 ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 CONFIGS = {

@@ -14,8 +14,8 @@ from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.t5 import modeling_t5
 
 from kernel_checks import KERNELS
-from slapo_zoo.models.wideresnet import WideResNetBottleneck, WideResNetConfig
-from slapo_zoo.rng import RandomStream
+from slapo_zoo.hf.own.wideresnet import WideResNetBottleneck, WideResNetConfig
+from slapo_zoo.parallel.random_stream import RandomStream
 
 BERT = transformers.BertConfig(hidden_size=24, intermediate_size=40, vocab_size=31, max_position_embeddings=16)  # fmt: skip
 T5 = {"d_model": 24, "d_kv": 8, "d_ff": 40, "num_heads": 3, "num_layers": 2, "vocab_size": 31, "decoder_start_token_id": 0}  # fmt: skip
@@ -184,7 +184,7 @@ def test_generation(kind, kernel_name):
 
 def test_t5_dropout_of_a_schedule_is_used():
     """Attention probabilities are dropped by the mask of the model's random stream."""
-    from slapo_zoo.attention import CoreAttention
+    from slapo_zoo.hf.attention import CoreAttention
     from slapo_zoo.kernels.t5_attention import t5_attention
 
     attention = modeling_t5.T5Attention(gated("relu"), layer_idx=0).train()

@@ -6,10 +6,11 @@ import transformers
 from torch import nn
 
 from kernel_checks import KERNELS, recorded_operators
-from slapo_zoo import AutoScheduledModel, products
-from slapo_zoo.attention import CoreAttention
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo.dispatch import cpu_matmul as products
+from slapo_zoo.hf.attention import CoreAttention
 from slapo_zoo.kernels import short_attention
-from slapo_zoo.rng import RandomStream
+from slapo_zoo.parallel.random_stream import RandomStream
 
 HEADS, DEPTH = 4, 16
 

@@ -8,19 +8,22 @@ import torch
 from transformers import GPT2Config
 
 from parity import Case, checkpoint, tiny_config
-from slapo_zoo import AutoScheduledModel, Mesh, MeshError, SlapoError
-from slapo_zoo.cli import main
-from slapo_zoo.orders import ORDERS, StageMap
-from slapo_zoo.outline import Outline
-from slapo_zoo.planner import calibrate, hardware
-from slapo_zoo.planner.hardware import HARDWARE, find_hardware
-from slapo_zoo.planner.layout import Layout, divisors, layouts
-from slapo_zoo.planner.memory import Recompute, stage_memory
-from slapo_zoo.planner.profile import Family, shorter
-from slapo_zoo.planner.search import Planner, in_flight
-from slapo_zoo.planner.timing import StageTime, step_time
-from slapo_zoo.survey import rank_sizes
-from slapo_zoo.timeline import makespan, most_in_flight, simulate
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo import Mesh
+from slapo_zoo import MeshError
+from slapo_zoo import SlapoError
+from slapo_zoo.cli.main import main
+from slapo_zoo.pipeline.orders import ORDERS, StageMap
+from slapo_zoo.zoo.outline import Outline
+from slapo_zoo.tune.planner import calibrate, hardware
+from slapo_zoo.tune.planner.hardware import HARDWARE, find_hardware
+from slapo_zoo.tune.planner.layout import Layout, divisors, layouts
+from slapo_zoo.tune.planner.memory import Recompute, stage_memory
+from slapo_zoo.tune.planner.profile import Family, shorter
+from slapo_zoo.tune.planner.search import Planner, in_flight
+from slapo_zoo.tune.planner.timing import StageTime, step_time
+from slapo_zoo.zoo.survey import rank_sizes
+from slapo_zoo.pipeline.timeline import makespan, most_in_flight, simulate
 
 GPT2 = Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 6),))
 LLAMA = Case("LlamaForCausalLM", ("tokens",), (("num_hidden_layers", 5),))

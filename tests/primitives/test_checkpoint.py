@@ -5,10 +5,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from slapo_zoo.errors import ScheduleError
-from slapo_zoo.graph.pattern import call_module
-from slapo_zoo.primitives.checkpoint import checkpoint
-from slapo_zoo.rng import RandomStream, dropout
-from slapo_zoo.schedule import Schedule, from_json
+from slapo_zoo.language.graph.pattern import call_module
+from slapo_zoo.language.primitives.checkpoint import checkpoint
+from slapo_zoo.parallel.random_stream import RandomStream, dropout
+from slapo_zoo.language.schedule import Schedule, from_json
 from tiny_models import assert_same_step, batch_for, tiny_model, train_step
 
 BLOCKS = "bert.encoder.layer.*"
@@ -42,7 +42,7 @@ def test_a_policy_keeps_matrix_products():
 
 def test_offload_moves_what_is_kept(monkeypatch):
     """The saved inputs pass through the hooks that copy them to the host."""
-    from slapo_zoo.primitives import checkpoint as module
+    from slapo_zoo.language.primitives import checkpoint as module
 
     moved, original = [], module.save_on_cpu
 

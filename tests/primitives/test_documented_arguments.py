@@ -12,11 +12,14 @@ from torch import nn
 from torch.nn import functional
 
 import slapo_zoo
-from slapo_zoo import Mesh, Schedule, ScheduleError, collectives
-from slapo_zoo.directive import PRIMITIVES, Directive
-from slapo_zoo.primitives.shard import SHARD_RULES
-from slapo_zoo.primitives.sync import SYNC_OPS
-from slapo_zoo.schedule import from_json
+from slapo_zoo import Mesh
+from slapo_zoo import Schedule
+from slapo_zoo import ScheduleError
+from slapo_zoo.parallel import collectives
+from slapo_zoo.language.directive import PRIMITIVES, Directive
+from slapo_zoo.language.primitives.shard import SHARD_RULES
+from slapo_zoo.language.primitives.sync import SYNC_OPS
+from slapo_zoo.language.schedule import from_json
 from tiny_models import assert_same_step, tiny_model
 
 LAYER = "bert.encoder.layer.0"

@@ -12,17 +12,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from slapo_zoo import AutoScheduledModel, Mesh, Schedule, ScheduleError
-from slapo_zoo.attention import register_attention
-from slapo_zoo.attention_backends import NAME
-from slapo_zoo.directive import PRIMITIVES
-from slapo_zoo.graph.traced import TracedModule
-from slapo_zoo.kernel import register_fused_kernel, register_kernel
-from slapo_zoo.overlap import ColumnForward
-from slapo_zoo.schedule import from_json
-from slapo_zoo.table import table_for
-from slapo_zoo.tensors import local_part
-from slapo_zoo.zoo import apply_table
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo import Mesh
+from slapo_zoo import Schedule
+from slapo_zoo import ScheduleError
+from slapo_zoo.hf.attention import register_attention
+from slapo_zoo.hf.attention_backends import NAME
+from slapo_zoo.language.directive import PRIMITIVES
+from slapo_zoo.language.graph.traced import TracedModule
+from slapo_zoo.dispatch.registry import register_fused_kernel, register_kernel
+from slapo_zoo.parallel.async_reduce import ColumnForward
+from slapo_zoo.language.schedule import from_json
+from slapo_zoo.zoo.table import table_for
+from slapo_zoo.parallel.local_tensors import local_part
+from slapo_zoo.zoo.apply import apply_table
 from tiny_models import batch_for, tiny_model
 
 LAYER = "bert.encoder.layer.0"

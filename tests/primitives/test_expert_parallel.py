@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_zoo import Mesh, Schedule
+from slapo_zoo import Mesh
+from slapo_zoo import Schedule
 from slapo_zoo.errors import ScheduleError
 
 

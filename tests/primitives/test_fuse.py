@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from slapo_zoo.errors import ScheduleError
-from slapo_zoo.graph.pattern import Pattern, call_module
-from slapo_zoo.kernel import FUSED_KERNELS, register_fused_kernel
-from slapo_zoo.schedule import Schedule, from_json
+from slapo_zoo.language.graph.pattern import Pattern, call_module
+from slapo_zoo.dispatch.registry import FUSED_KERNELS, register_fused_kernel
+from slapo_zoo.language.schedule import Schedule, from_json
 from tiny_models import assert_same_step, batch_for, tiny_model
 
 F = nn.functional

@@ -6,9 +6,12 @@ import torch.distributed as dist
 from torch import nn
 
 from parity import Case, checkpoint
-from slapo_zoo import AutoScheduledModel, Mesh, Schedule, ScheduleError
-from slapo_zoo.overlap import ColumnForward
-from slapo_zoo.schedule import from_json
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo import Mesh
+from slapo_zoo import Schedule
+from slapo_zoo import ScheduleError
+from slapo_zoo.parallel.async_reduce import ColumnForward
+from slapo_zoo.language.schedule import from_json
 
 CASES = [
     Case("GPT2LMHeadModel", ("tokens",), dropout=0.1),

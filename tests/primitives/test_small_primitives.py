@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_zoo.directive import PRIMITIVES, Directive
+from slapo_zoo.language.directive import PRIMITIVES, Directive
 from slapo_zoo.errors import ScheduleError
-from slapo_zoo.mesh import Mesh
-from slapo_zoo.primitives.registry import list_primitives, register_primitive
-from slapo_zoo.schedule import Schedule, from_json
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.language.primitives.registry import list_primitives, register_primitive
+from slapo_zoo.language.schedule import Schedule, from_json
 
 NAMES = [
     "annotate",

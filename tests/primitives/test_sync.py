@@ -7,9 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_zoo import Mesh, Schedule, ScheduleError
-from slapo_zoo.primitives.sync_reshard import AXIS
-from slapo_zoo.schedule import from_json
+from slapo_zoo import Mesh
+from slapo_zoo import Schedule
+from slapo_zoo import ScheduleError
+from slapo_zoo.language.primitives.sync_reshard import AXIS
+from slapo_zoo.language.schedule import from_json
 
 FORMS = [f"{a}->{b}" for a, b in product(AXIS, AXIS)]
 SHAPES = [(4, 6), (3, 4, 6)]

@@ -5,12 +5,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_zoo.attention import register_attention
-from slapo_zoo.attention_backends import NAME
+from slapo_zoo.hf.attention import register_attention
+from slapo_zoo.hf.attention_backends import NAME
 from slapo_zoo.errors import ScheduleError
-from slapo_zoo.graph.traced import TracedModule
-from slapo_zoo.mesh import Mesh
-from slapo_zoo.schedule import Schedule, from_json
+from slapo_zoo.language.graph.traced import TracedModule
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.language.schedule import Schedule, from_json
 from tiny_models import batch_for, tiny_model
 
 BLOCK = "transformer.h.1"

@@ -3,7 +3,8 @@
 import pytest
 from torch import nn
 
-from slapo_zoo import Mesh, Schedule
+from slapo_zoo import Mesh
+from slapo_zoo import Schedule
 from slapo_zoo.errors import ScheduleError
 
 

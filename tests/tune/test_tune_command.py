@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from transformers import GPT2Config
 
-from slapo_zoo import AutoScheduledModel, tuned
-from slapo_zoo.cli import main
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo.zoo import tuned
+from slapo_zoo.cli.main import main
 from slapo_zoo.tune import script
 from slapo_zoo.tune.database import Database, Scope
 from slapo_zoo.tune.outcome import CRASH, OK, OUT_OF_MEMORY, WRONG, Outcome

@@ -6,10 +6,11 @@ import json
 import pytest
 import transformers
 
-from slapo_zoo import AutoScheduledModel, Mesh
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo import Mesh
 from slapo_zoo.cards.card import read_card
 from slapo_zoo.cards.make import zoo_card
-from slapo_zoo.cli import main
+from slapo_zoo.cli.main import main
 from slapo_zoo.errors import CardError
 
 CONFIG = transformers.GPT2Config(

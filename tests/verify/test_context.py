@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import slapo_zoo
-from slapo_zoo import Verify, emulate
+from slapo_zoo import Verify
+from slapo_zoo import emulate
 from slapo_zoo.verify.report import VerifyError
 
 INPUTS = [torch.linspace(-1, 1, 24).reshape(3, 8)]
@@ -36,7 +37,7 @@ def no_forward(sch):
 
 def step(blocks, **options):
     """Each block of steps within a Verify of its own, on this rank."""
-    with slapo_zoo.rng.drawn_from(0):
+    with slapo_zoo.parallel.random_stream.drawn_from(0):
         model = two_layers()
     names = [name for name, _ in model.named_parameters()]
     sch = slapo_zoo.create_schedule(model)

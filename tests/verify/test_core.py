@@ -5,12 +5,12 @@ import json
 import pytest
 import transformers
 
-from slapo_zoo import hf
-from slapo_zoo.commands.verify import _head
+from slapo_zoo.hf import models as hf
+from slapo_zoo.cli.commands.verify import _head
 from slapo_zoo.errors import ArchitectureError
-from slapo_zoo.locate import config_of
-from slapo_zoo.mesh import Mesh
-from slapo_zoo.table import families
+from slapo_zoo.zoo.arguments import config_of
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.zoo.table import families
 from slapo_zoo.verify.core import verify
 from slapo_zoo.verify.shrink import shrink
 

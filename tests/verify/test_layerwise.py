@@ -6,10 +6,10 @@ import pytest
 import torch
 import transformers
 
-from slapo_zoo.commands.verify import verify as command  # noqa: F401 - it must import
+from slapo_zoo.cli.commands.verify import verify as command  # noqa: F401 - it must import
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.mesh import Mesh
-from slapo_zoo.outline import Outline
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.zoo.outline import Outline
 from slapo_zoo.verify import layerwise
 from slapo_zoo.verify.layerwise import few_layers, verify_layers
 from tiny_models import MODELS
@@ -105,7 +105,7 @@ def test_too_large_for_the_memory():
 def test_what_it_cannot_do():
     with pytest.raises(SlapoError, match="has no stages"):
         verify_layers(config_of("gpt2"), mesh=(1, 2, 1))
-    from slapo_zoo import hf
+    from slapo_zoo.hf import models as hf
 
     hf.register_models()
     config = transformers.AutoConfig.for_model("wideresnet")

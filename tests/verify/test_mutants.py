@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mutants import LAYOUTS, MUTANTS, config_of, mutate
-from slapo_zoo.mesh import Mesh
-from slapo_zoo.outline import Outline
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.zoo.outline import Outline
 from slapo_zoo.verify.core import verify
 
 

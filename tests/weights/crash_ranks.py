@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from slapo_zoo.errors import RankError, WeightsError
-from slapo_zoo.mesh import Mesh
+from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.weights import save, write
 from weights.shards import local_tensors, model
 

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import torch
 
-from slapo_zoo.mesh import Mesh
-from slapo_zoo.placement import Placement, TensorSpec
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.placement import Placement, TensorSpec
 
 SPLIT = Placement(axis=0)
 COLUMNS = Placement(axis=1)

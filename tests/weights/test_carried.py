@@ -9,7 +9,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from slapo_zoo import AutoScheduledModel, RankError, SlapoError
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo import RankError
+from slapo_zoo import SlapoError
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.weights.safetensors_file import SafetensorsFile
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slapo_zoo.mesh import Mesh
+from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.weights import load
 from slapo_zoo.weights.device_copy import DeviceCopy
 from slapo_zoo.weights.folder import open_checkpoint

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from slapo_zoo.errors import WeightsError
-from slapo_zoo.mesh import Mesh
-from slapo_zoo.placement import Placement
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.placement import Placement
 from slapo_zoo.weights.folder import open_checkpoint
 from slapo_zoo.weights.ledger import AnonymousPeak, anonymous_bytes
 from slapo_zoo.weights.load import Target, load_tensors, parse_size

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from slapo_zoo import AutoScheduledModel
-from slapo_zoo.mesh import Mesh
-from slapo_zoo.placement import Placement
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.placement import Placement
 from slapo_zoo.weights.folder import open_checkpoint
 from slapo_zoo.weights.load import Target, load_tensors
 from slapo_zoo.weights.memory import LARGE_PAGE, LEAST_MAPPED, fresh_like

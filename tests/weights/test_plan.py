@@ -8,9 +8,9 @@ import torch.distributed as dist
 import transformers
 
 from slapo_zoo import AutoScheduledModel
-from slapo_zoo.cli import main
+from slapo_zoo.cli.main import main
 from slapo_zoo.errors import WeightsError
-from slapo_zoo.plan import plan_weights, read_sources
+from slapo_zoo.zoo.read_plan import plan_weights, read_sources
 from slapo_zoo.weights.layout import CODES
 
 TINY = {

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slapo_zoo.cli import main
+from slapo_zoo.cli.main import main
 from slapo_zoo.errors import WeightsError
-from slapo_zoo.reshard import reshard
+from slapo_zoo.weights.reshard import reshard
 from slapo_zoo.weights.folder import open_checkpoint
 from slapo_zoo.weights.ledger import AnonymousPeak, anonymous_bytes
 from slapo_zoo.weights.save import save_folder

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slapo_zoo.mesh import Mesh
-from slapo_zoo.placement import Placement, TensorSpec
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.placement import Placement, TensorSpec
 from slapo_zoo.weights.folder import open_checkpoint
 from slapo_zoo.weights.layout import plan_layout, torch_dtype
 from slapo_zoo.weights.load import Target, load_tensors

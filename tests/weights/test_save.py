@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slapo_zoo.errors import WeightsError
-from slapo_zoo.mesh import Mesh
-from slapo_zoo.placement import Placement, TensorSpec
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.placement import Placement, TensorSpec
 from slapo_zoo.weights import staging
 from slapo_zoo.weights.folder import open_checkpoint
 from slapo_zoo.weights.layout import plan_layout

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from slapo_zoo.mesh import Mesh
-from slapo_zoo.placement import TensorSpec
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.weights.folder import open_checkpoint
 from slapo_zoo.weights.save import save_folder
 from weights.shards import assert_same, model

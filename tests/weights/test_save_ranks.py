@@ -10,7 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from slapo_zoo.errors import RankError, WeightsError
-from slapo_zoo.mesh import Mesh
+from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.weights.folder import open_checkpoint
 from slapo_zoo.weights.load import Target, load_tensors
 from slapo_zoo.weights.save import save_folder

@@ -1,0 +1,158 @@
+"""`slapo-zoo bench`: how long training steps take, and a trace of one."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from slapo_zoo.cli.errors import stdout_for_json
+
+Model = Annotated[
+    str, typer.Argument(help='A checkpoint folder, a model id of the Hub, or "kernels".')
+]
+Order = Annotated[str, typer.Option(help="Of the pipeline: a name, or a .csv file.")]
+Trace = Annotated[
+    Path | None, typer.Option(help="Write trace.json (Chrome) and trace.png of one step here.")
+]
+
+Beside = Annotated[
+    Path | None, typer.Option(help="Compare with what else divides the model; files go here.")
+]
+
+
+def bench(
+    model: Model,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline ranks.")] = 1,
+    dp: Annotated[int | None, typer.Option(min=1, help="Copies of the model.")] = None,
+    pipeline_order: Order = "1f1b",
+    micro_batches: Annotated[int | None, typer.Option(min=1, help="Per step and copy.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows per step and copy.")] = 8,
+    seq_len: Annotated[int, typer.Option(min=2, help="Tokens per row.")] = 128,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps, after two to warm up.")] = 5,
+    pipeline_trace: Trace = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", metavar="NAME")] = "auto",
+    beside: Beside = None,
+    only: Annotated[str, typer.Option(help="Of kernels: those whose name begins so.")] = "",
+    quick: Annotated[bool, typer.Option(help="Of kernels: small sizes, nothing is kept.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Time training steps (forward and backward) of a checkpoint on random input.
+
+    `slapo-zoo bench kernels` times every kernel beside what it replaces, and writes the table that
+    kernels="auto" follows on this device.
+
+    With --beside: whole steps on the CPU, in turns with plain transformers and what else divides the
+    model; exit status 1 says that the models did not compute the same.
+    """
+    if model == "kernels":
+        _kernels(only, quick, as_json)
+        return
+    with stdout_for_json(as_json):
+        if beside is not None:
+            found = _beside(model, tp, (pp, dp or 1), (batch_size, seq_len), steps, beside)
+            if not as_json:
+                typer.echo((beside / "side.md").read_text(encoding="utf-8"))
+        else:
+            found = _alone(
+                model, tp, pp, dp, pipeline_order, micro_batches, batch_size, seq_len, steps,
+                pipeline_trace, device, as_json,
+            )  # fmt: skip
+    if as_json and found is not None:
+        typer.echo(json.dumps(found, indent=1))
+    if beside is not None and found is not None and not found["green"]:
+        raise typer.Exit(1)
+
+
+def _beside(
+    model: str, tp: int, others: tuple[int, int], rows: tuple[int, int], rounds: int, folder: Path
+) -> dict[str, Any]:
+    """The comparison of a checkpoint folder; its files go to `folder`."""
+    from slapo_zoo.cli.compare.run import side_by_side, write_report
+    from slapo_zoo.cli.compare.shapes import Work
+    from slapo_zoo.errors import MeshError
+    from slapo_zoo.zoo.arguments import local_folder
+
+    if others != (1, 1):
+        problem = "found pp or dp above 1, which no peer trains these families with"
+        raise MeshError("bench", "--beside", problem, "compare --tp only")
+    place = local_folder(model, None, False)
+    found = side_by_side(Work(str(place), *rows, tp=max(1, tp)), rounds)
+    command = f"slapo-zoo bench {model} --tp {tp} --batch-size {rows[0]} --seq-len {rows[1]}"
+    write_report({model: found}, folder, f"{command} --steps {rounds} --beside {folder}")
+    return found
+
+
+def _alone(
+    model: str, tp: int, pp: int, dp: int | None, pipeline_order: str, micro_batches: int | None,
+    batch_size: int, seq_len: int, steps: int, pipeline_trace: Path | None, device: str, quiet: bool,
+) -> dict[str, Any] | None:  # fmt: skip
+    from slapo_zoo.errors import MeshError
+    from slapo_zoo.pipeline.trace_files import require_matplotlib
+    from slapo_zoo.cli.training import job, step_times
+
+    if pipeline_trace is not None:
+        require_matplotlib()
+        if pp == 1:
+            problem = "one stage has no pipeline to trace"
+            raise MeshError("bench", "--pipeline-trace", problem, "use --pp 2 or more")
+    options = step_times.BenchOptions(
+        model=model, tp=tp, pp=pp, dp=job.data_parallel_size(tp, pp, dp), order=pipeline_order,
+        micro_batches=micro_batches, batch_size=batch_size, seq_len=seq_len, steps=steps,
+        trace=pipeline_trace is not None, device=job.device_named(device),
+    )  # fmt: skip
+    found = step_times.measure(options)
+    if found is None:
+        return None
+    rate = options.batch_size * options.dp / found.seconds
+    if not quiet:
+        _show(options, found, rate, pipeline_trace)
+    return {
+        "model": model, "tp": tp, "pp": pp, "dp": options.dp, "device": found.device,
+        "step_ms": found.seconds * 1e3, "rows_per_s": rate, "steps": steps,
+    }  # fmt: skip
+
+
+def _kernels(only: str, quick: bool, as_json: bool) -> None:
+    with stdout_for_json(as_json):
+        from slapo_zoo.errors import SlapoError
+        from slapo_zoo.dispatch.benchmark import SHAPES, run
+
+        if not any(name.startswith(tuple(only.split(","))) for name in SHAPES):
+            hint = f"there are {', '.join(SHAPES)}"
+            raise SlapoError("bench kernels", f"--only {only}", "no kernel's name begins so", hint)
+        found = run(quick, only)
+    if as_json:
+        typer.echo(json.dumps([row for rows in found.values() for row in rows], indent=1))
+        return
+    for title, rows in found.items():
+        typer.echo(title)
+        for row in rows:
+            figures = ", ".join(
+                f"{key} {_number(row[key])}" for key in row if key.endswith("/ ours")
+            )
+            typer.echo(
+                f"  {row['what']} {row['shape']} {row['dtype']}: {row['p50 ms']:.3g} ms; {figures}"
+            )
+
+
+def _number(value: Any) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def _show(options: Any, found: Any, rate: float, folder: Path | None) -> None:
+    from slapo_zoo.pipeline.timeline import bubble
+    from slapo_zoo.pipeline.trace_files import draw, write_chrome_trace
+
+    typer.echo(
+        f"{options.model}: tp={options.tp} pp={options.pp} dp={options.dp} on {found.device}: "
+        f"{found.seconds * 1e3:.1f} ms per step (median of {options.steps}), {rate:.1f} rows/s"
+    )
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_chrome_trace(found.spans, folder / "trace.json")
+        draw(found.spans, folder / "trace.png", f"{options.order}, pp={options.pp},")
+        typer.echo(
+            f"bubble {bubble(found.spans):.1%}; {folder / 'trace.json'}, {folder / 'trace.png'}"
+        )

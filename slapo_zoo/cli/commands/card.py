@@ -1,0 +1,120 @@
+"""`slapo-zoo card`: make, look at, publish and fetch schedule cards."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slapo_zoo.cli.errors import stdout_for_json
+
+app = typer.Typer(no_args_is_help=True, help="Schedule cards: a schedule as data, to share.")
+Name = Annotated[str, typer.Argument(help="A card: a folder, or org/name@revision.")]
+Folder = Annotated[Path, typer.Argument(help="The folder of a card.")]
+Model = Annotated[str, typer.Argument(help="A family (its default config), a folder, or a Hub id.")]
+Head = Annotated[str | None, typer.Option("--auto-class", help="Which head.")]
+AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
+
+
+@app.command()
+def make(
+    model: Model,
+    folder: Folder,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
+    dp: Annotated[int, typer.Option(min=1, help="Copies of the model.")] = 1,
+    sequence_parallel: Annotated[bool, typer.Option(help="Divide the tokens too.")] = False,
+    checkpoint_ratio: Annotated[float, typer.Option(help="Share of recomputed blocks.")] = 0.0,
+    any_size: Annotated[bool, typer.Option(help="For every size with as many blocks.")] = False,
+    auto_class: Head = None,
+) -> None:
+    """Write the zoo's schedule of a model as a card; what was not measured says so."""
+    from slapo_zoo.cards.make import zoo_card
+    from slapo_zoo.zoo.arguments import config_of
+    from slapo_zoo.parallel.mesh import Mesh
+
+    config, head = config_of(model)
+    card = zoo_card(
+        config, auto_class or head, Mesh(tp, pp, dp), model, sequence_parallel=sequence_parallel,
+        checkpoint_ratio=checkpoint_ratio, any_size=any_size,
+    )  # fmt: skip
+    card.write(folder)
+    typer.echo(f"{folder}: {len(card.program.steps)} steps, {card.program.hash}")
+
+
+@app.command()
+def lint(card: Name, as_json: AsJson = False) -> None:
+    """Check a card; nothing of it is executed. Exit code 2 says what is wrong with it."""
+    with stdout_for_json(as_json):
+        from slapo_zoo.cards.use import load_card
+
+        found = load_card(card)
+    if as_json:
+        typer.echo(json.dumps(found.metadata()["schedule"], indent=1))
+    else:
+        typer.echo(f"{card}: {len(found.program.steps)} steps, {found.program.hash}")
+        typer.echo("\n".join(f"needs {text}" for text in found.program.constraints))
+
+
+@app.command()
+def verify(
+    folder: Folder,
+    model: Annotated[
+        str | None, typer.Option(help="A folder or Hub id; none: its base model.")
+    ] = None,
+    full: Annotated[bool, typer.Option(help="The model as it is, not a small one.")] = False,
+) -> None:
+    """Run the schedule of a card against the plain model, and write the outcome into the card."""
+    from slapo_zoo.cards.card import read_card
+    from slapo_zoo.cards.check import verify_card
+    from slapo_zoo.zoo.arguments import config_of
+
+    config, _ = config_of(model or read_card(folder).base_model)
+    found = verify_card(folder, config, quick=not full)
+    typer.echo(found["text"])
+    raise typer.Exit(0 if found["verdict"] == "verified" else 1)
+
+
+@app.command()
+def diff(card: Name, other: Annotated[str, typer.Argument(help="Another card.")]) -> None:
+    """What one card does beside another, as a unified diff of their programs."""
+    from slapo_zoo.cards.use import load_card
+    from slapo_zoo.errors import CardError
+
+    programs = [load_card(name).program for name in (card, other)]
+    if programs[0].model_class != programs[1].model_class:
+        classes = " and ".join(program.model_class for program in programs)
+        raise CardError("card diff", "class", f"they are for {classes}", "compare two of one class")
+    typer.echo(programs[0].diff(programs[1], card, other) or "the programs are the same")
+
+
+@app.command()
+def push(
+    folder: Folder,
+    repo_id: Annotated[str, typer.Argument(help="org/name; made when it is not there.")],
+    tag: Annotated[str | None, typer.Option(help="A name for the commit.")] = None,
+    private: Annotated[bool, typer.Option(help="Of a new repository.")] = False,
+    parent: Annotated[str | None, typer.Option(help="The sha it must still be at.")] = None,
+) -> None:
+    """Publish a card on the Hub as one commit; prints the reference to write down."""
+    from slapo_zoo.cards.hub import push
+
+    typer.echo(str(push(folder, repo_id, private=private or None, tag=tag, parent=parent)))
+
+
+@app.command()
+def pull(
+    card: Annotated[str, typer.Argument(help="org/name@revision.")],
+    folder: Annotated[
+        Path | None, typer.Argument(help="Where to copy it; none: the cache.")
+    ] = None,
+) -> None:
+    """Fetch a card and check it; prints the commit that was fetched."""
+    from slapo_zoo.cards.card import read_card
+    from slapo_zoo.cards.hub import Reference, pull
+
+    found = pull(Reference.parse(card))
+    checked = read_card(found.folder, found.root)
+    if folder is not None:
+        checked.write(folder)
+    typer.echo(f"{found.reference} {folder or found.folder}")

@@ -1,0 +1,65 @@
+"""`slapo-zoo plan --gpus N` and `slapo-zoo calibrate`: the fastest layout on paper, and this machine."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from slapo_zoo.cli.errors import check_new_file, stdout_for_json
+
+
+def search(
+    model: str, gpus: int, memory: str | None, batch: int, seq_len: int | None, hardware: str, dtype: str,
+    explain: bool, as_json: bool, write: Path | None, most: int,
+) -> None:  # fmt: skip
+    """Search all layouts and print what was found; the arguments are options of `plan`."""
+    from slapo_zoo.pipeline.unit_costs import row_length
+    from slapo_zoo.zoo.arguments import config_of, to_dtype
+    from slapo_zoo.tune.planner import show
+    from slapo_zoo.tune.planner.hardware import find_hardware, with_memory
+    from slapo_zoo.tune.planner.search import Planner, require_feasible
+    from slapo_zoo.zoo.table import table_for
+    from slapo_zoo.weights.load import parse_size
+
+    check_new_file(write, "--write")
+    config, head = config_of(model)
+    table_for(config.model_type)
+    tokens = row_length(config, seq_len)
+    device = with_memory(find_hardware(hardware), parse_size(memory, "--memory"))
+    planner = Planner(config, device, tokens, to_dtype(dtype), head)
+    with stdout_for_json(as_json):
+        found = planner.search(gpus, batch)
+    if as_json:
+        typer.echo(json.dumps(show.as_json(found, most), indent=1))
+    else:
+        show.show(found, most, explain)
+    if write is not None:
+        best = show.write_schedule(planner, found, write)
+        typer.echo(
+            f"{write}: from_pretrained(..., schedule={str(write)!r}, {_mesh(best)})", err=as_json
+        )
+    require_feasible(found, f"--gpus {gpus}")
+
+
+def _mesh(best: Any) -> str:
+    names = ("tp", "pp", "dp", "micro_batches", "pipeline_order", "stages_per_rank")
+    knobs = {name: value for name, value in best.layout.knobs().items() if name in names}
+    return ", ".join(f"{name}={value!r}" for name, value in knobs.items())
+
+
+def calibrate(
+    output: Annotated[Path, typer.Argument(help="JSON file to write.")],
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", metavar="NAME")] = "auto",
+    ranks: Annotated[int, typer.Option(min=1, help="Local ranks that talk to each other.")] = 2,
+) -> None:
+    """Measure this machine once: matrix products, memory, launches and links, for `plan`."""
+    from slapo_zoo.tune.planner.calibrate import measure
+    from slapo_zoo.cli.training.job import device_named
+
+    check_new_file(output, "output")
+    found = measure(device_named(device), ranks)
+    found.write(output)
+    rates = ", ".join(f"{name} {rate / 1e9:.3g} GFLOP/s" for name, rate in found.matmul.items())
+    typer.echo(f"{found.name}: {rates}; memory {found.bandwidth / 1e9:.3g} GB/s, "
+               f"links {found.link / 1e9:.3g} GB/s; written to {output}")  # fmt: skip

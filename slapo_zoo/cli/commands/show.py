@@ -1,0 +1,113 @@
+"""`slapo-zoo show`: a schedule, and what it means for every rank."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from slapo_zoo.cli.errors import stdout_for_json
+
+Model = Annotated[str, typer.Argument(help="A family (its default config), a folder, or a Hub id.")]
+Head = Annotated[
+    str | None, typer.Option("--auto-class", help="Which head, e.g. AutoModelForCausalLM.")
+]
+
+
+def show(
+    model: Model,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
+    dp: Annotated[int, typer.Option(min=1, help="Copies of the model.")] = 1,
+    sequence_parallel: Annotated[bool, typer.Option(help="Divide the tokens too.")] = False,
+    auto_class: Head = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")] = 1,
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 128,
+    kernels: Annotated[
+        list[str] | None, typer.Option(help="auto, reference, or the names of kernels.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", metavar="NAME")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Print the program, shapes and bytes per rank, and collectives per step; no weight is read."""
+    with stdout_for_json(as_json):
+        import torch
+
+        from slapo_zoo.zoo.arguments import config_of, pick_device
+        from slapo_zoo.parallel.mesh import Mesh
+        from slapo_zoo.zoo.outline import Outline
+        from slapo_zoo.zoo.survey import survey
+        from slapo_zoo.cli.training.job import device_named
+
+        config, head = config_of(model)
+        asked = kernels or ["auto"]
+        dtype = config.dtype or torch.float32
+        outline = Outline(
+            config, auto_class or head, Mesh(tp, pp, dp), dtype, sequence_parallel=sequence_parallel,
+            kernels=asked[0] if len(asked) == 1 else asked, device=pick_device(device_named(device)),
+        )  # fmt: skip
+        found = survey(outline, batch_size, seq_len)
+    if as_json:
+        typer.echo(json.dumps(as_data(found), indent=1))
+    else:
+        what = f"{outline.cls.__name__}, {dtype}, {batch_size} x {seq_len}"
+        _print(found, f"{what}: tp={tp} pp={pp} dp={dp}")
+
+
+def as_data(found: Any) -> dict[str, Any]:
+    """A survey as lists and numbers."""
+    steps = found.outline.schedule.history
+    return {
+        "program": [[pattern, str(directive)] for pattern, directive in steps],
+        "tensors": {
+            name: {"shape": shape, "per_rank": local, "stages": stages}
+            for name, (shape, local, stages) in found.shapes.items()
+        },
+        "ranks": [vars(rank) for rank in found.ranks],
+        "total_parameters": found.total_parameters,
+        "collectives": [row._asdict() for row in found.traffic],
+        "kernels": [vars(choice) for choice in found.outline.schedule.kernels],
+        "tunable": found.outline.table.tunable,
+    }
+
+
+def _print(found: Any, title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from slapo_zoo.weights.ledger import human
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(title)
+    console.print(str(found.outline.schedule), markup=False)
+    shapes = Table("tensor", "whole", "per tp rank", "stages")
+    for name, (shape, local, stages) in _without_repeats(found):
+        each = list(dict.fromkeys(str(list(s)) for s in local))
+        shapes.add_row(name, str(list(shape)), " ".join(each), " ".join(map(str, stages)))
+    ranks = Table("stage", "tp", "parameters", "of the model", "bytes")
+    for rank in found.ranks:
+        share = f"{rank.parameters / found.total_parameters:.3f}"
+        ranks.add_row(
+            str(rank.stage), str(rank.tp_coord), f"{rank.parameters:,}", share, human(rank.bytes)
+        )
+    traffic = Table("in a micro-batch", "mesh dim", "when", "count", "bytes")
+    for row in found.traffic:
+        traffic.add_row(row.kind, row.mesh_dim, row.phase, str(row.count), human(row.bytes))
+    knobs = Table("knob", "values to try")
+    for name, values in found.outline.table.tunable.items():
+        knobs.add_row(name, " ".join(str(value) or "none" for value in values))
+    kernels = Table("kernel", "at", "runs", "because")
+    for choice in found.outline.schedule.kernels:
+        verdict = "yes" if choice.accepted else "no"
+        kernels.add_row(choice.kernel, choice.pattern, verdict, choice.reason)
+    for table in (shapes, ranks, traffic, kernels, knobs):
+        console.print(table)
+
+
+def _without_repeats(found: Any) -> list[tuple[str, Any]]:
+    """The tensors of one block for all blocks that have the same, with `*` for its number."""
+    rows: dict[str, list[Any]] = {}
+    for name, (shape, local, stages) in found.shapes.items():
+        short = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        row = rows.setdefault(f"{short} {shape}", [short, shape, local, []])
+        row[3] = sorted({*row[3], *stages})
+    return [(short, (shape, local, stages)) for short, shape, local, stages in rows.values()]

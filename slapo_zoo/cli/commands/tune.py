@@ -1,0 +1,165 @@
+"""`slapo-zoo tune`: measure configurations until the fastest is found, and keep every result."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from slapo_zoo.cli.errors import stdout_for_json
+
+SYMBOL = "NAME=V,V,... : values to try; may be given many times."
+Symbols = Annotated[list[str] | None, typer.Option("--symbol", help=SYMBOL)]
+
+
+def tune(
+    target: Annotated[str, typer.Argument(help="A family, a folder, a Hub id; with --config a script.")],
+    words: Annotated[list[str] | None, typer.Argument(help="With --config: arguments of the script.")] = None,
+    symbol: Symbols = None,
+    config: Annotated[Path | None, typer.Option(help="Python file that defines a space.")] = None,
+    change: Annotated[list[str] | None, typer.Option(help="FIELD=VALUE of the model's config.")] = None,
+    search: Annotated[str, typer.Option(help="model, coordinate, optuna, random or exhaustive.")] = "model",
+    evaluations: Annotated[int, typer.Option(min=1, help="At most so many.")] = 40,
+    patience: Annotated[int, typer.Option(min=0, help="Stop after so many without gain; 0: never.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of a measurement.")] = 5,
+    quick_steps: Annotated[int, typer.Option(min=0, help="First so many, to give up what is slow.")] = 0,
+    gpus: Annotated[int, typer.Option(min=1, help="Ranks: tp * pp * dp of every point.")] = 1,
+    seq_len: Annotated[int, typer.Option("--seq-len", "--seq", min=2, help="Tokens per row.")] = 128,
+    dtype: Annotated[str, typer.Option(help="Of the parameters.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.", metavar="NAME")] = "cpu",
+    memory: Annotated[str | None, typer.Option(help="That a rank may take, e.g. 2GiB.")] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds of a measurement.")] = 600.0,
+    db: Annotated[Path | None, typer.Option(help="JSON lines; a run that was killed goes on here.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for trials.csv and pictures.")] = None,
+    card: Annotated[Path | None, typer.Option(help="Card folder: the best goes to its tuning.json.")] = None,
+    plan: Annotated[bool, typer.Option(help="Let the planner order and prune.")] = True,
+    seed: Annotated[int, typer.Option(help="Of random searches.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:  # fmt: skip
+    """Search for the fastest configuration of a model, or of a training script (--config).
+
+    Each point is measured in a process of its own. Out of memory, a crash, a time-out, wrong numbers
+    and slowness are told apart; what a database holds is never measured again.
+    """
+    with stdout_for_json(as_json):
+        found = _search(
+            (target, words or [], config, symbol or [], change or []),
+            (gpus, seq_len, dtype, device, memory, timeout, plan),
+            (search, evaluations, patience, quick_steps, steps, seed),
+            db,
+            output,
+            card,
+        )
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+
+
+def _search(
+    what: tuple[Any, ...], setting: tuple[Any, ...], how: tuple[Any, ...], db: Path | None,
+    output: Path | None, card: Path | None,
+) -> dict[str, Any]:  # fmt: skip
+    """The arguments are options of `tune`; the outcome as data."""
+    from slapo_zoo.tune import show
+    from slapo_zoo.tune.database import Database
+    from slapo_zoo.tune.search import find_strategy
+    from slapo_zoo.tune.tuner import Limits, Tuner
+
+    target, words, config, symbols, changes = what
+    search, evaluations, patience, quick_steps, steps, seed = how
+    strategy = find_strategy(search)
+    limits = Limits(evaluations, patience, quick_steps, steps)
+    prior, refused = None, {}
+    if config is not None:
+        grid, measure, scope = _of_script(target, words, config, setting[-2])
+    else:
+        grid, measure, scope, judged = _of_model(target, symbols, changes, *setting)
+        prior, refused = judged
+    start = max(range(len(grid.points)), key=prior.__getitem__) if prior else 0
+    if start in refused:
+        start = next((i for i in range(len(grid.points)) if i not in refused), 0)
+    chosen = strategy(grid, seed=seed, start=start, prior=prior)
+    with show.progress(min(evaluations, len(grid.points) - len(refused))) as on_trial:
+        found = Tuner(
+            grid, measure, chosen, Database(db).load(), scope, limits, refused, on_trial
+        ).run()
+    show.show(found)
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        show.write_csv(found, output / "trials.csv")
+        show.draw_trace(found, output / "trace.png")
+        show.draw_surface(found, grid, output / "surface.png")
+        typer.echo(f"written to {output}")
+    best = _require_best(found, refused)
+    typer.echo(f"best: {show.line_of(best)}")
+    if card is not None:
+        from slapo_zoo.tune.record import record
+
+        record(card, scope, best.point, best.outcome)
+        typer.echo(f"noted in {card / 'tuning.json'}")
+    return show.as_json(found)
+
+
+def _require_best(found: Any, refused: dict[int, str]) -> Any:
+    from slapo_zoo.errors import SlapoError
+
+    if found.best is not None:
+        return found.best
+    why = [trial.outcome.message or trial.outcome.kind for trial in found.trials] or list(
+        refused.values()
+    )
+    problem = f"no point ran to its end; the last said: {why[-1] if why else 'nothing'}"
+    raise SlapoError(
+        "tune", "search", problem, "make the batch smaller, or give more --memory or --timeout"
+    )
+
+
+def _of_script(script: str, words: list[str], config: Path, timeout: float) -> Any:
+    from slapo_zoo.tune import script as older
+    from slapo_zoo.tune.database import Scope
+    from slapo_zoo.tune.grid import Grid
+    from slapo_zoo.zoo.tuned import cpu_name
+
+    module = older.load_config(config)
+    grid = Grid(older.space_of(module, older.arguments_of(words)))
+    digest = older.hash_of(config, Path(script))
+    scope = Scope(cpu_name(), Path(script).name, digest, setting={"arguments": " ".join(words)})
+    measure: Callable[..., Any] = lambda point, steps: older.measure_script(  # noqa: E731
+        script, words, point, timeout, module
+    )
+    return grid, measure, scope
+
+
+def _of_model(
+    model: str, symbols: list[str], changes: list[str], gpus: int, seq_len: int, dtype: str, device: str,
+    memory: str | None, timeout: float, plan: bool,
+) -> Any:  # fmt: skip
+    from slapo_zoo.tune import job
+    from slapo_zoo.tune.grid import Grid
+    from slapo_zoo.weights.load import parse_size
+
+    most = parse_size(memory, "--memory") or 0
+    fields = {name: values[0] for name, values in _pairs(changes, "--change").items()}
+    job.check_changes(model, fields)
+    setting = job.Setting(model, gpus, seq_len, dtype, device, most, timeout, fields)
+    wanted = _pairs(symbols, "--symbol") or job.default_symbols(model)
+    grid = Grid(job.points_for(setting, wanted))
+    judged = job.Forecaster(setting).judge(grid) if plan else (None, {})
+    return grid, job.Workers(setting), job.scope_of(setting), judged
+
+
+def _pairs(texts: list[str], what: str) -> dict[str, list[Any]]:
+    """NAME=V,V --> values; numbers, true, false and none as such."""
+    from slapo_zoo.errors import SlapoError
+    from slapo_zoo.tune.script import typed
+
+    words = {"true": True, "false": False, "none": None}
+    found: dict[str, list[Any]] = {}
+    for text in texts:
+        name, equals, values = text.partition("=")
+        if not equals or not values:
+            raise SlapoError(
+                "tune", f"{what} {text}", "found no NAME=VALUE", "e.g. batch_size=1,2,4"
+            )
+        found[name] = [words.get(v.lower(), typed(v)) if v else "" for v in values.split(",")]
+    return found

@@ -1,0 +1,83 @@
+"""`slapo-zoo verify`: does a schedule compute what the plain model computes?"""
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from slapo_zoo.cli.errors import stdout_for_json
+
+Model = Annotated[str, typer.Argument(help="A family (its default config), a folder, or a Hub id.")]
+Head = Annotated[str | None, typer.Option("--auto-class", help="Which head.")]
+AsJson = Annotated[bool, typer.Option("--json", help="verify.json, for programs.")]
+WithCard = Annotated[str | None, typer.Option("--schedule", help="A card; none: the zoo's own.")]
+# heads whose loss is known, to take where the model names none
+HEADS = (
+    "AutoModelForPreTraining", "AutoModelForCausalLM", "AutoModelForMaskedLM",
+    "AutoModelForSeq2SeqLM", "AutoModelForImageClassification",
+)  # fmt: skip
+
+
+def verify(
+    model: Model,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
+    dp: Annotated[int, typer.Option(min=1, help="Copies of the model.")] = 1,
+    sequence_parallel: Annotated[bool, typer.Option(help="Divide the tokens too.")] = False,
+    schedule: WithCard = None,
+    auto_class: Head = None,
+    full: Annotated[bool, typer.Option(help="The model as it is, not a small one.")] = False,
+    layers: Annotated[bool, typer.Option(help="The true widths, a few layers at a time.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the scheduled model with the plain one: outputs, every gradient, a step, dropout, files.
+
+    All ranks are threads of one process on the CPU. By default a small model of the same family
+    stands in, which takes seconds; exit status 1 says that something is wrong.
+    """
+    if full and layers:
+        raise typer.BadParameter(
+            "--full holds all layers at once; choose one", param_hint="--layers"
+        )
+    with stdout_for_json(as_json):
+        from slapo_zoo.cards.verify_subprocess import verify_apart
+        from slapo_zoo.cards.use import load_card
+        from slapo_zoo.zoo.arguments import config_of
+
+        config, head = config_of(model)
+        program = load_card(schedule).program if schedule else None
+        cls = program.model_class if program else _head(config, auto_class or head)
+        knobs: dict[str, Any] = {} if program else {"sequence_parallel": sequence_parallel}
+        found = verify_apart({
+            "config": config.to_dict(), "cls": cls, "mesh": (tp, pp, dp), "quick": not full, "layers": layers,
+            "program": program.to_bytes().decode() if program else None, "knobs": knobs,
+            "folder": _folder(model) if full else None,
+        })  # fmt: skip
+    text = found.pop("text")
+    typer.echo(json.dumps(found, indent=1) if as_json else text)
+    raise typer.Exit(0 if found["verdict"] == "verified" else 1)
+
+
+def _head(config: Any, asked: str | None) -> str:
+    """The class asked for, the checkpoint's own, or the first head whose loss is known."""
+    from slapo_zoo.hf import models as hf
+    from slapo_zoo.errors import ArchitectureError
+
+    own = [asked] if asked else list(getattr(config, "architectures", None) or [])
+    for name in (*own[:1], *(() if own else HEADS)):
+        try:
+            found = hf.resolve_class(config, name)
+        except ArchitectureError:
+            if own:
+                raise
+            continue
+        if own or not found.__name__.endswith("Model"):
+            return found.__name__
+    return hf.resolve_class(config, "AutoModel").__name__
+
+
+def _folder(model: str) -> str | None:
+    """The checkpoint whose weights are taken; a family has none."""
+    from pathlib import Path
+
+    return str(Path(model).absolute()) if Path(model).is_dir() else None

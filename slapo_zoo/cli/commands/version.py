@@ -1,0 +1,31 @@
+"""`slapo-zoo version`: what to write into a bug report."""
+
+import json
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+import typer
+
+from slapo_zoo.cli.errors import stdout_for_json
+
+PACKAGES = ("slapo-zoo", "torch", "transformers", "safetensors", "triton", "deepspeed", "xformers")
+
+
+def show_version(
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Print the versions of the package and of what it stands on."""
+    with stdout_for_json(as_json):
+        found = {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        typer.echo("\n".join(f"{name} {number or '-'}" for name, number in found.items()))
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

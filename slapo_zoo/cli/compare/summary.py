@@ -1,0 +1,98 @@
+"""What a contest found, as rows of numbers: no speed without the parity of the same run."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from slapo_zoo.cli.compare.contest import Team
+from slapo_zoo.cli.compare.peers import CONTENDERS
+from slapo_zoo.cli.compare.shapes import Work
+
+LOSS_CLOSE, NORM_CLOSE = 1e-4, 1e-3  # relative; losses of all steps, with AdamW between them
+MIB = 2**20
+
+
+def summarize(teams: Sequence[Team], work: Work, refused: dict[str, str]) -> dict[str, Any]:
+    """Two tables, `parity` and `speed`; the latter is empty unless ours computed what plain did.
+
+    Args:
+        teams: ours first, then plain `transformers`.
+        work: of all of them.
+        refused: contenders that do not know the family, and why.
+    """
+    ours, plain = teams[0], teams[1]
+    parity = [_parity(team, plain) for team in teams]
+    verdicts = {row["contender"]: row["verdict"] for row in parity}
+    parity += [{"contender": name, "verdict": why} for name, why in refused.items()]
+    green = all(
+        verdicts[CONTENDERS[n].name] == "same" for n in verdicts if n.startswith("slapo_zoo")
+    )
+    timed = [team for team in teams if verdicts[team.name] == "same"] if green else []
+    return {"green": green, "parity": parity, "speed": [_speed(team, ours, work) for team in timed]}
+
+
+def _parity(team: Team, plain: Team) -> dict[str, Any]:
+    if team.failure:
+        return {"contender": team.name, "verdict": f"did not train: {team.failure}"}
+    pairs = zip(team.losses, plain.losses, strict=True)
+    losses = max(_apart(loss, expected) for loss, expected in pairs)
+    norms = _apart(team.start["norm"], plain.start["norm"])
+    same = losses <= LOSS_CLOSE and norms <= NORM_CLOSE
+    return {
+        "contender": team.name, "verdict": "same" if same else "DIFFERENT: no speed is told",
+        "first loss": team.losses[0], "gradient norm": team.start["norm"],
+        "losses apart": losses, "norms apart": norms,
+    }  # fmt: skip
+
+
+def _apart(found: float, expected: float) -> float:
+    distance = abs(found - expected) / abs(expected)
+    return distance if math.isfinite(distance) else math.inf
+
+
+def _speed(team: Team, ours: Team, work: Work) -> dict[str, Any]:
+    """Milliseconds are percentiles over the rounds; the ratio is the median over the rounds'."""
+    p20, p50, p80 = (percentile(team.seconds, share) for share in (0.2, 0.5, 0.8))
+    rounds = [a / b for a, b in zip(team.seconds, ours.seconds, strict=True)]
+    return {
+        "contender": team.name, "ranks": work.tp if CONTENDERS[team.name].divides else 1,
+        "p20 ms": p20 * 1e3, "p50 ms": p50 * 1e3, "p80 ms": p80 * 1e3,
+        "time / ours": round(statistics.median(rounds), 3),
+        "tokens/s": work.batch_size * work.seq_len / p50,
+        "parameters MiB": team.start["parameter bytes"] / MIB,
+        "ours / its bytes": round(ours.start["parameter bytes"] / team.start["parameter bytes"], 3),
+        "peak MiB": team.start["peak bytes"] / MIB,
+        "load s": team.start["load s"], "first gradients s": team.start["first gradients s"],
+        "ours / its first": round(
+            ours.start["first gradients s"] / team.start["first gradients s"], 3
+        ),
+        "read MiB": team.start["read"] and team.start["read"] / MIB,
+        "save s": team.start["save s"], "plan lines": team.start["plan lines"],
+    }  # fmt: skip
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that so large a share of them does not exceed, between neighbours by proportion."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def markdown(title: str, rows: Sequence[dict[str, Any]]) -> str:
+    """Rows as a Markdown table."""
+    if not rows:
+        return ""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [[str(name) for name in columns], ["--"] * len(columns)]
+    lines += [[cell(row.get(name)) for name in columns] for row in rows]
+    return f"### {title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def cell(value: Any) -> str:
+    """A value as people read it."""
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "/")

@@ -1,0 +1,215 @@
+"""The main job on real text, without a download: `python -m slapo_zoo.cli.demo`.
+
+1. A byte-pair tokenizer is trained on the source of Python's standard library.
+2. A small GPT-2 with dropout 0.1 is saved as an ordinary HuggingFace checkpoint.
+3. It is trained in one process, and again on tp=2 x pp=2 = 4 local processes: same batches, same
+   seed, so the two losses of every step must agree.
+4. What the four ranks saved is read by plain `transformers`, which writes a line of code with it.
+"""
+
+import argparse
+import sys
+import sysconfig
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.syntax import Syntax
+
+from slapo_zoo.parallel.launch import run_local
+from slapo_zoo.cli.errors import readable_errors
+from slapo_zoo.cli.training.display import ledger_table, progress_bar, silence
+from slapo_zoo.cli.training.loop import TrainOptions, fit, gather_ledgers, load
+from slapo_zoo.cli.training.text import Batches, DataError, pack
+
+TEXT_BYTES = 2_500_000
+VOCAB_SIZE = 4099  # a prime: no number of ranks divides it
+SEQ_LEN = 128
+BATCH_SIZE = 8
+TOLERANCE = 1e-3  # relative; sums are taken in another order on four processes
+END = "<|endoftext|>"
+PROMPT = "    return self."
+
+console = Console(highlight=False)
+
+
+def stdlib_sources(most_bytes: int = TEXT_BYTES) -> list[str]:
+    """The first modules of the standard library, by name, up to so many bytes."""
+    folder, texts, size = Path(sysconfig.get_paths()["stdlib"]), [], 0
+    for file in sorted(folder.glob("*.py")):
+        text = file.read_text(encoding="utf-8", errors="ignore")
+        if size + len(text) > most_bytes:
+            break
+        texts.append(text)
+        size += len(text)
+    if not texts:
+        raise DataError(str(folder), "demo", "found no source of the standard library")
+    return texts
+
+
+def train_tokenizer(texts: Sequence[str]) -> Any:
+    """A byte-pair tokenizer as GPT-2 has one, with a smaller vocabulary."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,  # pyright: ignore[reportCallIssue]
+        special_tokens=[END],  # pyright: ignore[reportCallIssue]
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # pyright: ignore[reportCallIssue]
+        show_progress=False,  # pyright: ignore[reportCallIssue]
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END
+    )
+
+
+def write_checkpoint(folder: Path, tokenizer: Any) -> int:
+    """A new small GPT-2, saved by plain `transformers`; return its number of parameters."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    end = tokenizer.eos_token_id
+    config = GPT2Config(
+        n_layer=4, n_embd=128, n_head=4, n_positions=SEQ_LEN, vocab_size=len(tokenizer),
+        embd_pdrop=0.1, attn_pdrop=0.1, resid_pdrop=0.1,
+        bos_token_id=end, eos_token_id=end, pad_token_id=end,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model.num_parameters()
+
+
+def train_alone(options: TrainOptions, batches: Batches) -> list[float]:
+    """The model in one process: the left column."""
+    model = load(options)
+    with progress_bar("one process", options.steps, lines=2) as on_step:
+        return fit(model, batches, options, on_step)
+
+
+def train_beside(options: TrainOptions, batches: Batches, alone: list[float]) -> list[float]:
+    """One rank of the same model on the mesh; rank 0 prints a line per step beside `alone`."""
+    model = load(options)
+    ledgers = gather_ledgers(model)
+    if model.mesh.rank != 0:
+        with silence() as on_step:
+            losses = fit(model, batches, options, on_step)
+    else:
+        console.print(ledger_table(model.mesh, ledgers), "")
+        console.print(f"[bold]{'step':>5}{'one process':>14}{'tp=2 x pp=2':>14}{'difference':>13}")
+        with progress_bar("four processes", options.steps, 0, console) as on_step:
+
+            def show(step: int, loss: float, norm: float) -> None:
+                console.print(loss_line(step, alone[step], loss))
+                on_step(step, loss, norm)
+
+            losses = fit(model, batches, options, show)
+    model.save_pretrained(options.output)
+    return losses
+
+
+def loss_line(step: int, alone: float, beside: float) -> str:
+    """One row of the table of losses."""
+    colour = "green" if relative(alone, beside) <= TOLERANCE else "red"
+    return f"{step + 1:>5}{alone:>14.6f}{beside:>14.6f}[{colour}]{beside - alone:>+13.1e}[/]"
+
+
+def relative(alone: float, beside: float) -> float:
+    """How far the two losses of a step are apart, as a share of the first; nan is never close."""
+    distance = abs(beside - alone) / abs(alone)
+    return distance if distance == distance else float("inf")
+
+
+def verdict(alone: Sequence[float], beside: Sequence[float]) -> bool:
+    """Say whether the two columns agree."""
+    worst = max(range(len(alone)), key=lambda step: relative(alone[step], beside[step]))
+    distance = relative(alone[worst], beside[worst])
+    close = distance <= TOLERANCE
+    text = f"at most {distance:.1e} apart (relative; step {worst + 1}; limit {TOLERANCE:g})"
+    if close:
+        console.print(f"\n[bold green]The two columns agree[/]: {text}.")
+    else:
+        console.print(f"\n[bold red]The two columns differ[/]: {text}.\nThis is a bug: report it.")
+    return close
+
+
+def write_code(folder: Path) -> None:
+    """Read the four ranks' checkpoint with plain `transformers` and let it write a line."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    breaks = [i for i in range(len(tokenizer)) if "\n" in tokenizer.decode([i])]
+    ids = tokenizer(PROMPT, return_tensors="pt")
+    torch.manual_seed(0)
+    out = model.generate(**ids, max_new_tokens=16, do_sample=True, top_k=20, suppress_tokens=breaks)
+    names = ", ".join(sorted(path.name for path in folder.iterdir()))
+    console.print(f"\nSaved by the four ranks: {names}\nPlain transformers reads it and writes:")
+    code = tokenizer.decode(out[0], skip_special_tokens=True)
+    console.print(Syntax(code, "python", background_color="default"))
+
+
+def make_inputs(folder: Path) -> tuple[Any, Batches]:
+    """Tokenizer, checkpoint and batches, with a line about each."""
+    texts = stdlib_sources()
+    tokenizer = train_tokenizer(texts)
+    size = sum(map(len, texts)) / 1e6
+    console.print(
+        f"text        {len(texts)} modules of Python's standard library, {size:.1f} MB\n"
+        f"tokenizer   byte pairs, {len(tokenizer)} tokens, trained on that text"
+    )
+    number = write_checkpoint(folder, tokenizer)
+    console.print(
+        f"checkpoint  GPT-2, 4 blocks of width 128, {number / 1e6:.2f}M parameters, dropout 0.1\n"
+        f"training    AdamW, gradient norm at most 1, {BATCH_SIZE} rows of {SEQ_LEN} tokens a step\n"
+    )
+    return tokenizer, Batches(pack(tokenizer, texts, SEQ_LEN, BATCH_SIZE), BATCH_SIZE, seed=0)
+
+
+def run(steps: int = 40) -> int:
+    """Run the demo; return 0 if one process and four computed the same losses, else 1."""
+    import transformers
+
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    begin = time.perf_counter()
+    console.print(
+        "[bold]slapo_zoo[/]: one GPT-2, in one process and on tp=2 x pp=2 = 4 processes\n"
+    )
+    with tempfile.TemporaryDirectory() as place:
+        start, end = Path(place, "start"), Path(place, "trained")
+        tokenizer, batches = make_inputs(start)
+        alone = TrainOptions(str(start), steps=steps, lr=1e-3, seed=1, device="cpu")
+        mesh = replace(alone, tp=2, pp=2, output=str(end))
+        # one thread per rank: a fork is then safe and takes milliseconds
+        (left,) = run_local(train_alone, 1, (alone, batches), threads=1, device="cpu")
+        right = run_local(train_beside, 4, (mesh, batches, left), threads=1, device="cpu")[0]
+        tokenizer.save_pretrained(end)
+        agree = verdict(left, right)
+        write_code(end)
+    console.print(f"\n{time.perf_counter() - begin:.0f} s in all.")
+    return 0 if agree else 1
+
+
+def main() -> None:
+    """`python -m slapo_zoo.cli.demo [--steps N]`."""
+    parser = argparse.ArgumentParser(prog="python -m slapo_zoo.cli.demo", description=run.__doc__)
+    parser.add_argument("--steps", type=int, default=40, help="optimizer steps (default: 40)")
+    with readable_errors():
+        sys.exit(run(max(1, parser.parse_args().steps)))
+
+
+if __name__ == "__main__":
+    main()

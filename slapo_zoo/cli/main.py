@@ -1,0 +1,58 @@
+"""The command `slapo-zoo`: one line here and one file in commands/ per command."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Annotated
+
+import typer
+
+from slapo_zoo.cli.commands import card
+from slapo_zoo.cli.commands.bench import bench
+from slapo_zoo.cli.commands.demo import demo
+from slapo_zoo.cli.commands.families import list_families
+from slapo_zoo.cli.commands.plan import plan
+from slapo_zoo.cli.commands.plan_search import calibrate
+from slapo_zoo.cli.commands.reshard import reshard
+from slapo_zoo.cli.commands.show import show
+from slapo_zoo.cli.commands.train import train
+from slapo_zoo.cli.commands.tune import tune
+from slapo_zoo.cli.commands.verify import verify
+from slapo_zoo.cli.commands.version import show_version
+from slapo_zoo.cli.errors import readable_errors
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app.add_typer(card.app, name="card")
+app.command("list")(list_families)
+app.command("plan")(plan)
+app.command("calibrate")(calibrate)
+app.command("show")(show)
+app.command("reshard")(reshard)
+app.command("train")(train)
+app.command("bench")(bench)
+app.command("tune")(tune)
+app.command("verify")(verify)
+app.command("demo")(demo)
+app.command("version")(show_version)
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    local_rank: Annotated[
+        int, typer.Option("--local_rank", hidden=True)
+    ] = 0,  # the deepspeed launcher
+) -> None:
+    """Pre-scheduled HuggingFace models: tensor-, pipeline- and data-parallel in one call."""
+    context.obj.debug = debug
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command; an error that a person can act on is printed without a traceback."""
+    state = SimpleNamespace(debug=False)
+    with readable_errors(state):
+        app(arguments, obj=state)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""The attention seam: `transformers` calls our function, which calls the child `core_attn`."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo_zoo.hf import cpu_dropout_attention as dropped_attention
+from slapo_zoo.hf.attention_backends import BACKENDS, find_backend, implementation
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.parallel.random_stream import RandomStream, dropout, hashed_cells
+
+ATTRIBUTE = "core_attn"
+
+
+def register_attention() -> None:
+    """Make our seam known to `transformers`, for attention *and* for masks, once per back end.
+
+    Without the second registration the mask is silently None and padding is ignored.
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    for name, backend in BACKENDS.items():
+        AttentionInterface.register(implementation(name), _attention)
+        masks: Any = AttentionMaskInterface()
+        AttentionMaskInterface.register(implementation(name), masks[backend.mask])
+
+
+def _attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any):
+    core = module._modules.get(ATTRIBUTE)
+    if core is None:
+        return sdpa(module, q, k, v, mask, **kwargs)
+    return core(q, k, v, mask, attention=module, **kwargs)
+
+
+def sdpa(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any):
+    """The sdpa function of `transformers`; q [B, H, S, d] --> [B, S, H, d]."""
+    return BACKENDS["sdpa"].run(attention, q, k, v, mask, **kwargs)
+
+
+class CoreAttention(nn.Module):
+    """softmax(q k' * scaling + mask) v, with dropout of the probabilities by global head.
+
+    Args:
+        stream: the random stream of the model.
+        site: path of this module.
+        heads: global indices of the query heads that this rank holds.
+        backend: of `attention_backends`, where nothing is dropped.
+    """
+
+    def __init__(
+        self, stream: RandomStream, site: str, heads: Sequence[int], backend: str = "sdpa"
+    ):
+        super().__init__()
+        self.stream, self.site, self.heads = stream, site, heads
+        self.name, self.backend = backend, find_backend(backend)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        attention: nn.Module,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        """Shapes: q [B, H, S, d], k and v [B, K, T, d], mask broadcasts to [B, 1, S, T]."""
+        if self.stream.real_tokens is not None:
+            return self._within_rows(q, k, v, attention, dropout, scaling), None
+        if not (self.training and dropout):
+            run = self.backend.run
+            return run(attention, q, k, v, mask, dropout=0.0, scaling=scaling, **kwargs)
+        if not self.backend.drops:
+            problem = f"it would draw masks of its own for dropout={dropout}"
+            hint = "set the config's attention dropout to 0, or use sdpa or eager"
+            raise SlapoError(self.site, f"attention={self.name!r}", problem, hint)
+        scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
+        causal = kwargs.get("is_causal")
+        causal = getattr(attention, "is_causal", True) if causal is None else causal
+        bias, cap = kwargs.get("position_bias"), kwargs.get("softcap")
+        return self._dropped(q, k, v, mask, bias, dropout, scaling, causal, cap), None
+
+    def _within_rows(
+        self, q: Tensor, k: Tensor, v: Tensor, attention: nn.Module, p: float, scaling: float | None
+    ) -> Tensor:
+        """All real tokens of the batch stand in one row: each sees those of its own batch row."""
+        real: Any = self.stream.real_tokens
+        p = p if self.training else 0.0
+        seeds = self.stream.cells(len(real), self.site, self.heads) if p else []
+        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+        found, start, H = [], 0, q.shape[1]
+        for row, count in enumerate(real.sum(1).tolist()):
+            q_row, k_row, v_row = (x[:, :, start : start + count] for x in (q, k, v))
+            start += count
+            if p:
+                draw = partial(
+                    _draw_some,
+                    real[row],
+                    self.stream.draw_cells if q.device.type == "cpu" else hashed_cells,
+                )
+                mine = seeds[row * H : (row + 1) * H]
+                found.append(
+                    dropped_attention.dropped_attention(
+                        q_row, k_row, v_row, None, p, scale, mine, draw
+                    )
+                )
+            else:
+                options = {"dropout": 0.0, "scaling": scale, "is_causal": False}
+                found.append(self.backend.run(attention, q_row, k_row, v_row, None, **options)[0])
+        return torch.cat(found, 1)
+
+    def _dropped(self, q, k, v, mask, bias, p, scaling, causal, cap) -> Tensor:
+        """The explicit form: torch's fused attention offers no way to choose the dropout mask."""
+        groups = q.shape[1] // k.shape[1]
+        if groups > 1:
+            k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+        S, T = q.shape[-2], k.shape[-2]
+        if mask is None and causal and S > 1:
+            mask = torch.ones(S, T, dtype=torch.bool, device=q.device).tril()
+        if mask is not None:
+            mask = _additive(mask[..., :T], q.dtype)
+        large = q.shape[0] * q.shape[1] * S * T > dropped_attention.SMALL
+        if (
+            large
+            and self.stream.draws_in_blocks(q.device)
+            and bias is None
+            and cap is None
+            and p < 1.0
+        ):
+            seeds, draw = self.stream.cells(len(q), self.site, self.heads), self.stream.draw_cells
+            args = (q, k, v, mask, p, scaling, seeds, draw)
+            return dropped_attention.dropped_attention(*args)
+        scores = (q * scaling) @ k.transpose(-1, -2)
+        scores = scores if bias is None else scores + bias
+        scores = scores if cap is None else (scores / cap).tanh() * cap
+        scores = scores if mask is None else scores.add_(mask)
+        probabilities = scores.softmax(-1)  # in fp32 inside, also for bf16 scores
+        probabilities = dropout(probabilities, p, self.stream, self.site, self.heads)
+        return (probabilities @ v).transpose(1, 2).contiguous()
+
+
+def _draw_some(real: Tensor, draw: Any, like: Tensor, p: float, seeds: list[int]) -> Tensor:
+    """The mask of the real tokens of a row: a part of that of all."""
+    S = len(real)
+    whole = draw(like.new_empty(()).expand(len(seeds), S, S), p, seeds)
+    count = like.shape[-1]
+    if bool(real[:count].all()):
+        return whole[:, :count, :count]
+    at = real.nonzero()[:, 0]
+    return whole[:, at][:, :, at]
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as what is added to the scores; of a bool one, False hides."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
+        ~mask, torch.finfo(dtype).min
+    )

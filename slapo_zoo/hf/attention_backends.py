@@ -1,0 +1,170 @@
+"""The attention back ends that `attention=` may name, and why one cannot be had here."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo_zoo.errors import ArchitectureError, SlapoError
+from slapo_zoo.parallel.paths import nearest
+
+NAME = "slapo_zoo"  # of our seam, as config._attn_implementation; a back end adds its own name
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of softmax(q k' * scaling + mask) v.
+
+    Args:
+        run: (attention module, q, k, v, mask, **kwargs) --> [B, S, H, d] and perhaps probabilities.
+        mask: whose mask of `transformers` it takes.
+        flag: attribute of a model class that says whether the family can have it, or "".
+        drops: whether our own masks can drop its probabilities (docs/design: equal to one device).
+        problem: (device type, dtype) --> why it cannot run there, or "".
+    """
+
+    run: Callable[..., Any]
+    mask: str
+    flag: str = ""
+    drops: bool = False
+    problem: Callable[[str, torch.dtype], str] = lambda device, dtype: ""
+
+
+def _of_transformers(name: str) -> Callable[..., Any]:
+    def run(attention: nn.Module, *tensors: Any, **kwargs: Any) -> Any:
+        from transformers import AttentionInterface
+
+        return AttentionInterface()[name](attention, *tensors, **kwargs)
+
+    return run
+
+
+def _eager(attention: nn.Module, *tensors: Any, **kwargs: Any) -> Any:
+    """The function beside the module's class: each family of `transformers` has its own."""
+    family = sys.modules[type(attention).__mro__[_own(attention)].__module__]
+    return family.eager_attention_forward(attention, *tensors, **kwargs)
+
+
+def _own(attention: nn.Module) -> int:
+    """Index in the mro of the class that `transformers` defines, below what a schedule derived."""
+    classes = type(attention).__mro__
+    has = (hasattr(sys.modules.get(c.__module__), "eager_attention_forward") for c in classes)
+    return next((i for i, found in enumerate(has) if found), 0)
+
+
+def _xformers(
+    attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
+    position_bias: Tensor | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """memory_efficient_attention; q [B, H, S, d], k and v [B, K, T, d].
+
+    Unmeasured: it needs a CUDA device and the package.
+    """
+    from xformers import ops  # pyright: ignore[reportMissingImports]
+
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (k, v))
+    causal = getattr(attention, "is_causal", True) if is_causal is None else is_causal
+    bias: Any = None
+    if mask is not None or position_bias is not None:
+        bias = _aligned_bias(q, k, mask, position_bias, causal)
+    elif causal and q.shape[-2] > 1:
+        bias = ops.LowerTriangularMask()
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return ops.memory_efficient_attention(q, k, v, attn_bias=bias, scale=scaling), None
+
+
+def _aligned_bias(
+    q: Tensor, k: Tensor, mask: Tensor | None, position_bias: Tensor | None, causal: bool
+) -> Tensor:
+    """Mask and positions as one additive tensor [B, H, S, T], whose rows begin at multiples of 8."""
+    (rows, heads, length, _), width = q.shape, k.shape[-2]
+    bias = q.new_zeros(rows, heads, length, -(-width // 8) * 8)[..., :width]
+    if position_bias is not None:
+        bias += position_bias[..., :width]
+    if mask is None and causal and length > 1:
+        mask = torch.ones(length, width, dtype=torch.bool, device=q.device).tril(width - length)
+    if mask is not None and mask.dtype == torch.bool:
+        bias.masked_fill_(~mask[..., :width], torch.finfo(q.dtype).min)
+    elif mask is not None:
+        bias += mask[..., :width]
+    return bias
+
+
+def _no_flash(device: str, dtype: torch.dtype) -> str:
+    from transformers.utils.import_utils import is_flash_attn_2_available
+
+    if device != "cuda" or not is_flash_attn_2_available():
+        return f"it needs the package flash-attn and a CUDA device, found {device}"
+    half = dtype in (torch.float16, torch.bfloat16)
+    return "" if half else f"it takes float16 or bfloat16, found {dtype}"
+
+
+def _no_flex(device: str, dtype: torch.dtype) -> str:
+    return "" if device == "cuda" else f"FlexAttention has no backward on {device} in torch"
+
+
+def _no_xformers(device: str, dtype: torch.dtype) -> str:
+    if importlib.util.find_spec("xformers") is None:
+        return "the package xformers is not installed"
+    return "" if device == "cuda" else f"it has no kernel for {device}"
+
+
+BACKENDS = {
+    "sdpa": Backend(_of_transformers("sdpa"), "sdpa", "_supports_sdpa", drops=True),
+    "eager": Backend(_eager, "eager", drops=True),
+    "flash": Backend(_of_transformers("flash_attention_2"), "flash_attention_2",
+                     "_supports_flash_attn", problem=_no_flash),
+    "flex": Backend(_of_transformers("flex_attention"), "flex_attention",
+                    "_supports_flex_attn", problem=_no_flex),
+    "xformers": Backend(_xformers, "sdpa", "_supports_sdpa", problem=_no_xformers),
+}  # fmt: skip
+
+
+def find_backend(name: str) -> Backend:
+    """The back end of a name; SlapoError lists those there are."""
+    if name not in BACKENDS:
+        near = nearest(str(name), BACKENDS) or list(BACKENDS)
+        problem = f"no such back end, there are {', '.join(BACKENDS)}"
+        raise SlapoError("attention", f"attention={name!r}", problem, f"nearest: {near}")
+    return BACKENDS[name]
+
+
+def implementation(name: str) -> str:
+    """What config._attn_implementation is for a back end."""
+    return NAME if name == "sdpa" else f"{NAME}_{name}"
+
+
+def require_backend(
+    name: str, cls: Any, tunable: tuple[str, ...], device: torch.device, dtype: torch.dtype
+) -> None:
+    """ArchitectureError when a model class cannot have a back end here.
+
+    Args:
+        name: of the back end.
+        cls: model class of `transformers`.
+        tunable: back ends that the family's table names.
+        device: of the model.
+        dtype: of the model.
+    """
+    backend = find_backend(name)
+    what = f"attention={name!r}"
+    family = not backend.flag or getattr(cls, backend.flag, False)
+    if name not in tunable or not family:
+        found = [
+            n for n in tunable if not BACKENDS[n].flag or getattr(cls, BACKENDS[n].flag, False)
+        ]
+        problem = (
+            f"{cls.__name__} cannot have it"
+            if found
+            else f"{cls.__name__} has no attention that could be chosen"
+        )
+        hint = f"it has: {', '.join(found)}" if found else "leave attention= out"
+        raise ArchitectureError("attention", what, problem, hint)
+    if problem := backend.problem(device.type, dtype):
+        raise ArchitectureError("attention", what, problem, "sdpa and eager run everywhere")

@@ -1,0 +1,218 @@
+"""A directive is one line of a schedule, as data; a primitive is its class."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any, ClassVar, TypeVar
+
+from torch import Tensor, nn
+
+from slapo_zoo.errors import ScheduleError
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.paths import select_paths
+from slapo_zoo.parallel.placement import Placement
+from slapo_zoo.parallel.random_stream import RandomStream
+from slapo_zoo.language.traffic import Traffic
+
+
+@dataclass
+class Placed:
+    """A tensor that was divided: how, by which directive, and its shape before."""
+
+    placement: Placement
+    directive: "Directive"
+    shape: tuple[int, ...]
+
+
+@dataclass
+class State:
+    """What the directives of one schedule share: the model, the mesh and what was done so far."""
+
+    model: nn.Module
+    mesh: Mesh
+    random: RandomStream = field(default_factory=RandomStream)
+    placed: dict[str, Placed] = field(default_factory=dict)
+    cuts: list[tuple[str, int]] = field(default_factory=list)
+    partial_gradients: set[str] = field(default_factory=set)
+    checkpointed: list[str] = field(default_factory=list)
+    applied: dict[str, set[str]] = field(default_factory=dict)
+    shared: dict[Any, Any] = field(default_factory=dict)
+    overlap: dict[str, bool] = field(default_factory=dict)  # path of a sync --> as told
+    sequence_gradients: set[str] = field(default_factory=set)
+    sequence_parallel: bool = False  # some directive divides tokens
+    tokens_divided: bool = False  # they are divided in the current forward
+    traffic: Traffic | None = None  # of a rehearsal that counts
+    unpads: bool = False  # some kernel leaves padding out
+    real_tokens: Tensor | None = None  # [B, S] of the current forward, where it may
+
+    def __post_init__(self):
+        self.index()
+
+    def index(self) -> None:
+        """Remember which modules own which parameter, so that ties survive re-creation."""
+        self.modules = dict(self.model.named_modules())
+        self._selected: dict[str, tuple[int, list[str]]] = {}
+        self.owners: dict[int, list[str]] = {}
+        for path, module in self.modules.items():
+            for name, tensor in module._parameters.items():
+                if tensor is not None:
+                    self.owners.setdefault(id(tensor), []).append(join(path, name))
+
+    def select(self, pattern: str) -> list[str]:
+        """The paths that a pattern matches, in model order; each pattern is looked up once."""
+        glob, _, class_name = pattern.partition(":")
+        size, found = self._selected.get(glob, (-1, []))
+        if size != len(self.modules):  # new, or a directive has added a module since
+            found = select_paths(glob, self.modules)
+            self._selected[glob] = len(self.modules), found
+        if not class_name:
+            return list(found)
+        return [path for path in found if type(self.modules[path]).__name__ == class_name]
+
+    def set_parameter(self, old: Tensor, new: nn.Parameter) -> list[str]:
+        """Put `new` wherever `old` is, in all modules tied to it; returns the names."""
+        names = self.owners.pop(id(old))
+        notes = {key: value for key, value in old.__dict__.items() if key[0] != "_"}  # annotate()
+        for key in notes.keys() - new.__dict__.keys():
+            setattr(new, key, notes[key])
+        for name in names:
+            path, _, leaf = name.rpartition(".")
+            self.modules[path]._parameters[leaf] = new
+        self.owners[id(new)] = names
+        return names
+
+
+def join(path: str, name: str) -> str:
+    """The dotted path of `name` below `path`, which may be the root ``''``."""
+    return f"{path}.{name}" if path else name
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a directive lands: one module, its path, and the state of the schedule."""
+
+    path: str
+    module: nn.Module
+    state: State
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the schedule."""
+        return self.state.mesh
+
+    def group(self, directive: Any) -> Any:
+        """The process group of a directive's mesh dim; None when its size is 1."""
+        group, traffic = self.mesh.group(directive.mesh_dim), self.state.traffic
+        if traffic is None:
+            return group
+        return traffic.listen(group, directive.mesh_dim, self.path, directive)
+
+    def name(self, tensor_name: str) -> str:
+        """Full name of a parameter or buffer of this module."""
+        return join(self.path, tensor_name)
+
+    def tensor(self, tensor_name: str) -> Tensor | None:
+        """A parameter or buffer of this module, or None."""
+        found = self.module._parameters.get(tensor_name)
+        return found if found is not None else self.module._buffers.get(tensor_name)
+
+    def tensor_names(self) -> list[str]:
+        """Names of the parameters and buffers that the module itself holds."""
+        return [*self.module._parameters, *self.module._buffers]
+
+    def placed(self, tensor_name: str) -> Placed | None:
+        """How a tensor of this module was divided so far, or None."""
+        return self.state.placed.get(self.name(tensor_name))
+
+
+# Type of a field --> what it certainly is not, whoever wrote it: a person, or a JSON file.
+UNLIKE: dict[Any, tuple[type, ...]] = {
+    int: (str, float, list, tuple, dict, type(None)),
+    str: (int, float, list, tuple, dict, type(None)),
+    bool: (str, float, list, tuple, dict, type(None)),
+}
+
+
+class Directive:
+    """Base of every primitive. `check` may only read; `apply` may assume `check` passed."""
+
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        """TypeError for a text where a number is expected, and the other way round."""
+        for f in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
+            value = getattr(self, f.name)
+            if isinstance(value, UNLIKE.get(f.type, ())):
+                expected = {int: "an integer", str: "a text", bool: "True or False"}[f.type]
+                raise TypeError(f"{self.name}(): {f.name}: found {value!r}, expected {expected}")
+
+    @classmethod
+    def of(cls, *args: Any, **kwargs: Any) -> "Directive":
+        """The directive of a call `sch[path].<name>(*args, **kwargs)`."""
+        return cls(*args, **kwargs)
+
+    @classmethod
+    def called(cls, path: str, args: tuple, kwargs: dict[str, Any]) -> "Directive":
+        """The directive of such a call at a path; ScheduleError for arguments it does not take."""
+        try:
+            return cls.of(*args, **kwargs)
+        except TypeError as error:
+            problem = str(error).replace(f"{cls.__name__}.__init__()", f"{cls.name}()")
+            hint = f"{cls.name}{signature(cls)}".removesuffix(" -> None")
+            raise ScheduleError(path or "(the model)", cls.name, problem, hint) from None
+
+    def check(self, site: Site) -> None:
+        """Raise ScheduleError when the directive cannot be applied at `site`."""
+
+    def apply(self, site: Site) -> None:
+        """Change the module at `site`."""
+        raise NotImplementedError
+
+    def undo(self, site: Site) -> None:
+        """Take back what `apply` did; only where nothing of the model was changed or dropped."""
+        raise NotImplementedError
+
+    def local(self) -> str:
+        """Why this directive cannot leave the process (a live callable), or the empty string."""
+        for name, value in self.arguments().items():
+            if callable(value) or isinstance(value, nn.Module):
+                return f"{name}={value!r} is a live object, not data"
+        return ""
+
+    def arguments(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, in order."""
+        fields = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
+        return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
+
+    def fail(self, site: Site, problem: str, hint: str = "") -> ScheduleError:
+        """The error that names this site and this directive."""
+        return ScheduleError(site.path or "(the model)", self, problem, hint)
+
+    def __str__(self) -> str:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self.arguments().items())
+        return f"{type(self).name}({arguments})"  # an argument may be called name
+
+
+PRIMITIVES: dict[str, type[Directive]] = {}
+D = TypeVar("D", bound=Directive)
+
+
+def primitive(name: str) -> Callable[[type[D]], type[D]]:
+    """Register a Directive class; it becomes `sch[pattern].<name>(...)`."""
+
+    def register(cls: type[D]) -> type[D]:
+        if name in PRIMITIVES:
+            taken = f"the name is already registered by {PRIMITIVES[name]!r}"
+            raise ScheduleError("primitive", name, taken, "choose another name")
+        cls.name = name
+        cls.__repr__ = cls.__str__  # a dataclass repr hides the primitive's name
+        PRIMITIVES[name] = cls
+        return cls
+
+    return register
+
+
+def subtree(path: str, paths: Iterator[str] | list[str]) -> list[str]:
+    """The paths at or below `path`."""
+    return [p for p in paths if not path or p == path or p.startswith(path + ".")]

@@ -1,0 +1,213 @@
+"""What a schedule has done to each module, and which collectives a training step causes there."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo_zoo.language.directive import Directive, State
+from slapo_zoo.errors import ScheduleError
+from slapo_zoo.language.gradients import buckets
+from slapo_zoo.parallel.mesh import MESH_DIMS
+from slapo_zoo.language.traffic import Traffic, Transfer
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What was done where.
+
+    Args:
+        done: path of a module --> its directives, in order.
+        transfers: of one training step on this rank, in order.
+    """
+
+    done: Mapping[str, Sequence[str]]
+    transfers: Sequence[Transfer]
+
+    def totals(self) -> list[tuple[str, str, str, int, int]]:
+        """(kind, mesh dim, phase, count, bytes) of the whole step."""
+        counts: Counter[tuple[str, str, str]] = Counter(t[:3] for t in self.transfers)
+        sizes: Counter[tuple[str, str, str]] = Counter()
+        for t in self.transfers:
+            sizes[t[:3]] += t.bytes
+        return [(*key, counts[key], sizes[key]) for key in sorted(counts)]
+
+    def at(self, path: str) -> list[Transfer]:
+        """The transfers that one module causes."""
+        return [t for t in self.transfers if t.path == path]
+
+    def __str__(self) -> str:
+        lines: list[str] = []
+        for paths, text in _alike({path: self._about(path) for path in self._paths()}):
+            times = f"  (each of {len(paths)})" if len(paths) > 1 else ""
+            lines += [f"{_common(paths) or '(the model)'}{times}", *text]
+        lines.append("in one training step, on this rank:")
+        for kind, mesh_dim, phase, count, nbytes in self.totals():
+            lines.append(f"    {phase}: {count} {kind} over {mesh_dim}, {nbytes:,} bytes")
+        if not self.transfers:
+            lines.append("    no collectives")
+        return "\n".join(lines)
+
+    def _paths(self) -> list[str]:
+        after = (t.path for t in self.transfers if t.path not in self.done)
+        return list(dict.fromkeys([*self.done, *after]))
+
+    def _about(self, path: str) -> tuple[str, ...]:
+        """The lines below the name of one module: each directive, and what it causes."""
+        own = Counter((t.directive, t.phase, t.kind, t.mesh_dim, t.bytes) for t in self.at(path))
+        lines = []
+        for directive in dict.fromkeys([*self.done.get(path, ()), *(key[0] for key in own)]):
+            lines.append(f"    {directive}")
+            for (by, phase, kind, mesh_dim, nbytes), count in own.items():
+                if by == directive:
+                    many = f"{count} x " if count > 1 else ""
+                    lines.append(f"        {phase}: {many}{kind} over {mesh_dim}, {nbytes:,} bytes")
+        return tuple(lines)
+
+
+def _alike(texts: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[list[str], tuple[str, ...]]]:
+    """Paths that differ by numbers only and have the same text, in the order of the first."""
+    groups: dict[Any, list[str]] = {}
+    for path, text in texts.items():
+        groups.setdefault((re.sub(r"\b\d+\b", "*", path), text), []).append(path)
+    for (_, text), paths in groups.items():
+        yield paths, text
+
+
+def _common(paths: list[str]) -> str:
+    """`h.*.mlp` for several paths; the numbers that all share stay."""
+    columns = zip(*(path.split(".") for path in paths), strict=True)
+    return ".".join(c[0] if len(set(c)) == 1 else "*" for c in columns)
+
+
+def explain(
+    state: State, landed: Iterable[tuple[Sequence[str], Directive]], batch: Mapping[str, Any]
+) -> Explanation:
+    """Rehearse one training step of a scheduled model on fake tensors; nothing is changed or sent.
+
+    Args:
+        state: of the schedule.
+        landed: the modules that each directive was applied to, in order.
+        batch: keyword arguments of the model's forward; only shapes and dtypes matter.
+    """
+    done: dict[str, list[str]] = {}
+    for paths, directive in landed:
+        for path in paths:
+            done.setdefault(path, []).append(str(directive))
+    order = {path: i for i, path in enumerate(state.modules)}
+    done = dict(sorted(done.items(), key=lambda item: order.get(item[0], len(order))))
+    if all(state.mesh.size(mesh_dim) == 1 for mesh_dim in MESH_DIMS):
+        return Explanation(done, [])
+    named = list(state.model.named_parameters())
+    return Explanation(done, [*_rehearse(state, batch), *after_backward(state, named)])
+
+
+def _rehearse(state: State, batch: Mapping[str, Any]) -> list[Transfer]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    model: Any = state.model
+    runtime = getattr(model, "_slapo", None)  # of AutoScheduledModel: its step runs this forward
+    if runtime is not None and runtime.pipeline is not None:
+        if any(call for _, call in state.cuts):
+            hint = "explain it with pp=1, or see `slapo-zoo show NAME --pp ...`"
+            problem = "which calls of the shared block run here is not known from its path"
+            raise ScheduleError("(the model)", "explain", problem, hint)
+        whole, mine = runtime.pipeline.whole().state, runtime.pipeline.holds
+        whole.sequence_parallel = state.sequence_parallel
+        return [found for found in _rehearse(whole, batch) if mine(found.path)]
+    forward = partial(runtime.own_forward, model) if runtime else model
+    parameters = signature(runtime.own_forward if runtime else model.forward).parameters
+    if "use_cache" in parameters:  # as in a training step: a recomputation would fill it again
+        batch = {**batch, "use_cache": False}
+    mode, traffic = FakeTensorMode(allow_non_fake_inputs=True), Traffic()
+    with rehearsing(state, traffic), mode, _fake_tensors(model), torch.enable_grad():
+        inputs = {k: _fake(v) if isinstance(v, Tensor) else v for k, v in batch.items()}
+        traffic.backward(forward(**inputs))
+    return traffic.transfers
+
+
+@contextmanager
+def rehearsing(state: State, traffic: Traffic) -> Iterator[None]:
+    """Within it, the collectives of a live schedule are noted, not sent, and its model trains."""
+    before = state.mesh, state.traffic, state.tokens_divided
+    modes, position = {m: m.training for m in state.model.modules()}, state.random.position()
+    state.mesh, state.traffic = replace(state.mesh, rehearsal=True), traffic
+    state.tokens_divided = state.sequence_parallel
+    state.model.train()
+    try:
+        with torch.random.fork_rng(devices=[]), state.random.at(*position):
+            yield
+    finally:
+        state.mesh, state.traffic, state.tokens_divided = before
+        for module, training in modes.items():
+            module.training = training
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape; under a FakeTensorMode it has no data."""
+    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def _fake_tensors(model: nn.Module) -> Iterator[None]:
+    """Within it, every parameter and buffer is a fake one; tied ones stay tied."""
+    kept, fakes = [], {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            kept.append((tensors, dict(tensors)))
+            for name, tensor in tensors.items():
+                if tensor is not None and id(tensor) not in fakes:
+                    fake = _fake(tensor)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    fakes[id(tensor)] = (
+                        nn.Parameter(fake.detach(), tensor.requires_grad) if is_parameter else fake
+                    )
+                tensors[name] = None if tensor is None else fakes[id(tensor)]
+    try:
+        yield
+    finally:
+        for tensors, before in kept:
+            tensors.update(before)
+
+
+def after_backward(
+    state: State, named: Sequence[tuple[str, nn.Parameter]], divided: bool | None = None
+) -> list[Transfer]:
+    """The sums of gradients that a training step takes once the backward is done.
+
+    Args:
+        state: of the schedule.
+        named: parameters of this rank.
+        divided: whether tokens are divided in the step; by default where the schedule asks for it.
+    """
+    divided = state.sequence_parallel if divided is None else divided
+    names = state.partial_gradients | (state.sequence_gradients if divided else set())
+    parts = [p for name, p in sorted(named) if name in names]
+    found = []
+    if state.mesh.tp > 1:
+        shared = [[p] for name, p in named if _is_shared(state, name)]
+        found += [("tp", run) for run in (*shared, *buckets(parts))]
+    if state.mesh.dp > 1:
+        found += [("dp", run) for run in buckets([p for _, p in named])]
+    return [
+        Transfer("all_reduce", mesh_dim, "after backward",
+                 sum(p.nbytes + p.itemsize for p in run),  # one more says whether there is a gradient
+                 directive="sums of gradients")
+        for mesh_dim, run in found
+    ]  # fmt: skip
+
+
+def _is_shared(state: State, name: str) -> bool:
+    """Whether neighbouring ranks hold the same part (KV heads), so that its gradient is summed."""
+    placed = state.placed.get(name)
+    if placed is None or not placed.placement.replicate:
+        return False
+    return placed.placement.units(placed.shape[placed.placement.axis])[0] < state.mesh.tp

@@ -1,0 +1,152 @@
+"""One call of a module, as the parameters of its graph."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo_zoo.errors import ScheduleError
+from slapo_zoo.language.graph import guards
+from slapo_zoo.language.graph.tracer import ValueTracer
+
+LITERALS = (bool, int, float, str, type(None), torch.dtype, torch.device)
+NO_DEFAULT = inspect.Parameter.empty
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A parameter of the forward, and what the example passes.
+
+    Args:
+        name: of the placeholder; the n-th extra positional argument of `*args` is `args_n`.
+        value: in the example.
+        default: of the forward, or NO_DEFAULT.
+        how: "positional", "keyword", or "default" when the example leaves it out. Then the forward
+            is called without it: decorators of `transformers` fill some from the config.
+    """
+
+    name: str
+    value: Any
+    default: Any
+    how: str
+
+    @property
+    def live(self) -> bool:
+        """It holds a tensor: the graph computes with it. Other values are fixed by the trace."""
+        return _has_tensor(self.value)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The example call of one module.
+
+    Args:
+        module: its forward is recorded.
+        where: its path, for errors.
+        arguments: in the order of the signature.
+        others: name of the `**kwargs` parameter, or the empty string.
+    """
+
+    module: nn.Module
+    where: str
+    arguments: tuple[Argument, ...]
+    others: str
+
+    @classmethod
+    def of(cls, module: nn.Module, where: str, args: tuple, kwargs: dict[str, Any]) -> "Call":
+        """Bind example arguments to the signature of the forward."""
+        signature = inspect.signature(module.forward)
+        try:
+            bound = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            hint = f"its forward is {type(module).__name__}.forward{signature}"
+            raise ScheduleError(
+                where or "(the model)", "example inputs", str(error), hint
+            ) from None
+        arguments, others = [], ""
+        varies = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                extra = enumerate(bound.get(name, ()))
+                arguments += [
+                    Argument(f"{name}_{i}", v, NO_DEFAULT, "positional") for i, v in extra
+                ]
+            elif parameter.kind is parameter.VAR_KEYWORD:
+                others = name
+                named = bound.get(name, {}).items()
+                arguments += [Argument(k, v, None, "keyword") for k, v in named]
+            else:
+                keyword = parameter.kind is parameter.KEYWORD_ONLY or not (
+                    varies or parameter.kind is parameter.POSITIONAL_ONLY
+                )
+                how = "keyword" if keyword else "positional"
+                value = bound.get(name, parameter.default)
+                how = how if name in bound or how == "positional" else "default"
+                arguments.append(Argument(name, value, parameter.default, how))
+        call = cls(module, where, tuple(arguments), others)
+        call._check()
+        return call
+
+    def _check(self) -> None:
+        for a in self.arguments:
+            if not a.live and not _is_literal(a.value):
+                problem = (
+                    f"argument {a.name!r} is a {type(a.value).__name__}: neither tensor nor literal"
+                )
+                hint = "leave it out of the example (use_cache=False for a cache)"
+                raise ScheduleError(self.where or "(the model)", "trace", problem, hint)
+
+    def inputs(self) -> dict[str, Any]:
+        """Placeholder --> value."""
+        values = {a.name: a.value for a in self.arguments}
+        return {**values, f"**{self.others}": {}}
+
+    def record(self, tracer: ValueTracer) -> tuple[Callable, list[Any]]:
+        """Create the placeholders; returns what `fx.Tracer.trace` shall call, and with what."""
+        proxies, optional = [], False
+        for a in self.arguments:
+            optional = optional or a.default is not NO_DEFAULT
+            default = (a.default if _is_literal(a.default) else None,) if optional else ()
+            proxies.append(tracer.create_proxy("placeholder", a.name, default, {}))
+        if self.others:
+            self._refuse_others(tracer)
+        positional, keywords = [], {}
+        for a, proxy in zip(self.arguments, proxies, strict=True):
+            value = self._value(a, proxy, tracer)
+            if a.how == "keyword":
+                keywords[a.name] = value
+            elif a.how == "positional":
+                positional.append(value)
+        return lambda: self.module.forward(*positional, **keywords), []
+
+    def _value(self, a: Argument, proxy: Any, tracer: ValueTracer) -> Any:
+        if not a.live:
+            args = (proxy.node, a.value, self.where or "(the model)", f"argument {a.name!r}")
+            tracer.create_node("call_function", guards.expect, args, {})
+            return a.value
+        if proxy.node.args:  # it has a default, so a caller may leave it out
+            args = (proxy.node, self.where or "(the model)", a.name)
+            tracer.create_node("call_function", guards.expect_given, args, {})
+        return proxy
+
+    def _refuse_others(self, tracer: ValueTracer) -> None:
+        others: Any = tracer.create_proxy("placeholder", f"**{self.others}", (), {})
+        args = (others.node, self.where or "(the model)")
+        tracer.create_node("call_function", guards.expect_no_others, args, {})
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_tensor, value.values()))
+    if isinstance(value, (tuple, list)):
+        return any(map(_has_tensor, value))
+    return isinstance(value, Tensor)
+
+
+def _is_literal(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_literal, value))
+    return isinstance(value, LITERALS)

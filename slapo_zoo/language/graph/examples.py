@@ -1,0 +1,96 @@
+"""Example inputs for a module inside a `transformers` model: what a tiny real call passes to it."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_zoo.errors import ScheduleError
+from slapo_zoo.language.graph.patches import set_mode, unchanged
+from slapo_zoo.language.graph.trace import calls_of
+
+ROWS, TOKENS, OTHER_TOKENS = 2, 7, 5  # unlike each other, and unlike any width of a real model
+
+
+class _Captured(Exception):  # noqa: N818 - not an error: it ends the call once the module is reached
+    def __init__(self, args: tuple, kwargs: dict[str, Any]):
+        self.call = args, kwargs
+
+
+def capture(model: Any, path: str, padded: bool = True) -> tuple[tuple, dict[str, Any]]:
+    """The arguments that the module at `path` gets in a call of the model.
+
+    Args:
+        model: of `transformers`, in any mode; it stays as it is.
+        path: of the module.
+        padded: call the model with a padding mask; False: with no mask at all.
+    """
+    inputs = tiny_batch(model, path, padded)
+    if not path:
+        return (), inputs
+
+    if next(model.parameters()).is_meta:  # masks ask for elements, unless they are traced
+        return _from_trace(model, path, inputs)
+
+    def stop(_module: nn.Module, args: tuple, kwargs: dict) -> None:
+        raise _Captured(args, kwargs)
+
+    handle = model.get_submodule(path).register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        with unchanged(model), torch.no_grad():
+            set_mode(model, training=False)
+            model(**inputs)
+    except _Captured as captured:
+        return captured.call
+    except Exception as error:
+        problem = f"the example call of the model fails: {type(error).__name__}: {error}"
+        raise _no_example(path, problem) from error
+    finally:
+        handle.remove()
+    raise _no_example(path, "the example call of the model does not reach it")
+
+
+def _from_trace(model: Any, path: str, inputs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    calls = calls_of(model, inputs, (path,))
+    if path not in calls:
+        raise _no_example(path, "the example call of the model does not reach it")
+    return calls[path]
+
+
+def tiny_batch(model: Any, path: str = "", padded: bool = True) -> dict[str, Any]:
+    """A small batch for a model of `transformers`, from its config."""
+    config, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
+    if config is None or main not in ("input_ids", "pixel_values"):
+        problem = f"{type(model).__name__} is no text or image model of transformers"
+        raise _no_example(path, problem)
+    device = next(model.parameters()).device
+    accepted = _parameters(model)
+    if main == "pixel_values":
+        size = getattr(config, "image_size", 32)
+        height, width = size if isinstance(size, (tuple, list)) else (size, size)
+        return {main: torch.rand(ROWS, config.num_channels, height, width, device=device)}
+    shape = (ROWS, 3, TOKENS) if "MultipleChoice" in type(model).__name__ else (ROWS, TOKENS)
+    batch = _tokens("input_ids", "attention_mask", shape, config.vocab_size, device)
+    if getattr(config, "is_encoder_decoder", False):
+        shape = (ROWS, OTHER_TOKENS)
+        names = "decoder_input_ids", "decoder_attention_mask"
+        batch |= _tokens(*names, shape, config.vocab_size, device)
+    batch["use_cache"] = False
+    return {k: v for k, v in batch.items() if k in accepted and (padded or "mask" not in k)}
+
+
+def _parameters(model: nn.Module) -> set[str]:
+    return set(inspect.signature(model.forward).parameters)
+
+
+def _tokens(ids: str, mask: str, shape: tuple[int, ...], vocab: int, device: Any) -> dict[str, Any]:
+    tokens = torch.arange(3, 3 + torch.Size(shape).numel()).remainder(vocab).reshape(shape)
+    real = torch.ones(shape, dtype=torch.long)
+    real[-1, ..., -2:] = 0  # at the end of the last row, as a tokenizer pads
+    return {ids: tokens.to(device), mask: real.to(device)}
+
+
+def _no_example(path: str, problem: str) -> ScheduleError:
+    hint = "pass example_inputs: a tuple of arguments, or a dict of them by name"
+    return ScheduleError(path or "(the model)", "trace", problem, hint)

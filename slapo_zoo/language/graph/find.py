@@ -1,0 +1,68 @@
+"""find: modules by name, nodes by a predicate, and subgraphs by a pattern."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import fx, nn
+
+from slapo_zoo.errors import ScheduleError
+from slapo_zoo.language.graph.match import Matcher, Matches
+from slapo_zoo.language.graph.pattern import Pattern, name_matches, trace_pattern
+from slapo_zoo.language.graph.traced import under
+
+Found = tuple[str, fx.Node]
+
+
+def find(module: nn.Module, path: str, what: Any) -> list[Found] | Matches:
+    """Look in the graph of a module, and in all graphs below it.
+
+    Args:
+        module: a traced module.
+        path: its path.
+        what: a regex for the path of a called module (the whole of it, or of its last segments), a
+            predicate whose one argument is named `node`, a pattern function, or a Pattern.
+
+    Returns:
+        (path of the traced module, node) for each node; for patterns a list of subgraphs.
+    """
+    if isinstance(what, str) or is_predicate(what):
+        return find_nodes(module, path, what)
+    if isinstance(what, type) and issubclass(what, Pattern):
+        what = what()
+    if not callable(what):
+        hint = "a regex, a predicate `lambda node: ...`, a function, or a Pattern"
+        raise ScheduleError(path or "(the model)", "find", f"found {what!r}", hint)
+    pattern = trace_pattern(what)
+    found = Matches()
+    for at, graph in _graphs(module, path):
+        matches = Matcher(pattern, graph, at).search()
+        found += matches
+        found.overlapping += matches.overlapping
+        found.rejected += matches.rejected
+    return found
+
+
+def find_nodes(module: nn.Module, path: str, what: str | Callable[..., bool]) -> list[Found]:
+    """The nodes that call a module of that name, or that satisfy a predicate."""
+
+    def wanted(node: fx.Node) -> bool:
+        if isinstance(what, str):
+            return node.op == "call_module" and name_matches(what, str(node.target))
+        return bool(what(node))
+
+    graphs = _graphs(module, path)
+    return [(at, node) for at, graph in graphs for node in graph.graph.nodes if wanted(node)]
+
+
+def is_predicate(what: Any) -> bool:
+    """Whether a function asks about one node: its only argument is named `node`."""
+    if not inspect.isfunction(what):
+        return False
+    return list(inspect.signature(what).parameters) == ["node"]
+
+
+def _graphs(module: nn.Module, path: str) -> Iterator[tuple[str, fx.GraphModule]]:
+    for below, m in module.named_modules():
+        if isinstance(m, fx.GraphModule):
+            yield under(path, below), m

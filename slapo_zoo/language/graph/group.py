@@ -1,0 +1,64 @@
+"""Take matched nodes out into a child module of their own."""
+
+from typing import Any
+
+from torch import fx
+
+from slapo_zoo.language.graph.insert import add_child
+from slapo_zoo.language.graph.match import Subgraph
+from slapo_zoo.language.graph.rewrite import erase, finish, hand_out, insertion_point
+from slapo_zoo.language.graph.traced import TracedModule
+
+
+class GroupModule(TracedModule):
+    """Some nodes of a graph as one module, to be compiled or recomputed as a whole.
+
+    The modules that they call stay where they are in the tree, under their names: the group
+    reaches them through its owner. So no parameter is renamed, and a later change to such a
+    module is seen here too.
+    """
+
+    owner: Any
+
+    @classmethod
+    def around(cls, owner: fx.GraphModule, graph: fx.Graph, name: str) -> "GroupModule":
+        """A group with this graph; its targets start with `owner.`."""
+        new = cls(name)
+        new.__dict__["owner"] = owner  # no child: it would be its own grandchild
+        new.graph = graph
+        return new
+
+
+def group(subgraph: Subgraph, name: str) -> tuple[str, GroupModule]:
+    """Move the nodes of a subgraph into a child module; returns its name and the module.
+
+    rewrite:  t = f(a); y = g(t, b)  -->  y = self.<name>_0(a, b)
+    """
+    owner, inside = subgraph.module, set(subgraph.nodes)
+    inputs = list(
+        dict.fromkeys(i for n in subgraph.nodes for i in n.all_input_nodes if i not in inside)
+    )
+    graph = _copy(subgraph, inputs)
+    known = {node.name: node for node in inputs}
+    outer = Subgraph(subgraph.path, owner, subgraph.nodes, known, subgraph.outputs)
+    before = insertion_point(outer)
+    child = GroupModule.around(owner, graph, name)
+    path = add_child(owner, name, child)
+    with owner.graph.inserting_before(before):
+        call = owner.graph.call_module(path, tuple(inputs))
+        hand_out(call, subgraph.outputs, single=len(subgraph.outputs) == 1)
+    erase(subgraph.nodes)
+    finish(owner)
+    return path, child
+
+
+def _copy(subgraph: Subgraph, inputs: list[fx.Node]) -> fx.Graph:
+    graph = fx.Graph()
+    same = {node: graph.placeholder(node.name) for node in inputs}
+    for node in subgraph.nodes:
+        same[node] = graph.node_copy(node, lambda n: same[n])
+        if node.op in ("call_module", "get_attr"):
+            same[node].target = f"owner.{node.target}"
+    outputs = tuple(same[o] for o in subgraph.outputs)
+    graph.output(outputs[0] if len(outputs) == 1 else outputs)
+    return graph

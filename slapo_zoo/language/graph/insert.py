@@ -1,0 +1,116 @@
+"""New calls in a graph: their arguments, their names, and the parameters they take over."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from slapo_zoo.errors import ScheduleError
+from slapo_zoo.language.graph.canonical import ModuleTensor
+
+
+class Function(nn.Module):
+    """A lambda or a local function as a module: generated code can only name what a file defines."""
+
+    def __init__(self, function: Callable[..., Any]):
+        super().__init__()
+        self.function = function
+        self.__signature__ = inspect.signature(function)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The function."""
+        return self.function(*args, **kwargs)
+
+
+def arguments(
+    new: Any, inputs: dict[str, Any], path: str, constants: Mapping[str, Any] | None = None
+) -> tuple[tuple, dict[str, Any]]:
+    """How to call `new` with the inputs of a pattern: by name where the names tell."""
+    constants = dict(constants or {})
+    target = getattr(new, "forward", new) if isinstance(new, nn.Module) else new
+    target = new.function if isinstance(new, Function) else target
+    try:
+        parameters = list(inspect.signature(target).parameters.values())
+    except ValueError:  # a builtin of torch tells no signature
+        return tuple(inputs.values()), constants
+    varies = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    plain = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    plain = [p for p in plain if p.name not in constants]
+    required = [p.name for p in plain if p.default is p.empty]
+    names = {p.name for p in plain}
+    if inputs.keys() <= names and set(required) <= inputs.keys():
+        by_position = [p for p in plain if p.name in inputs and p.kind is p.POSITIONAL_ONLY]
+        if not by_position:
+            return (), {**inputs, **constants}
+    if varies or len(required) <= len(inputs) <= len(plain):
+        return tuple(inputs.values()), constants
+    problem = f"the subgraph has {list(inputs)}, {_name(new)} takes {[p.name for p in plain]}"
+    hint = "name its parameters as in the pattern, or give it as many"
+    raise ScheduleError(path or "(the model)", "replace", problem, hint)
+
+
+def insert_call(owner: fx.GraphModule, new: Any, args: Any, kwargs: Any, name: str = "") -> fx.Node:
+    """A node that calls a function, or a module that becomes a child `<Name>_<k>`."""
+    if not isinstance(new, nn.Module):
+        qualified = getattr(new, "__qualname__", "")
+        if "<" not in qualified:
+            return owner.graph.call_function(new, args, kwargs)
+        name = name or qualified.rpartition(".")[2].replace("<lambda>", "Lambda")
+        new = Function(new)
+    child = add_child(owner, name or _name(new), new)
+    return owner.graph.create_node("call_module", child, args, kwargs)
+
+
+def add_child(owner: nn.Module, name: str, module: nn.Module) -> str:
+    """Add a module as `<name>_<k>`, k being the first number that is free."""
+    k = next(k for k in range(10**6) if not hasattr(owner, f"{name}_{k}"))
+    module.train(owner.training)
+    owner.add_module(f"{name}_{k}", module)
+    return f"{name}_{k}"
+
+
+def called(owner: nn.Module, node: fx.Node) -> nn.Module | None:
+    """The module that a node calls."""
+    return owner.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+def carry_parameters(
+    new: Any, modules: Sequence[nn.Module | None], path: str, joined: bool = False
+) -> None:
+    """Give a new module the parameters of those it replaces.
+
+    Args:
+        new: has parameters of the same names.
+        modules: the replaced ones, in order.
+        path: for errors.
+        joined: the new parameter holds those of all modules, one after the other along axis 0.
+    """
+    old = [m for m in modules if m is not None]
+    for name, parameter in list(getattr(new, "_parameters", {}).items()):
+        given = [p for m in old if (p := m._parameters.get(name)) is not None]
+        shape = tuple(torch.cat([p.detach() for p in given]).shape) if given and joined else None
+        shape = tuple(given[0].shape) if len(given) == 1 else shape
+        if parameter is None and not given:
+            continue
+        if parameter is None or shape != tuple(parameter.shape):
+            found = [tuple(p.shape) for p in given]
+            problem = f"{name!r} of {_name(new)} cannot be filled from {found}"
+            hint = "give it the parameters of the replaced modules, or fill it yourself"
+            raise ScheduleError(path or "(the model)", "replace(carry=True)", problem, hint)
+        whole = (
+            given[0] if len(given) == 1 else nn.Parameter(torch.cat([p.detach() for p in given]))
+        )
+        new._parameters[name] = whole
+
+
+def operand(graph: fx.Graph, value: Any) -> Any:
+    """What a pattern's argument was bound to, as an argument of a new node."""
+    if isinstance(value, ModuleTensor):
+        return graph.get_attr(f"{value.target}.{value.name}")
+    return value
+
+
+def _name(new: Any) -> str:
+    return getattr(new, "__name__", type(new).__name__)

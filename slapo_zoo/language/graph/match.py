@@ -1,0 +1,220 @@
+"""Find a pattern in a graph by its edges: operations, arguments, constants and single use."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from slapo_zoo.language.graph.canonical import COMMUTATIVE, DIMS, ModuleTensor, describe
+from slapo_zoo.language.graph.guards import GUARDS
+from slapo_zoo.language.graph.pattern import ANY, ModulePattern, call_module, name_matches
+from slapo_zoo.language.graph.traced import shape_of
+
+ARITHMETIC = {"add", "sub", "mul", "div", "pow"}
+Binding = dict[fx.Node, Any]  # node of the pattern -> node, constant or ModuleTensor
+
+
+@dataclass(frozen=True, eq=False)
+class Subgraph:
+    """Nodes of one graph that match a pattern; iterates over (path, node), as `find` documents.
+
+    Args:
+        path: of the traced module whose graph it is.
+        module: that module.
+        nodes: in graph order.
+        inputs: name of the pattern's argument --> node, constant or ModuleTensor.
+        outputs: the nodes whose values the pattern returns.
+    """
+
+    path: str
+    module: fx.GraphModule
+    nodes: tuple[fx.Node, ...]
+    inputs: dict[str, Any]
+    outputs: tuple[fx.Node, ...]
+
+    def __iter__(self) -> Iterator[tuple[str, fx.Node]]:
+        return iter([(self.path, node) for node in self.nodes])
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def __getitem__(self, index: int) -> tuple[str, fx.Node]:
+        return self.path, self.nodes[index]
+
+    def __repr__(self) -> str:
+        return f"<{' -> '.join(n.name for n in self.nodes)} in {self.path or '(the model)'!r}>"
+
+
+class Matches(list[Subgraph]):
+    """The matches of a pattern, in graph order.
+
+    Attributes:
+        overlapping: matches that share a node with an earlier one, which won.
+        rejected: (node, reason) where the operations match but may not be taken out.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.overlapping: list[Subgraph] = []
+        self.rejected: list[tuple[fx.Node, str]] = []
+
+
+@dataclass
+class Matcher:
+    """Looks for one pattern in one graph.
+
+    Args:
+        pattern: a traced pattern.
+        module: whose graph is searched.
+        path: of that module.
+    """
+
+    pattern: fx.GraphModule
+    module: fx.GraphModule
+    path: str = ""
+    found: Matches = field(default_factory=Matches)
+
+    def __post_init__(self):
+        self.shapes_known = any(shape_of(n) is not None for n in self.module.graph.nodes)
+
+    def search(self) -> Matches:
+        """All matches; where two share a node, the first in graph order wins."""
+        output = next(n for n in self.pattern.graph.nodes if n.op == "output").args[0]
+        outputs = output if isinstance(output, (tuple, list)) else (output,)
+        taken: set[fx.Node] = set()
+        for node in self.module.graph.nodes:
+            match = self._anchored(outputs, node)
+            if match is None:
+                continue
+            if taken & set(match.nodes):
+                self.found.overlapping.append(match)
+                continue
+            taken |= set(match.nodes)
+            self.found.append(match)
+        return self.found
+
+    def _anchored(self, outputs: Any, node: fx.Node) -> Subgraph | None:
+        """The match whose first output is `node`."""
+        reason = ""
+        for binding in self._outputs(outputs[1:], self._value(outputs[0], node, {})):
+            real = {p: v for p, v in binding.items() if p.op not in ("placeholder", "get_attr")}
+            reason = self._escapes(real, binding, outputs)
+            if not reason:
+                inputs = {p.target: binding[p] for p in self.pattern.graph.nodes
+                          if p.op == "placeholder"}  # fmt: skip
+                nodes = tuple(n for n in self.module.graph.nodes if n in set(real.values()))
+                ends = tuple(binding[o] for o in outputs)
+                return Subgraph(self.path, self.module, nodes, inputs, ends)
+        if reason:
+            self.found.rejected.append((node, reason))
+        return None
+
+    def _outputs(self, rest: Any, bindings: Iterator[Binding]) -> Iterator[Binding]:
+        if not rest:
+            yield from bindings
+            return
+        for binding in bindings:
+            for node in self.module.graph.nodes:
+                yield from self._outputs(rest[1:], self._value(rest[0], node, binding))
+
+    def _escapes(self, real: Binding, binding: Binding, outputs: Any) -> str:
+        """Why the matched nodes cannot be taken out as one, or the empty string."""
+        inside = set(real.values())
+        ends = {binding[o] for o in outputs}
+        for node in inside - ends:
+            outside = [u for u in node.users if u not in inside and u.target not in GUARDS]
+            if outside:
+                return f"{node.name} is also used by {outside[0].name}"
+        values = [v for p, v in binding.items() if p.op == "placeholder"]
+        seen, todo = set(), [v for v in values if isinstance(v, fx.Node)]
+        while todo:
+            node = todo.pop()
+            if node in inside:
+                return f"{node.name} lies on the way to an input of the pattern"
+            if node not in seen:
+                seen.add(node)
+                todo += node.all_input_nodes
+        return ""
+
+    # -- one value, one node, all arguments -------------------------------------------------------
+
+    def _value(self, p: Any, v: Any, binding: Binding, rank: int = 0) -> Iterator[Binding]:
+        if isinstance(p, fx.Node):
+            yield from self._node(p, v, binding)
+        elif isinstance(p, (tuple, list)) and isinstance(v, (tuple, list)) and len(p) == len(v):
+            yield from self._all([(a, b, 0) for a, b in zip(p, v, strict=True)], binding)
+        elif p is ANY or _equal(p, v) or _same_dim(p, v, rank):
+            yield binding
+
+    def _node(self, p: fx.Node, v: Any, binding: Binding) -> Iterator[Binding]:
+        if p in binding:
+            if binding[p] is v or (not isinstance(v, fx.Node) and _equal(binding[p], v)):
+                yield binding
+        elif p.op == "placeholder":
+            yield {**binding, p: v}
+        elif p.op == "get_attr":  # a parameter of the pattern stands for any tensor of a module
+            if isinstance(v, ModuleTensor) or (isinstance(v, fx.Node) and v.op == "get_attr"):
+                yield {**binding, p: v}
+        elif isinstance(v, fx.Node) and v.op.startswith("call") and self._free(v, binding):
+            for pairs in self._alignments(p, v):
+                yield from self._all(pairs, {**binding, p: v})
+
+    def _free(self, v: fx.Node, binding: Binding) -> bool:
+        """Two nodes of the pattern never stand for one node."""
+        return all(b is not v or p.op == "placeholder" for p, b in binding.items())
+
+    def _all(self, pairs: list[tuple[Any, Any, int]], binding: Binding) -> Iterator[Binding]:
+        if not pairs:
+            yield binding
+            return
+        (p, v, rank), *rest = pairs
+        for found in self._value(p, v, binding, rank):
+            yield from self._all(rest, found)
+
+    def _alignments(self, p: fx.Node, v: fx.Node) -> Iterator[list[tuple[Any, Any, int]]]:
+        """The ways in which the arguments of two nodes may correspond; none if they differ."""
+        regex = self._regex(p)
+        if regex:
+            if v.op == "call_module" and name_matches(regex, str(v.target)):
+                args = p.args[1:] if p.target is call_module else p.args
+                edges = [a for a in [*v.args, *v.kwargs.values()] if isinstance(a, fx.Node)]
+                if len(args) == len(edges):
+                    yield [(a, b, 0) for a, b in zip(args, edges, strict=True)]
+            return
+        mine = describe(p, self.pattern, in_pattern=True)
+        theirs = describe(v, self.module)
+        if mine.name != theirs.name or mine.arguments.keys() != theirs.arguments.keys():
+            return
+        if mine.name in ARITHMETIC and self.shapes_known and shape_of(v) is None:
+            return  # arithmetic on sizes is no tensor operation
+        rank = len(shape_of(v) or ())
+        pairs = [
+            (mine.arguments[k], theirs.arguments[k], rank if k in DIMS else 0)
+            for k in mine.arguments
+        ]
+        yield pairs
+        if mine.name in COMMUTATIVE:
+            (a, x, _), (b, y, _), *rest = pairs
+            yield [(a, y, 0), (b, x, 0), *rest]
+
+    def _regex(self, p: fx.Node) -> str:
+        if p.target is call_module:
+            return str(p.args[0])
+        if p.op == "call_module":
+            module = self.pattern.get_submodule(str(p.target))
+            return module.name if isinstance(module, ModulePattern) else ""
+        return ""
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, fx.Node) or isinstance(b, fx.Node):
+        return a is b
+    if isinstance(a, slice) and isinstance(b, slice):
+        return (a.start, a.stop, a.step) == (b.start, b.stop, b.step)
+    return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
+
+
+def _same_dim(p: Any, v: Any, rank: int) -> bool:
+    """-1 and 2 are one axis of a tensor of rank 3."""
+    return rank > 0 and isinstance(p, int) and isinstance(v, int) and p % rank == v % rank

@@ -1,0 +1,113 @@
+"""What is replaced in torch while a trace runs, and put back whatever happens."""
+
+import builtins
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_zoo.language.graph.proxy import ValueProxy, has_proxy
+from slapo_zoo.language.graph.tracer import ValueTracer, recorded
+
+# They make a tensor, or read a dtype, without a tensor among their arguments.
+FACTORIES = ("ones", "zeros", "full", "arange", "empty", "tensor", "linspace", "eye")
+FACTORIES += ("finfo", "iinfo", "promote_types", "broadcast_shapes")
+RANDOM = ("rand", "randn", "randint", "randperm")  # drawn anew in every call of the graph
+
+
+@contextmanager
+def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
+    """`owner.name` is `new` within."""
+    old = owner.__dict__[name]
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        setattr(owner, name, old)
+
+
+@contextmanager
+def recording(tracer: ValueTracer) -> Iterator[None]:
+    """Functions that know no proxies leave nodes; a forward cannot write a proxy into a module."""
+    with ExitStack() as stack:
+        for name in FACTORIES + RANDOM:
+            new = recorded(tracer, getattr(torch, name), always=name in RANDOM)
+            stack.enter_context(replaced(torch, name, new))
+        stack.enter_context(replaced(builtins, "isinstance", _is_instance))
+        stack.enter_context(replaced(nn.Module, "__setattr__", _setattr(tracer)))
+        apply = classmethod(_apply(tracer))
+        stack.enter_context(replaced(torch.autograd.Function, "apply", apply))
+        yield
+
+
+_isinstance = isinstance
+
+
+def _is_instance(value: Any, classes: Any) -> bool:
+    """Models branch on `isinstance(x, torch.Tensor)`; a proxy must answer as its value would.
+
+    A `__class__` of its own cannot do this: torch's C code would then take it for a tensor.
+    """
+    if type(value) is ValueProxy and not _isinstance(value, classes):
+        value = value.node.meta["value"]
+    return _isinstance(value, classes)
+
+
+def _setattr(tracer: ValueTracer) -> Any:
+    original = nn.Module.__setattr__
+
+    def setattr_(module: nn.Module, name: str, value: Any) -> None:
+        if has_proxy(value):
+            problem = f"its forward stores a result in self.{name}"
+            raise tracer.fail(problem, tracer.leaf_hint())
+        original(module, name, value)
+
+    return setattr_
+
+
+def _apply(tracer: ValueTracer) -> Any:
+    original = torch.autograd.Function.__dict__["apply"].__func__
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not tracer.evaluating and has_proxy(args, kwargs):
+            # Recording what its forward does would lose its backward.
+            problem = f"it calls the autograd function {cls.__name__}"
+            raise tracer.fail(problem, tracer.leaf_hint())
+        return original(cls, *args, **kwargs)
+
+    return apply
+
+
+@contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Random state, buffers and training flags are afterwards as they were before."""
+    buffers = [(b, b.detach().clone()) for b in module.buffers() if not b.is_meta]
+    flags = [(m, m.training) for m in module.modules()]
+    attributes = set(module.__dict__)
+    with torch.random.fork_rng(_cuda_devices(module)):
+        try:
+            yield
+        finally:
+            for m, training in flags:
+                m.training = training
+            for name in set(module.__dict__) - attributes:  # constants that fx puts there
+                del module.__dict__[name]
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    if not torch.equal(buffer, before):
+                        buffer.copy_(before)
+
+
+def _cuda_devices(module: nn.Module) -> list[int]:
+    devices = {t.device for t in module.parameters() if t.is_cuda}
+    return sorted({d.index for d in devices if d.index is not None})
+
+
+def set_mode(module: nn.Module, training: bool) -> None:
+    """Switch every module that has the root's mode; what is frozen in eval stays so."""
+    before = module.training
+    for m in module.modules():
+        if m.training == before:
+            m.training = training

@@ -1,0 +1,139 @@
+"""A proxy that knows the value it stands for: sizes stay symbolic, decisions leave a check."""
+
+import operator
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx import Proxy
+
+if TYPE_CHECKING:
+    from slapo_zoo.language.graph.tracer import ValueTracer
+
+CONTAINERS = (tuple, list, dict)  # torch.Size is a tuple, an output of transformers is a dict
+
+
+class ValueProxy(Proxy):
+    """Stands for a value during a trace; `len`, iteration and attributes are those of that value.
+
+    An `if`, a `range` or an `int()` over a size reads the value, and the tracer notes it as a
+    check. An `if` over the elements of a tensor is an error: the trace would have to guess.
+    """
+
+    if TYPE_CHECKING:  # Proxy gets its operators at run time
+
+        def __getitem__(self, index: Any) -> Any: ...
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("node", "tracer"):
+            raise AttributeError(name)
+        if callable(getattr(self.node.meta["value"], name)):
+            return Method(self, name)
+        return _tracer(self).create_proxy("call_function", getattr, (self, name), {})
+
+    def __bool__(self) -> bool:
+        value = self.node.meta["value"]
+        if isinstance(value, CONTAINERS):
+            return len(self) > 0
+        drawn = _decided_for_any_draw(self.node)
+        return drawn if drawn is not None else bool(_tracer(self).read(self))
+
+    def __index__(self) -> int:
+        return operator.index(_tracer(self).read(self))
+
+    def __int__(self) -> int:
+        return int(_tracer(self).read(self))
+
+    def __float__(self) -> float:
+        return float(_tracer(self).read(self))
+
+    def __hash__(self) -> int:
+        value = self.node.meta["value"]
+        is_object = isinstance(value, (Tensor, list, dict)) or value is None
+        return id(self) if is_object else hash(_tracer(self).read(self))
+
+    def __len__(self) -> int:
+        value = self.node.meta["value"]
+        if isinstance(value, Tensor):
+            return operator.index(self.shape[0])
+        if isinstance(value, torch.Size):  # the rank of a tensor; other lengths are structure
+            _tracer(self).check_length(self)
+        return len(value)
+
+    def __iter__(self) -> Iterator[Any]:
+        value = self.node.meta["value"]
+        if isinstance(value, dict):
+            return iter(value)
+        return iter([self[i] for i in range(len(self))])
+
+    def __contains__(self, item: object) -> bool:
+        value = self.node.meta["value"]
+        if isinstance(value, dict):
+            return item in value
+        return any(bool(element == item) for element in self)
+
+    def keys(self) -> Any:
+        return self.node.meta["value"].keys()
+
+    def values(self) -> list[Any]:
+        return [self[key] for key in self.keys()]
+
+    def items(self) -> list[tuple[Any, Any]]:
+        return [(key, self[key]) for key in self.keys()]
+
+    def __setitem__(self, index: Any, item: Any) -> None:
+        _tracer(self).create_proxy("call_function", operator.setitem, (self, index, item), {})
+
+
+class Method:
+    """A method of a proxied value; calling it becomes a `call_method` node."""
+
+    def __init__(self, owner: ValueProxy, name: str):
+        self.owner, self.name = owner, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args = (self.owner, *args)
+        return _tracer(self.owner).create_proxy("call_method", self.name, args, kwargs)
+
+
+def has_proxy(*values: Any) -> bool:
+    """Whether a proxy lies anywhere in nested tuples, lists and dicts."""
+    for value in values:
+        if type(value) is ValueProxy:
+            return True
+        if isinstance(value, dict) and has_proxy(*value.values()):
+            return True
+        if isinstance(value, (tuple, list)) and has_proxy(*value):
+            return True
+    return False
+
+
+def _tracer(proxy: ValueProxy) -> "ValueTracer":
+    return cast("ValueTracer", proxy.tracer)
+
+
+def _decided_for_any_draw(node: Any) -> bool | None:
+    """A uniform number lies in [0, 1): `rand < 0.0` (no layer drop) is the same for every draw."""
+    if node.target not in (operator.lt, operator.gt) or len(node.args) != 2:
+        return None
+    left, right = node.args if node.target is operator.lt else reversed(node.args)
+    if getattr(left, "target", None) is torch.rand and isinstance(right, (int, float)):
+        return False if right <= 0 else True if right >= 1 else None
+    return None
+
+
+def _in_place(name: str) -> Any:
+    """`x += y` changes a tensor that others may see; a size or a tuple is only renamed."""
+    target = getattr(operator, name)
+
+    def impl(self: ValueProxy, other: Any) -> Any:
+        if not isinstance(self.node.meta["value"], Tensor):
+            return NotImplemented
+        return _tracer(self).create_proxy("call_function", target, (self, other), {})
+
+    return impl
+
+
+for _name in ("iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior", "ixor", "imatmul"):
+    setattr(ValueProxy, f"__{_name}__", _in_place(_name))

@@ -1,0 +1,191 @@
+"""Put something else in the place of matched nodes."""
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import fx, nn
+from torch.fx.node import map_arg
+
+from slapo_zoo.language.directive import join
+from slapo_zoo.errors import ScheduleError
+from slapo_zoo.language.graph.effects import has_effect
+from slapo_zoo.language.graph.guards import GUARDS
+from slapo_zoo.language.graph.insert import arguments, called, carry_parameters, insert_call, operand
+from slapo_zoo.language.graph.match import Subgraph
+
+
+def replace_node(
+    owner: fx.GraphModule,
+    node: fx.Node,
+    new: Any,
+    path: str = "",
+    name: str = "",
+    constants: Mapping[str, Any] | None = None,
+) -> None:
+    """Another function or module with the arguments of one node.
+
+    rewrite:  y = f(x, flag=True)  -->  y = new(x, flag=True)
+    """
+    if node.op not in ("call_function", "call_method", "call_module"):
+        problem = f"{node.name} is a {node.op}, which computes nothing"
+        raise ScheduleError(path or "(the model)", "replace", problem, "name a node that calls")
+    check_hooks([node], owner, path)
+    with owner.graph.inserting_after(node):
+        kwargs = {**node.kwargs, **(constants or {})}
+        call = insert_call(owner, new, node.args, kwargs, name)
+    call.meta = dict(node.meta)
+    node.replace_all_uses_with(call)
+    _remove(owner, [node])
+
+
+def replace_vertical(
+    subgraph: Subgraph,
+    new: Any,
+    name: str = "",
+    carry: bool = False,
+    constants: Mapping[str, Any] | None = None,
+) -> fx.Node:
+    """One call in the place of a subgraph.
+
+    rewrite:  t = f(a, b); y = g(t, c)  -->  y = new(a, b, c)
+
+    Arguments go by name where all required parameters of `new` are names of the pattern, else by
+    position.
+
+    Args:
+        subgraph: what goes.
+        new: a function or a module; returns a tuple for a pattern with several outputs.
+        name: of the new child module.
+        carry: give `new` the parameters of the replaced modules that have the same name.
+        constants: keyword arguments of `new` besides the inputs.
+    """
+    owner, graph = subgraph.module, subgraph.module.graph
+    before = insertion_point(subgraph)
+    check_hooks(subgraph.nodes, owner, subgraph.path)
+    if carry:
+        carry_parameters(new, [called(owner, n) for n in subgraph.nodes], subgraph.path)
+    with graph.inserting_before(before):
+        inputs = {k: operand(graph, v) for k, v in subgraph.inputs.items()}
+        args, kwargs = arguments(new, inputs, subgraph.path, constants)
+        call = insert_call(owner, new, args, kwargs, name)
+        hand_out(call, subgraph.outputs, single=len(subgraph.outputs) == 1)
+    _remove(owner, subgraph.nodes)
+    return call
+
+
+def replace_horizontal(
+    subgraphs: Sequence[Subgraph],
+    new: Any,
+    name: str = "",
+    carry: bool = False,
+    constants: Mapping[str, Any] | None = None,
+) -> fx.Node:
+    """One call in the place of several subgraphs with the same inputs.
+
+    rewrite:  q = f(x); k = g(x); v = h(x)  -->  r = new(x); q = r[0]; k = r[1]; v = r[2]
+
+    Args:
+        subgraphs: each with one output; the results of `new` are taken in this order.
+        new: a function or a module; returns a sequence.
+        name: of the new child module.
+        carry: give `new` the parameters of the replaced modules, joined along axis 0 in order.
+        constants: keyword arguments of `new` besides the inputs.
+    """
+    first = subgraphs[0]
+    owner = first.module
+    for other in subgraphs[1:]:
+        same = other.module is owner and list(other.inputs.values()) == list(first.inputs.values())
+        if not same or len(other.outputs) != 1 or len(first.outputs) != 1:
+            problem = f"{other} and {first} do not have the same inputs and one output each"
+            hint = "replace them one by one, or find subgraphs that read the same values"
+            raise ScheduleError(first.path or "(the model)", "replace", problem, hint)
+    outputs = tuple(s.outputs[0] for s in subgraphs)
+    nodes = tuple(n for n in owner.graph.nodes if any(n in s.nodes for s in subgraphs))
+    merged = Subgraph(first.path, owner, nodes, first.inputs, outputs)
+    before = insertion_point(merged)
+    check_hooks(nodes, owner, first.path)
+    if carry:
+        modules = [called(owner, n) for n in nodes]
+        carry_parameters(new, modules, first.path, joined=True)
+    with owner.graph.inserting_before(before):
+        inputs = {k: operand(owner.graph, v) for k, v in first.inputs.items()}
+        args, kwargs = arguments(new, inputs, first.path, constants)
+        call = insert_call(owner, new, args, kwargs, name)
+        hand_out(call, outputs, single=False)
+    _remove(owner, nodes)
+    return call
+
+
+def insertion_point(subgraph: Subgraph) -> fx.Node:
+    """The node before which all inputs are known and no output is used yet."""
+    order = {node: i for i, node in enumerate(subgraph.module.graph.nodes)}
+    inside = set(subgraph.nodes)
+    users = [u for o in subgraph.outputs for u in o.users if u not in inside]
+    last = subgraph.nodes[-1]
+    before = min([*users, last.next], key=lambda n: order.get(n, len(order)))
+    inputs = [n for v in subgraph.inputs.values() for n in _nodes_in(v)]
+    late = [n.name for n in inputs if order[n] >= order.get(before, len(order))]
+    if late:
+        problem = f"{late} are computed after {before.name} has used a result of {subgraph}"
+        hint = "match a subgraph whose inputs are all known before its results are used"
+        raise ScheduleError(subgraph.path or "(the model)", "replace", problem, hint)
+    return before
+
+
+def _remove(owner: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:
+    targets = [str(n.target) for n in nodes if n.op == "call_module"]
+    erase(nodes)
+    finish(owner)
+    drop_modules(owner, targets)
+
+
+def check_hooks(nodes: Iterable[fx.Node], owner: nn.Module, path: str) -> None:
+    """Raise when a module that is about to go has hooks: a `sync` on it would be lost in silence."""
+    for node in nodes:
+        module = called(owner, node)
+        if module is not None and (module._forward_hooks or module._forward_pre_hooks):
+            problem = "it has hooks (of sync or hook), which a replacement would drop"
+            hint = "replace first, and put the hooks on the new module"
+            raise ScheduleError(join(path, str(node.target)), "replace", problem, hint)
+
+
+def finish(owner: fx.GraphModule) -> None:
+    """Remove what nobody uses any more, check the graph and generate its code."""
+    owner.graph.eliminate_dead_code(is_impure_node=has_effect)
+    owner.graph.lint()
+    owner.recompile()
+
+
+def hand_out(call: fx.Node, outputs: Sequence[fx.Node], single: bool) -> None:
+    """Let the users of the old outputs use the new call, or its items."""
+    for i, output in enumerate(outputs):
+        graph = call.graph
+        new = call if single else graph.call_function(operator.getitem, (call, i))
+        new.meta = dict(output.meta)
+        output.replace_all_uses_with(new)
+
+
+def erase(nodes: Sequence[fx.Node]) -> None:
+    """Remove nodes that only each other and checks still use."""
+    for node in reversed(nodes):
+        for user in [u for u in node.users if u.target in GUARDS]:
+            node.graph.erase_node(user)
+        node.graph.erase_node(node)
+
+
+def drop_modules(owner: fx.GraphModule, targets: Iterable[str]) -> None:
+    """Delete the modules that no graph calls any more."""
+    used = {str(n.target) for n in owner.graph.nodes if n.op in ("call_module", "get_attr")}
+    for child in owner.children():
+        if isinstance(child, fx.GraphModule):  # a group calls the modules of its owner
+            used |= {str(n.target).removeprefix("owner.") for n in child.graph.nodes}
+    for target in targets:
+        if not any(u == target or u.startswith(target + ".") for u in used):
+            owner.delete_submodule(target)
+
+
+def _nodes_in(value: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    map_arg(value, found.append)
+    return found

@@ -1,0 +1,84 @@
+"""What a directive may name as its subgraph, and the nodes that it means."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from slapo_zoo.language.directive import Directive, Site
+from slapo_zoo.language.graph.find import find, find_nodes
+from slapo_zoo.language.graph.match import Matches, Subgraph
+from slapo_zoo.language.graph.pattern import Pattern
+
+LIVE = "names nodes of a live graph; only a regex over module names can be written"
+
+
+def resolve(site: Site, directive: Directive, spec: Any) -> list[Subgraph]:
+    """The subgraphs that a directive means at a site.
+
+    Args:
+        site: a traced module.
+        directive: for errors.
+        spec: a regex (each called module of that name is one), a pattern or Pattern, a subgraph or
+            list of subgraphs from `find`, or a list of (path, node), which is one subgraph.
+    """
+    if not any(isinstance(m, fx.GraphModule) for m in site.module.modules()):
+        raise directive.fail(site, "it has no graph", "trace() it first, or find() in it")
+    found = _subgraphs(site, spec)
+    if not found:
+        problem = f"nothing in its graph matches {spec!r}{_rejections(found)}"
+        raise directive.fail(site, problem, "look at sch[path].mod.graph, or trace(flatten=True)")
+    for subgraph in found:
+        _check_alive(site, directive, subgraph)
+    return found
+
+
+def one_subgraph(nodes: Sequence[tuple[str, fx.Node]]) -> Subgraph:
+    """(path, node) pairs of one graph as a subgraph; its inputs are in the order of their use."""
+    path, first = nodes[0]
+    module: Any = first.graph.owning_module
+    inside = {node for _, node in nodes}
+    ordered = tuple(n for n in first.graph.nodes if n in inside)
+    inputs = dict.fromkeys(i for n in ordered for i in n.all_input_nodes if i not in inside)
+    outputs = tuple(n for n in ordered if any(u not in inside for u in n.users))
+    return Subgraph(path, module, ordered, {i.name: i for i in inputs}, outputs)
+
+
+def _subgraphs(site: Site, spec: Any) -> list[Subgraph]:
+    if isinstance(spec, str):
+        return [one_subgraph([pair]) for pair in find_nodes(site.module, site.path, spec)]
+    if isinstance(spec, Subgraph):
+        return [spec]
+    if isinstance(spec, Pattern) or callable(spec):
+        found = find(site.module, site.path, spec)
+        return found if isinstance(found, Matches) else [one_subgraph([pair]) for pair in found]
+    if is_node(spec):
+        return [one_subgraph([spec])]
+    if isinstance(spec, (list, tuple)) and spec and all(map(is_node, spec)):
+        return [one_subgraph(list(spec))]
+    parts = spec if isinstance(spec, (list, tuple)) else ()
+    return [s for part in parts for s in _subgraphs(site, part)]
+
+
+def is_node(spec: Any) -> bool:
+    """Whether it is one (path, node), as `find` with a regex returns."""
+    return isinstance(spec, tuple) and len(spec) == 2 and isinstance(spec[1], fx.Node)
+
+
+def _rejections(found: list[Subgraph]) -> str:
+    reasons = [reason for _, reason in found.rejected] if isinstance(found, Matches) else []
+    return f" ({'; '.join(reasons)})" if reasons else ""
+
+
+def _check_alive(site: Site, directive: Directive, subgraph: Subgraph) -> None:
+    current: nn.Module | None = site.state.modules.get(subgraph.path)
+    graph = current.graph if isinstance(current, fx.GraphModule) else None
+    alive = set(graph.nodes) if graph is not None else set()
+    gone = [n.name for n in subgraph.nodes if n not in alive]
+    if gone:
+        problem = f"{gone} are not in the graph of {subgraph.path!r} any more"
+        raise directive.fail(site, problem, "find() again: an earlier directive has replaced them")
+    inside = not site.path or subgraph.path == site.path
+    if not (inside or subgraph.path.startswith(site.path + ".")):
+        problem = f"the subgraph lies in {subgraph.path!r}"
+        raise directive.fail(site, problem, f"use sch[{subgraph.path!r}]")

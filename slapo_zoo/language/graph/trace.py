@@ -1,0 +1,177 @@
+"""trace_module: one module's forward as a graph; trace_tree: a module and all that it calls."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from slapo_zoo.language.directive import join
+from slapo_zoo.errors import ScheduleError
+from slapo_zoo.language.graph.call import Call
+from slapo_zoo.language.graph.effects import has_effect
+from slapo_zoo.language.graph.leaves import Leaf, leaf_below, leaf_test
+from slapo_zoo.language.graph.modes import merge
+from slapo_zoo.language.graph.patches import recording, set_mode, unchanged
+from slapo_zoo.language.graph.traced import TracedModule, under
+from slapo_zoo.language.graph.tracer import ValueTracer
+
+Calls = dict[str, tuple[tuple, dict]]
+
+
+def trace_module(
+    module: nn.Module,
+    example_args: Iterable[Any] | Mapping[str, Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    leaves: Iterable[Leaf] = (),
+    flatten: bool = False,
+    where: str = "",
+) -> TracedModule:
+    """The graph of one module, as a module with the same children under the same names.
+
+    rewrite:  y = f(x)  -->  y = graph(x); the children that it calls stay `call_module` nodes
+
+    Sizes, types and devices are symbolic. What the forward decided by them, and every argument
+    that is not a tensor (None included), is fixed by the example and checked in each call. Both
+    modes are traced: a literal that `self.training` decides is asked for in each call.
+
+    Args:
+        module: stays as it is, also after an error.
+        example_args: positional arguments, or all arguments by name.
+        example_kwargs: keyword arguments.
+        leaves: modules that stay one node even with `flatten`: paths, class names, classes or
+            predicates (module, path). Always leaves: those of torch.nn, `core_attn`, Conv1D, and
+            modules with hooks or a forward of their own.
+        flatten: record what the children do, too.
+        where: path of the module in its model, for errors.
+
+    Raises:
+        ScheduleError: the forward cannot be recorded; it says where, why, and what to make a leaf.
+    """
+    if isinstance(example_args, Mapping):
+        example_args, example_kwargs = (), {**example_args, **(example_kwargs or {})}
+    call = Call.of(module, where, tuple(example_args), dict(example_kwargs or {}))
+    return _trace(call, tuple(leaves), flatten)[0]
+
+
+def trace_tree(
+    module: nn.Module,
+    args: Iterable[Any],
+    kwargs: Mapping[str, Any],
+    leaves: Iterable[Leaf] = (),
+    where: str = "",
+) -> dict[str, TracedModule]:
+    """Graphs of a module and of all modules that it calls, by path below it; installs none."""
+    call = Call.of(module, where, tuple(args), dict(kwargs))
+    traced, calls = _trace(call, tuple(leaves), flatten=False)
+    found = {"": traced}
+    leaf = leaf_test(tuple(leaves), flatten=False)
+    for path, (child_args, child_kwargs) in calls.items():
+        child = module.get_submodule(path)
+        if not leaf(child, path):
+            below = tuple(leaf_below(path, x) for x in leaves)
+            tree = trace_tree(child, child_args, child_kwargs, below, join(where, path))
+            found |= {p: m for q, m in tree.items() if (p := under(path, q)) not in found}
+    return found
+
+
+def calls_of(module: nn.Module, kwargs: Mapping[str, Any], leaves: tuple[Leaf, ...]) -> Calls:
+    """What each leaf gets in a trace of the module: path --> (args, kwargs)."""
+    call = Call.of(module, "", (), dict(kwargs))
+    return _record(call, leaves, flatten=True, training=False)[2].calls
+
+
+def install(model: nn.Module, path: str, traced: Mapping[str, nn.Module]) -> nn.Module:
+    """Put traced modules into the tree; returns the model, which is another one for path ''."""
+    for below, module in traced.items():
+        parent, _, name = under(path, below).rpartition(".")
+        if not name:
+            model = module
+        else:
+            model.get_submodule(parent)._modules[name] = module
+    return model
+
+
+def trace(model: nn.Module, **kwargs: Any) -> TracedModule:
+    """Trace a model to a GraphModule, and by default all modules that it calls.
+
+    Args:
+        model: its children are replaced by their traces when `recursive`.
+        **kwargs: `recursive` (default True), `flatten` (default False), `leaf_modules` or `leaves`,
+            and the example as `example_args` and `example_kwargs`.
+    """
+    leaves = tuple(kwargs.pop("leaf_modules", ())) + tuple(kwargs.pop("leaves", ()))
+    recursive, flatten = kwargs.pop("recursive", True), kwargs.pop("flatten", False)
+    args, named = kwargs.pop("example_args", ()), kwargs.pop("example_kwargs", None) or {}
+    if kwargs:
+        known = "recursive, flatten, leaf_modules, leaves, example_args, example_kwargs"
+        raise ScheduleError("trace", sorted(kwargs), "unknown arguments", f"known: {known}")
+    if flatten or not recursive:
+        return trace_module(model, args, named, leaves, flatten)
+    if isinstance(args, Mapping):
+        args, named = (), {**args, **named}
+    found = trace_tree(model, args, named, leaves)
+    top = found.pop("")
+    install(top, "", found)
+    return top
+
+
+def _trace(call: Call, leaves: tuple[Leaf, ...], flatten: bool) -> tuple[TracedModule, Calls]:
+    module, where = call.module, call.where or "(the model)"
+    if isinstance(module, fx.GraphModule):
+        raise ScheduleError(where, "trace", "it is traced already", "use the graph it has")
+    if "forward" in module.__dict__:
+        problem = "its forward was changed, by checkpoint or fork_rng for example"
+        raise ScheduleError(where, "trace", problem, "trace before that directive")
+    mode = module.training
+    graph, constants, tracer = _record(call, leaves, flatten, mode)
+    try:
+        other, others, _ = _record(call, leaves, flatten, not mode)
+    except ScheduleError:  # then the graph checks that it runs in its own mode only
+        other, others = None, constants
+    if not _same_tensors(constants, others):
+        other = None
+    merge(graph, mode, other, call.where)
+    for node in graph.nodes:
+        _forget_values(node)
+    children = {} if flatten else tracer.calls
+    traced = TracedModule.of(module, graph, constants)
+    traced.__dict__["inlined"] = frozenset(tracer.inlined)
+    graph.lint()
+    return traced, children
+
+
+def _record(call: Call, leaves: tuple[Leaf, ...], flatten: bool, training: bool) -> Any:
+    """The graph in one mode, the constants it reads, and its tracer."""
+    leaf = leaf_test(leaves, flatten)
+
+    def is_node(module: nn.Module, path: str) -> bool:
+        return not flatten or leaf(module, path)
+
+    tracer = ValueTracer(call.where, call.inputs(), is_node)
+    before = set(call.module.__dict__)
+    with unchanged(call.module), recording(tracer):
+        set_mode(call.module, training)
+        try:
+            graph = tracer.trace(call.module, concrete_args=call.record)  # pyright: ignore[reportArgumentType]
+        except ScheduleError:
+            raise
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise tracer.fail(problem, tracer.leaf_hint()) from error
+        new = {k: v for k, v in call.module.__dict__.items() if k not in before}
+    constants = {k: v for k, v in new.items() if isinstance(v, Tensor)}
+    graph.eliminate_dead_code(is_impure_node=has_effect)
+    return graph, constants, tracer
+
+
+def _same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[k].is_meta or torch.equal(a[k], b[k]) for k in a)
+
+
+def _forget_values(node: fx.Node) -> None:
+    """Keep the shape and type of a value, not the value."""
+    value = node.meta.pop("value", None)
+    node.meta.pop("of_data", None)
+    if isinstance(value, Tensor):
+        node.meta["shape"], node.meta["dtype"] = tuple(value.shape), value.dtype

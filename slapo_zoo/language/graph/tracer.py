@@ -1,0 +1,209 @@
+"""An fx tracer that carries values: every proxy stands for a real or meta value.
+
+So a model may unpack shapes, compare sizes and ask for types, and the graph stays exact for other
+batch and sequence sizes: sizes are nodes, and what Python decided from them is checked when the
+graph runs (`guards`).
+"""
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
+
+from slapo_zoo.errors import ScheduleError
+from slapo_zoo.language.graph import guards
+from slapo_zoo.language.graph.proxy import ValueProxy, has_proxy
+from slapo_zoo.language.graph.traced import under
+from slapo_zoo.language.graph.values import depends_on_data, location, values_of
+
+
+class ValueTracer(fx.Tracer):
+    """Records the calls of one module.
+
+    Args:
+        where: path of the module, for errors.
+        inputs: placeholder --> its value.
+        is_leaf: (module, path below the root) --> stays a `call_module` node.
+    """
+
+    proxy_buffer_attributes = True
+
+    def __init__(
+        self,
+        where: str,
+        inputs: Mapping[str, Any],
+        is_leaf: Callable[[nn.Module, str], bool],
+    ):
+        super().__init__(autowrap_modules=(math,))
+        self.where, self.inputs, self.is_leaf = where, inputs, is_leaf
+        self.calls: dict[str, tuple[tuple, dict]] = {}  # of leaves, with the values they got
+        self.inlined: set[str] = set()
+        self.evaluating = 0
+        self.checked: set[fx.Node] = set()
+        self.ranks: set[fx.Node] = set()
+
+    def fail(self, problem: str, hint: str) -> ScheduleError:
+        """The error that names the innermost module and the line that ran."""
+        return ScheduleError(self.path(), "trace", f"{problem} (at {location()})", hint)
+
+    def path(self) -> str:
+        """Path of the module whose forward runs now."""
+        return under(self.where, self.scope.module_path) or "(the model)"
+
+    def leaf_hint(self) -> str:
+        """What to do when a module's forward cannot be recorded."""
+        inner = self.scope.module_path
+        if not inner:
+            return "trace the modules below it one by one, or schedule it without a graph"
+        return f"make it a leaf: leaves=({inner!r},)"
+
+    # -- nodes and their values -----------------------------------------------------------------
+
+    def proxy(self, node: fx.Node) -> ValueProxy:
+        return ValueProxy(node, self)
+
+    def create_node(
+        self,
+        kind: str,
+        target: Any,
+        args: tuple,
+        kwargs: dict,
+        name: str | None = None,
+        type_expr: Any = None,
+    ) -> fx.Node:
+        if name is None and target == "self":  # BertAttention.self: the code would rebind self
+            name = "self_module"
+        node = super().create_node(kind, target, args, kwargs, name, type_expr)
+        if kind == "output":
+            return node
+        node.meta["value"] = self.inputs.get(target) if kind == "placeholder" else self.run(node)
+        node.meta["of_data"] = depends_on_data(node)
+        return node
+
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any):
+        """A proxy for a new node, or None where the value is None: `x is None` must be true."""
+        proxy: Any = super().create_proxy(kind, target, args, kwargs, *rest, **more)
+        node = proxy.node
+        if node.meta["value"] is not None or kind in ("placeholder", "get_attr"):
+            return proxy
+        if target is not operator.setitem:
+            self.check(node, None)
+        return None
+
+    def run(self, node: fx.Node) -> Any:
+        """The value of a node, from the values of its arguments."""
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["value"])
+        self.evaluating += 1
+        try:
+            with torch.no_grad():
+                return self._call(node, args, kwargs)
+        except ScheduleError:
+            raise
+        except Exception as error:
+            problem = f"{node.target} fails on the example: {type(error).__name__}: {error}"
+            raise self.fail(problem, self.leaf_hint()) from error
+        finally:
+            self.evaluating -= 1
+
+    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        target: Any = node.target
+        if node.op == "get_attr":
+            return operator.attrgetter(target)(self.root) if target != "itself" else self.root
+        if node.op == "call_module":
+            return self.root.get_submodule(target)(*args, **kwargs)
+        if node.op == "call_method":
+            return getattr(args[0], target)(*args[1:], **kwargs)
+        return target(*args, **kwargs)
+
+    # -- decisions --------------------------------------------------------------------------------
+
+    def read(self, proxy: ValueProxy) -> Any:
+        """The value of a proxy for a decision of Python; leaves a check in the graph."""
+        node = proxy.node
+        value = node.meta["value"]
+        if isinstance(value, Tensor) or node.meta["of_data"]:
+            problem = f"Python decides on the elements of a tensor ({node.name})"
+            raise self.fail(problem, self.leaf_hint())
+        self.check(node, value)
+        return value
+
+    def check(self, node: fx.Node, expected: Any) -> None:
+        """Add `expect(node, expected)`, once."""
+        if node in self.checked:
+            return
+        self.checked.add(node)
+        args = (node, expected, self.path(), f"{node.name} at {location()}")
+        self.create_node("call_function", guards.expect, args, {})
+
+    def check_length(self, proxy: ValueProxy) -> None:
+        """Add the check of a rank, once."""
+        if proxy.node not in self.ranks:
+            self.ranks.add(proxy.node)
+            length: Any = self.create_proxy("call_function", len, (proxy,), {})
+            self.read(length)
+
+    # -- arguments --------------------------------------------------------------------------------
+
+    def create_arg(self, a: Any) -> Any:
+        if type(a) is ValueProxy:
+            return a.node
+        if isinstance(a, nn.Module):
+            return self._module_arg(a)
+        if is_dataclass(a) and not isinstance(a, type):  # an output class of transformers
+            given = {f.name: getattr(a, f.name) for f in fields(a)}
+            given = {name: self.create_arg(v) for name, v in given.items() if v is not None}
+            return self.create_node("call_function", type(a), (), given)
+        try:
+            return super().create_arg(a)
+        except (NotImplementedError, NameError) as error:
+            problem = f"a graph cannot hold a {type(a).__name__}: {error}"
+            hint = "for a cache, call with use_cache=False; else " + self.leaf_hint()
+            raise self.fail(problem, hint) from None
+
+    def _module_arg(self, module: nn.Module) -> fx.Node:
+        if module is not self.root and self.submodule_paths and module not in self.submodule_paths:
+            raise self.fail(f"{type(module).__name__} lies outside of it", self.leaf_hint())
+        path = "itself" if module is self.root else self.path_of_module(module)
+        return self.create_node("get_attr", path, (), {})
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        """Our own placeholders: names and defaults come from the call that is traced."""
+        return concrete_args(self)  # pyright: ignore[reportOptionalCall]
+
+    # -- modules ----------------------------------------------------------------------------------
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return self.is_leaf(m, module_qualified_name)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict) -> Any:
+        if self.evaluating:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def call_module(self, m: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        if self.evaluating:
+            return forward(*args, **kwargs)
+        path = (self.submodule_paths or {}).get(m)
+        if path is None:  # made inside a forward, such as a loss: its calls are recorded
+            return forward(*args, **kwargs)
+        if not self.is_leaf(m, path):
+            self.inlined.add(path)
+        elif path not in self.calls:
+            self.calls[path] = values_of((args, kwargs))
+        return super().call_module(m, forward, args, kwargs)
+
+
+def recorded(tracer: ValueTracer, function: Callable, always: bool = False) -> Callable:
+    """A function that torch does not dispatch on proxies, made to leave a node."""
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        if not tracer.evaluating and (always or has_proxy(args, kwargs)):
+            return tracer.create_proxy("call_function", function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return record

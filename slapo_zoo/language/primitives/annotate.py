@@ -1,0 +1,36 @@
+"""annotate: a note on a parameter."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from slapo_zoo.language.directive import Directive, Site, primitive
+
+
+@primitive("annotate")
+@dataclass(frozen=True)
+class Annotate(Directive):
+    """Set an attribute of a parameter; it stays when the parameter is divided later.
+
+    rewrite:  m.weight  -->  m.weight with m.weight.<key> == value
+    errors:   no such parameter; a key that every tensor has
+
+    Args:
+        param_name: name of a parameter of the module.
+        key: of the attribute.
+        value: of the attribute.
+    """
+
+    param_name: str
+    key: str
+    value: Any
+
+    def check(self, site: Site) -> None:
+        parameter = site.module._parameters.get(self.param_name)
+        if parameter is None:
+            has = ", ".join(site.module._parameters) or "none"
+            raise self.fail(site, f"no parameter {self.param_name!r}", f"it has: {has}")
+        if self.key not in parameter.__dict__ and hasattr(parameter, self.key):
+            raise self.fail(site, f"{self.key!r} means something to torch", "choose another key")
+
+    def apply(self, site: Site) -> None:
+        setattr(site.module._parameters[self.param_name], self.key, self.value)

@@ -1,0 +1,54 @@
+"""core_attention: the attention core of a transformers module becomes a child module."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from slapo_zoo.hf.attention import ATTRIBUTE, CoreAttention
+from slapo_zoo.hf.attention_backends import find_backend, implementation
+from slapo_zoo.language.directive import Directive, Site, primitive
+from slapo_zoo.parallel.placement import Placement
+
+
+@primitive("core_attention")
+@dataclass(frozen=True)
+class CoreAttentionSeam(Directive):
+    """Give an attention module a child `core_attn` that `transformers` calls for softmax(qk)v.
+
+    rewrite:  attn(x) = o(sdpa(q, k, v))  -->  attn(x) = o(attn.core_attn(q, k, v))
+    note:     no key is added to the state dict; each rank drops probabilities by global heads
+    errors:   fewer heads than ranks; an unknown back end
+
+    Args:
+        num_heads: global number of query heads.
+        together: query heads that share a KV head.
+        backend: sdpa, eager, flash, flex or xformers.
+        mesh_dim: the mesh dim that the heads are divided over.
+    """
+
+    num_heads: int
+    together: int = 1
+    backend: str = "sdpa"
+    mesh_dim: str = "tp"
+
+    def check(self, site: Site) -> None:
+        find_backend(self.backend)
+        n = site.mesh.size(self.mesh_dim)
+        placement = Placement(0, together=self.together)
+        if placement.problem(self.num_heads, n):
+            problem = f"{self.num_heads} heads cannot be divided over {self.mesh_dim}={n}"
+            heads = range(1, self.num_heads + 1)
+            legal = [m for m in heads if not placement.problem(self.num_heads, m)]
+            raise self.fail(site, problem, f"legal sizes of {self.mesh_dim}: {legal}")
+
+    def apply(self, site: Site) -> None:
+        n, r = site.mesh.size(self.mesh_dim), site.mesh.coord(self.mesh_dim)
+        (run,) = Placement(0, together=self.together).runs(self.num_heads, n, r)
+        # A rehearsal looks at shapes, which are those of sdpa; its masks come from sdpa too.
+        backend = "sdpa" if site.mesh.rehearsal else self.backend
+        if backend != "sdpa":
+            config: Any = site.module.config
+            config._attn_implementation = implementation(backend)
+        core = CoreAttention(site.state.random, site.name(ATTRIBUTE), range(*run), backend)
+        core.train(site.module.training)
+        site.module.add_module(ATTRIBUTE, core)
+        site.state.modules[site.name(ATTRIBUTE)] = core

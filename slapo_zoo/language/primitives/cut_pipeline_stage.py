@@ -1,0 +1,32 @@
+"""cut_pipeline_stage: the model is divided after a module."""
+
+from dataclasses import dataclass
+
+from slapo_zoo.language.directive import Directive, Site, primitive
+
+
+@primitive("cut_pipeline_stage")
+@dataclass(frozen=True)
+class CutPipelineStage(Directive):
+    """End a pipeline stage with this module; what the model runs after it is the next stage.
+
+    rewrite:  ... h.5 h.6 ...  -->  [... h.5] [h.6 ...]
+    errors:   the whole model; cut here before
+
+    Args:
+        call: for a block that runs several times (ALBERT): after which of its calls, from 0.
+    """
+
+    call: int = 0
+
+    def check(self, site: Site) -> None:
+        if not site.path:
+            raise self.fail(site, "the whole model cannot be cut", "name one of its blocks")
+        if (site.path, self.call) in site.state.cuts:
+            raise self.fail(site, "a stage ends here already", "remove one of the two")
+
+    def apply(self, site: Site) -> None:
+        site.state.cuts.append((site.path, self.call))
+
+    def undo(self, site: Site) -> None:
+        site.state.cuts.remove((site.path, self.call))

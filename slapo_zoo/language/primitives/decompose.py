@@ -1,0 +1,57 @@
+"""decompose: a linear layer adds its bias in an operation of its own."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo_zoo.language.directive import Directive, Site, primitive
+
+
+class DecomposedLinear(nn.Linear):
+    """A Linear whose product and bias are two operations, which a trace can tell apart."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., I] --> [..., O]."""
+        y = nn.functional.linear(input, self.weight)
+        return y if self.bias is None else y + self.bias
+
+
+@cache
+def _decomposed_conv1d() -> type:
+    """The same for the Conv1D of transformers, whose weight is [I, O]."""
+    from transformers.pytorch_utils import Conv1D
+
+    class DecomposedConv1D(Conv1D):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.matmul(x, self.weight) + self.bias
+
+    return DecomposedConv1D
+
+
+@primitive("decompose")
+@dataclass(frozen=True)
+class Decompose(Directive):
+    """Separate the bias addition of a Linear or Conv1D from its product.
+
+    rewrite:  y = linear(x, w, b)  -->  y = linear(x, w) + b
+    note:     the module, its parameters and its hooks stay; without a bias only the class changes
+    errors:   another class; a module that was sharded before
+    """
+
+    def check(self, site: Site) -> None:
+        if type(site.module) is not nn.Linear and type(site.module).__name__ != "Conv1D":
+            problem = f"found {type(site.module).__name__}, expected Linear or Conv1D"
+            raise self.fail(site, problem, "decompose the linear layers one by one")
+        if "forward" in site.module.__dict__:
+            raise self.fail(site, "its forward was changed", "decompose() comes first")
+        if site.placed("weight") is not None:
+            problem = f"its weight is divided by {site.state.placed[site.name('weight')].directive}"
+            raise self.fail(site, problem, "decompose() comes before shard()")
+
+    def apply(self, site: Site) -> None:
+        is_linear = type(site.module) is nn.Linear
+        new: Any = DecomposedLinear if is_linear else _decomposed_conv1d()
+        site.module.__class__ = new

@@ -1,0 +1,87 @@
+"""expert_parallel: each rank computes its own experts, and the outputs are summed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.parallel import collectives
+from slapo_zoo.language.directive import Directive, Site, primitive
+from slapo_zoo.parallel.mesh import ShapeOnlyGroup
+from slapo_zoo.parallel.placement import Placement, Run
+
+
+@primitive("expert_parallel")
+@dataclass(frozen=True)
+class ExpertParallel(Directive):
+    """Let a mixture of experts run with the experts of this rank; the router chooses among all.
+
+    rewrite:  y = experts(x, index, weight)
+              -->  y = sum over ranks of experts_r(x, index - start, weight), where a token's choice
+              of another rank's expert is skipped and weighs 0; dx and d(weight) are summed too
+    errors:   no such integer attribute; no parameter with that many experts on axis 0
+    source:   Lepikhin et al. 2020, GShard, arXiv:2006.16668, section 3.2 (experts over devices)
+
+    Args:
+        count: attribute that holds the number of experts; divided after `shard`, in the same way.
+        mesh_dim: the mesh dim.
+    """
+
+    count: str = "num_experts"
+    mesh_dim: str = "tp"
+
+    def check(self, site: Site) -> None:
+        found = getattr(site.module, self.count, None)
+        if not isinstance(found, int):
+            problem = f"found {found!r}, expected an integer attribute {self.count!r}"
+            raise self.fail(site, problem, "name the attribute that counts the experts")
+        n, r = site.mesh.size(self.mesh_dim), site.mesh.coord(self.mesh_dim)
+        if problem := Placement(0).problem(found, n):
+            raise self.fail(site, problem, f"legal sizes of {self.mesh_dim}: 1..{found}")
+        local = Placement(0).local_size(found, n, r)
+        wrong = [name for name, p in site.module.named_parameters() if p.shape[0] != local]
+        if wrong:
+            problem = f"{wrong[0]} does not hold {local} of {found} experts on axis 0"
+            raise self.fail(site, problem, f"shard({wrong[0]!r}, 0, uneven=True) first")
+
+    def apply(self, site: Site) -> None:
+        module: Any = site.module
+        n, r = site.mesh.size(self.mesh_dim), site.mesh.coord(self.mesh_dim)
+        (run,) = Placement(0).runs(getattr(module, self.count), n, r)
+        setattr(module, self.count, run.stop - run.start)
+        if n > 1:
+            module._is_expert_parallel = True  # the experts of transformers skip indices beyond
+            module.forward = _own_experts(site, run, self)
+        elif site.mesh.rehearsal:
+            module.forward = shapes_only
+
+
+def shapes_only(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """An output of the right shape and origin: which experts run depends on data."""
+    return hidden_states + 0 * top_k_weights.sum()
+
+
+def _own_experts(site: Site, run: Run, directive: ExpertParallel) -> Callable[..., Tensor]:
+    module: Any = site.module
+    forward = module.forward
+
+    def divided(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        group = site.group(directive)
+        outside = (top_k_index < run.start) | (top_k_index >= run.stop)
+        index = (top_k_index - run.start).masked_fill(outside, run.stop - run.start)
+        weights = collectives.reduce_backward(top_k_weights, group).masked_fill(outside, 0.0)
+        x = collectives.reduce_backward(hidden_states, group)
+        compute = shapes_only if isinstance(group, ShapeOnlyGroup) else forward
+        own = compute(x, index, weights)
+        if torch.is_grad_enabled() and not own.requires_grad:  # nobody chose an expert of ours
+            own = own + _nothing_of(x, weights, *module.parameters())
+        return collectives.reduce_forward(own, group)
+
+    return divided
+
+
+def _nothing_of(*tensors: Tensor) -> Tensor:
+    """0, with gradients of 0: the backward must reach the collectives, and AdamW every parameter."""
+    return sum((0 * tensor.flatten()[:1].sum() for tensor in tensors), tensors[0].new_zeros(()))

@@ -1,0 +1,125 @@
+"""fork_rng: a module draws its random numbers from a stream of its own."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from slapo_zoo.parallel import random_stream as rng
+from slapo_zoo.language.directive import Directive, Site, primitive
+from slapo_zoo.parallel.placement import Placement, Run
+
+
+@primitive("fork_rng")
+@dataclass(frozen=True)
+class ForkRng(Directive):
+    """Make the randomness of a module independent of what ran before it.
+
+    rewrite:  Dropout:  y = dropout(x)  -->  y = x * mask(seed, step, path, batch row) / (1 - p)
+              others:   y = f(x)        -->  y = f(x) under a generator seeded for (step, path, row),
+                        and F.dropout called in f draws as a Dropout does
+    note:     a Dropout then draws the same mask on every layout; `eval()` switches it off
+
+    Args:
+        per_rank: for modules other than Dropout, draw differently on every tp rank (for an
+            activation that is divided over them).
+        axis: for a Dropout whose input is divided over tp: along which axis (1: heads; -1).
+        size: global size of that axis.
+        tokens: with sequence parallelism, the input holds this rank's tokens only.
+    """
+
+    per_rank: bool = False
+    axis: int = 0
+    size: int = 0
+    tokens: bool = False
+
+    def check(self, site: Site) -> None:
+        if self.axis and self.size < site.mesh.size("tp"):
+            problem = f"an axis of size {self.size} cannot be divided over tp={site.mesh.tp}"
+            raise self.fail(site, problem, "give the global size of the divided axis")
+
+    def apply(self, site: Site) -> None:
+        applied = site.state.applied.setdefault(site.path, set())
+        if self.name in applied:
+            return  # a row for all dropouts leaves one that was named before as it is
+        applied.add(self.name)
+        module: Any = site.module
+        if isinstance(site.module, nn.Dropout):
+            run = None
+            if self.axis:
+                (run,) = Placement(0).runs(self.size, site.mesh.tp, site.mesh.coord("tp"))
+            module.forward = _dropout(site, site.module, self, run)
+        else:
+            module.forward = self._forked(site, module.forward)
+
+    def _forked(self, site: Site, forward: Callable) -> Callable:
+        stream, rank = site.state.random, site.mesh.coord("tp") if self.per_rank else 0
+
+        @wraps(forward)
+        def forked(*args: Any, **kwargs: Any) -> Any:
+            if not site.module.training:
+                return forward(*args, **kwargs)
+            with torch.random.fork_rng(), OwnDropout(site, self.tokens):
+                torch.manual_seed(rng.mix(stream.seed, *stream.position(), hash_path(site), rank))
+                return forward(*args, **kwargs)
+
+        return forked
+
+
+class OwnDropout(TorchFunctionMode):
+    """Within it, the k-th F.dropout draws its mask from the cells of `path#k` (OPT has no module)."""
+
+    def __init__(self, site: Site, tokens: bool):
+        super().__init__()
+        self.site, self.tokens, self.count = site, tokens, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """F.dropout(x, p, training) --> x * mask / (1 - p)."""
+        if func is not nn.functional.dropout:
+            return func(*args, **(kwargs or {}))
+        x, p, training = _dropout_arguments(*args, **(kwargs or {}))
+        self.count += 1
+        if not training or p == 0.0:  # as torch: no mask of ones is made
+            return x
+        return x * _keep(self.site, x, p, f"{self.site.path}#{self.count}", self.tokens)
+
+
+def _dropout_arguments(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> tuple[Tensor, float, bool]:
+    """The signature of torch.nn.functional.dropout."""
+    return input, p, training
+
+
+def hash_path(site: Site) -> int:
+    """The same integer for a path in every process."""
+    return rng.zlib.crc32(site.path.encode())
+
+
+def _keep(site: Site, x: Tensor, p: float, name: str, tokens: bool) -> Tensor:
+    """The mask of x, which holds all tokens or, while they are divided, this rank's."""
+    stream, mesh = site.state.random, site.mesh
+    if tokens and site.state.tokens_divided:
+        return stream.keep_tokens(x, p, name, mesh.tp, mesh.coord("tp"))
+    return stream.keep_mask(x, p, name)
+
+
+def _dropout(
+    site: Site, module: nn.Dropout, directive: ForkRng, run: Run | None
+) -> Callable[[Tensor], Tensor]:
+    stream, path = site.state.random, site.path
+
+    def forward(input: Tensor) -> Tensor:
+        if not module.training or module.p == 0.0:
+            return input
+        if run is None:
+            return input * _keep(site, input, module.p, path, directive.tokens)
+        if directive.axis == 1:
+            return rng.dropout(input, module.p, stream, path, heads=range(*run))
+        return input * stream.keep_columns(input, module.p, path, run, directive.size)
+
+    return forward

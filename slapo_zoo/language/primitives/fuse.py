@@ -1,0 +1,112 @@
+"""fuse: nodes of a graph become one compiled module, or one kernel."""
+
+import logging
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from slapo_zoo.language.directive import Directive, Site, primitive
+from slapo_zoo.language.graph.find import find
+from slapo_zoo.language.graph.group import GroupModule, group
+from slapo_zoo.language.graph.insert import called
+from slapo_zoo.language.graph.match import Subgraph
+from slapo_zoo.language.graph.rewrite import insertion_point, replace_vertical
+from slapo_zoo.language.graph.target import LIVE, resolve
+from slapo_zoo.dispatch.registry import FUSED_KERNELS, FusedKernel
+
+COMPILERS = ("inductor", "kernel", "TorchScript", None)
+logger = logging.getLogger(__name__)
+
+
+@primitive("fuse")
+@dataclass(frozen=True)
+class Fuse(Directive):
+    """Make one module of the matched nodes, and compile it.
+
+    rewrite:  t = f(a); y = g(t, b)  -->  y = self.FusedModule_0(a, b)
+              ... with compiler="kernel"  -->  y = kernel(a, b)
+    note:     the modules that the nodes call keep their places and names
+    errors:   an unknown compiler; nothing matches; no registered kernel computes the nodes
+
+    Args:
+        subgraph: what `find` returned, a pattern (both local only), or a regex over the modules
+            that the graph calls. May be left out for a kernel: it knows its pattern.
+        compiler: "inductor" (torch.compile, at the first call), "kernel" (a registered one whose
+            pattern matches), "TorchScript" (inductor where torch.jit.script cannot be used; the
+            log says so), or None: grouping only.
+        name: of the new child: `<name>_<k>`; for "kernel" the name of a kernel, or any.
+    """
+
+    subgraph: Any = None
+    compiler: str | None = "inductor"
+    name: str = "FusedModule"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        first, second = self.subgraph, self.compiler
+        if isinstance(first, str) and first in COMPILERS and second not in COMPILERS:
+            object.__setattr__(self, "subgraph", second)  # fuse(compiler, subgraph), as Slapo's
+            object.__setattr__(self, "compiler", first)  # table of primitives has it
+
+    def local(self) -> str:
+        if self.subgraph is not None and not isinstance(self.subgraph, str):
+            return f"subgraph {LIVE}"
+        return ""
+
+    def check(self, site: Site) -> None:
+        if self.compiler not in COMPILERS:
+            problem = f"found compiler {self.compiler!r}, expected one of {COMPILERS}"
+            raise self.fail(site, problem, 'the default is "inductor"')
+        for subgraph in self._subgraphs(site):
+            insertion_point(subgraph)
+            if self.compiler == "kernel":
+                self._kernel(site, subgraph)
+
+    def _subgraphs(self, site: Site) -> list[Subgraph]:
+        if self.subgraph is not None:
+            return resolve(site, self, self.subgraph)
+        if self.compiler != "kernel" or self.name not in FUSED_KERNELS:
+            raise self.fail(site, "subgraph is missing", "pass what find() returned")
+        return resolve(site, self, FUSED_KERNELS[self.name].pattern)
+
+    def apply(self, site: Site) -> None:
+        for subgraph in self._subgraphs(site):
+            if self.compiler == "kernel":
+                kernel, match = self._kernel(site, subgraph)
+                replace_vertical(match, kernel.function, kernel.name)
+                continue
+            _, child = group(subgraph, self.name)
+            if self.compiler == "TorchScript":
+                _script(child)
+            elif self.compiler == "inductor":
+                child.compile(backend="inductor")
+        site.state.index()
+
+    def _kernel(self, site: Site, subgraph: Subgraph) -> tuple[FusedKernel, Subgraph]:
+        """The registered kernel that computes exactly these nodes."""
+        named = [FUSED_KERNELS[self.name]] if self.name in FUSED_KERNELS else None
+        for kernel in named or FUSED_KERNELS.values():
+            for match in find(subgraph.module, subgraph.path, kernel.pattern):
+                if isinstance(match, Subgraph) and set(match.nodes) == set(subgraph.nodes):
+                    return kernel, match
+        hint = f"registered: {sorted(FUSED_KERNELS)}; or compiler='inductor'"
+        raise self.fail(site, f"no kernel computes {subgraph}", hint)
+
+
+def _script(child: GroupModule) -> None:
+    """Compile a group with torch.jit.script, or with inductor where that is not possible."""
+    reason = "it calls modules of the model"
+    if not any(called(child, n) or n.op == "get_attr" for n in child.graph.nodes):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch.jit.script is deprecated, and accepted here
+                scripted = torch.jit.script(fx.GraphModule(torch.nn.Module(), child.graph))
+            child.__dict__["forward"] = scripted.forward
+            return
+        except Exception as error:
+            reason = f"torch.jit.script fails: {error}"
+    logger.warning("fuse(compiler='TorchScript') uses inductor: %s", reason)
+    child.compile(backend="inductor")

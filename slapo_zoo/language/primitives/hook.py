@@ -1,0 +1,45 @@
+"""hook: a function runs before or after a module."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from slapo_zoo.language.directive import Directive, Site, primitive
+
+MODES = {
+    "fw_pre": "register_forward_pre_hook",
+    "fw_post": "register_forward_hook",
+    "bw_post": "register_full_backward_hook",
+}
+
+
+@primitive("hook")
+@dataclass(frozen=True)
+class Hook(Directive):
+    """Register a hook of torch.nn on the module.
+
+    rewrite:  fw_pre:   x --> func(module, (x,)) or x;   fw_post: y --> func(module, (x,), y) or y
+              bw_post:  dx --> func(module, (dx,), (dy,)) or dx
+    note:     local only: a function is no data
+    errors:   unknown mode; a `func` that cannot be called
+
+    Args:
+        mode: "fw_pre", "fw_post" or "bw_post"; "fwd_" and "bwd_" as in sync mean the same.
+        func: the hook.
+    """
+
+    mode: str
+    func: Callable
+
+    def check(self, site: Site) -> None:
+        if self._mode() not in MODES:
+            problem = f"found mode {self.mode!r}, expected one of {tuple(MODES)}"
+            raise self.fail(site, problem, "as in torch: a hook before, after, or of gradients")
+        if not callable(self.func):
+            hint = "pass a function as torch.nn.Module.register_forward_hook takes it"
+            raise self.fail(site, f"found func {self.func!r}, expected a callable", hint)
+
+    def _mode(self) -> str:
+        return self.mode.replace("fwd_", "fw_").replace("bwd_", "bw_")
+
+    def apply(self, site: Site) -> None:
+        getattr(site.module, MODES[self._mode()])(self.func)

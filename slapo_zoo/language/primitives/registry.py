@@ -1,0 +1,121 @@
+"""What there is, and how a third party adds to it."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from slapo_zoo.language.directive import PRIMITIVES, Directive, Site, primitive
+from slapo_zoo.errors import ScheduleError
+
+
+def list_primitives(name_only: bool = True) -> list[str] | dict[str, type[Directive]]:
+    """All schedule primitives.
+
+    Args:
+        name_only: their names; otherwise a dict from name to class.
+    """
+    return sorted(PRIMITIVES) if name_only else dict(sorted(PRIMITIVES.items()))
+
+
+def register_primitive() -> Callable[[type], type]:
+    """Register the decorated class; it becomes `sch[pattern].<name>(...)`.
+
+    It is a Directive with a class attribute `name`, or a class with two static methods: `name()`,
+    and `apply(sch, *args, **kwargs)`, where `sch` has `mod`, `path`, `name`, `parent`, `rank`,
+    `world_size`, and the other primitives.
+    """
+
+    def register(cls: type) -> type:
+        if not inspect.isclass(cls):
+            problem = f"found {cls!r}, expected a class"
+            raise ScheduleError("register_primitive", "", problem, "decorate a class")
+        name, apply = getattr(cls, "name", None), getattr(cls, "apply", None)
+        if issubclass(cls, Directive) and isinstance(name, str):
+            return primitive(name)(cls)
+        if not callable(name) or not callable(apply):
+            problem = "found no static methods name() and apply(sch, ...)"
+            raise ScheduleError("register_primitive", cls.__name__, problem, "see its docstring")
+        primitive(str(name()))(_adapt(cls))
+        return cls
+
+    return register
+
+
+@dataclass(frozen=True)
+class SiteView:
+    """What the `apply` of a registered class sees of a schedule."""
+
+    site: Site
+
+    @property
+    def mod(self) -> nn.Module:
+        """The module, as it is now."""
+        return self.site.state.modules[self.site.path]
+
+    @property
+    def path(self) -> str:
+        """Its path."""
+        return self.site.path
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return self.site.path.rpartition(".")[2]
+
+    @property
+    def parent(self) -> "SiteView | None":
+        """The module that holds it."""
+        if not self.site.path:
+            return None
+        path, state = self.site.path.rpartition(".")[0], self.site.state
+        return SiteView(Site(path, state.modules[path], state))
+
+    @property
+    def world_size(self) -> int:
+        """Number of tp ranks."""
+        return self.site.mesh.tp
+
+    @property
+    def rank(self) -> int:
+        """Our tp rank."""
+        return self.site.mesh.coord("tp")
+
+    def __getattr__(self, name: str) -> Callable[..., "SiteView"]:
+        if name not in PRIMITIVES:
+            raise AttributeError(f"no primitive {name!r}; registered: {sorted(PRIMITIVES)}")
+
+        def use(*args: Any, **kwargs: Any) -> "SiteView":
+            directive = PRIMITIVES[name].called(self.site.path, args, kwargs)
+            site = Site(self.site.path, self.mod, self.site.state)
+            directive.check(site)
+            directive.apply(site)
+            return self
+
+        return use
+
+
+def _adapt(cls: Any) -> type[Directive]:
+    """A Directive that calls the `apply` of a class."""
+
+    class Adapted(Directive):
+        __doc__ = cls.__doc__
+
+        def __init__(self, *args: Any, **kwargs: Any):
+            self.given = {**{f"args_{i}": v for i, v in enumerate(args)}, **kwargs}
+            self.args, self.kwargs = args, kwargs
+
+        def arguments(self) -> dict[str, Any]:
+            return self.given
+
+        def local(self) -> str:
+            return f"{self.name} was registered in this process"
+
+        def apply(self, site: Site) -> None:
+            cls.apply(SiteView(site), *self.args, **self.kwargs)
+
+    parameters = list(inspect.signature(cls.apply).parameters.values())[1:]
+    Adapted.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
+    return Adapted

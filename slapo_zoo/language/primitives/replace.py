@@ -1,0 +1,126 @@
+"""replace: another module, function or kernel takes the place of a module, or of graph nodes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from slapo_zoo.language.directive import Directive, Site, primitive
+from slapo_zoo.language.graph.insert import arguments
+from slapo_zoo.language.graph.match import Subgraph
+from slapo_zoo.language.graph.rewrite import (
+    check_hooks,
+    insertion_point,
+    replace_horizontal,
+    replace_node,
+    replace_vertical,
+)
+from slapo_zoo.language.graph.target import LIVE, is_node, resolve
+from slapo_zoo.dispatch.registry import FUSED_KERNELS, KERNELS, load_kernels
+
+
+@primitive("replace")
+@dataclass(frozen=True)
+class Replace(Directive):
+    """Put `new` where the module is, under the same path; or in the place of nodes of its graph.
+
+    rewrite:  parent.name = old           -->  parent.name = new           (a live module)
+              m.forward(x)                -->  KERNELS[new].install(site)  (a kernel's name)
+              y = f(x)                    -->  y = new(x)                  (one node)
+              t = f(a); y = g(t, b)       -->  y = new(a, b)               (one subgraph)
+              q = f(x); k = g(x)          -->  r = new(x); q, k = r        (several subgraphs)
+    note:     arguments go by name where the parameters of `new` are those of the pattern, else
+              by position; modules that no graph calls any more are deleted
+    errors:   unknown kernel; the root; a kernel that refuses the module; another number of
+              arguments; inputs that are known too late; hooks that would be lost
+
+    Args:
+        new: a module or function (local only), or the name of a registered kernel.
+        subgraph: what `find` returned, or a regex over the modules that the graph calls.
+        name: of the new child: `<name>_<k>`; by default the name of its class.
+        options: keyword arguments of the kernel.
+        carry: give `new` the parameters of the modules that it replaces.
+        concrete_args: keyword arguments of `new` that are constants.
+        target_ops: another word for `subgraph`.
+    """
+
+    new: Any
+    subgraph: Any = None
+    name: str = ""  # pyright: ignore[reportIncompatibleVariableOverride]
+    options: tuple[tuple[str, Any], ...] = ()
+    carry: bool = False
+    concrete_args: Any = None
+    target_ops: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.target_ops is not None:
+            object.__setattr__(self, "subgraph", self.target_ops)
+            object.__setattr__(self, "target_ops", None)
+
+    def local(self) -> str:
+        if self.subgraph is not None and not isinstance(self.subgraph, str):
+            return f"subgraph {LIVE}"
+        return super().local()
+
+    def check(self, site: Site) -> None:
+        if self.subgraph is None:
+            self._check_module(site)
+        elif isinstance(self.new, str) and self.new not in FUSED_KERNELS:
+            hint = f"registered for subgraphs: {sorted(FUSED_KERNELS)}"
+            raise self.fail(site, f"no kernel {self.new!r}", hint)
+        else:
+            self._check_subgraphs(site, resolve(site, self, self.subgraph))
+
+    def _check_module(self, site: Site) -> None:
+        if callable(self.new):
+            if not isinstance(self.new, nn.Module):
+                hint = "pass a module, or a subgraph that the function replaces"
+                raise self.fail(site, f"{self.new!r} is a function, not a module", hint)
+            if not site.path:
+                hint = "build a schedule on the new one"
+                raise self.fail(site, "the root cannot be replaced", hint)
+            return
+        if self.new not in KERNELS and self.new not in load_kernels():
+            raise self.fail(site, f"no kernel {self.new!r}", f"registered: {sorted(KERNELS)}")
+        if reason := KERNELS[self.new].refuses(site.module):
+            raise self.fail(site, reason, "select only modules that the kernel serves")
+
+    def _check_subgraphs(self, site: Site, found: list[Subgraph]) -> None:
+        for subgraph in found:
+            check_hooks(subgraph.nodes, subgraph.module, subgraph.path)
+        if not self._one_node(found):
+            insertion_point(found[0])
+            constants = self.concrete_args or {}
+            arguments(self._function(), found[0].inputs, found[0].path, constants)
+
+    def _one_node(self, found: list[Subgraph]) -> bool:
+        """One node that was named, not matched: the new call gets its very arguments."""
+        named = is_node(self.subgraph) or isinstance(self.subgraph, str)
+        return named and len(found) == 1
+
+    def _function(self) -> Callable[..., Any]:
+        return FUSED_KERNELS[self.new].function if isinstance(self.new, str) else self.new
+
+    def apply(self, site: Site) -> None:
+        if self.subgraph is not None:
+            self._rewrite(resolve(site, self, self.subgraph))
+        elif not isinstance(self.new, nn.Module):
+            KERNELS[self.new].install(site, **dict(self.options))
+            return
+        else:
+            parent, _, name = site.path.rpartition(".")
+            self.new.train(site.module.training)
+            setattr(site.state.modules[parent], name, self.new)
+        site.state.index()
+
+    def _rewrite(self, found: list[Subgraph]) -> None:
+        new, constants = self._function(), self.concrete_args or {}
+        if self._one_node(found):
+            owner, node = found[0].module, found[0].nodes[0]
+            replace_node(owner, node, new, found[0].path, self.name, constants)
+        elif len(found) == 1:
+            replace_vertical(found[0], new, self.name, self.carry, constants)
+        else:
+            replace_horizontal(found, new, self.name, self.carry, constants)

@@ -1,0 +1,85 @@
+"""replace_all: every module of a type below a module is replaced."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import nn
+
+from slapo_zoo.language.directive import Directive, Site, primitive, subtree
+from slapo_zoo.dispatch.registry import KERNELS
+
+
+@primitive("replace_all")
+@dataclass(frozen=True)
+class ReplaceAll(Directive):
+    """Replace all modules of a type below the module by what a factory makes of each.
+
+    rewrite:  for each m of the type:  parent.name = m  -->  parent.name = factory(path, m)
+    note:     the factory sees the modules as they were before; what it makes is not searched
+    errors:   no such module; a factory that returns no module; a kernel that refuses one
+
+    Args:
+        target_mod_type: a class (local only; subclasses too), or the name of one.
+        make_mod_fn: (path, module, **options) --> module (local only), or a kernel's name.
+        options: keyword arguments of the factory or kernel; a call may give them directly.
+    """
+
+    target_mod_type: Any
+    make_mod_fn: Any
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, *args: Any, **kwargs: Any) -> "ReplaceAll":
+        """Keyword arguments that are not of the primitive are options of the factory or kernel."""
+        own = {f.name for f in fields(cls)}
+        options = tuple((k, v) for k, v in kwargs.items() if k not in own)
+        known = {k: v for k, v in kwargs.items() if k in own}
+        return cls(*args, **known, **({"options": options} if options else {}))
+
+    def check(self, site: Site) -> None:
+        found = self._found(site)
+        if not found:
+            classes = sorted({type(m).__name__ for m in site.module.modules()})
+            problem = f"no module of type {self.target_mod_type!r} below it"
+            raise self.fail(site, problem, f"there are {classes}")
+        if callable(self.make_mod_fn):
+            return
+        if self.make_mod_fn not in KERNELS:
+            hint = f"registered: {sorted(KERNELS)}"
+            raise self.fail(site, f"no kernel {self.make_mod_fn!r}", hint)
+        for path, module in found:
+            if reason := KERNELS[self.make_mod_fn].refuses(module):
+                raise self.fail(Site(path, module, site.state), reason, "replace one by one")
+
+    def _found(self, site: Site) -> list[tuple[str, nn.Module]]:
+        def matches(module: nn.Module) -> bool:
+            if isinstance(self.target_mod_type, type):
+                return isinstance(module, self.target_mod_type)
+            return type(module).__name__ == self.target_mod_type
+
+        paths = [p for p in subtree(site.path, list(site.state.modules)) if p != site.path]
+        return [(p, m) for p in paths if matches(m := site.state.modules[p])]
+
+    def apply(self, site: Site) -> None:
+        if not callable(self.make_mod_fn):
+            for path, module in self._found(site):
+                at = Site(path, module, site.state)
+                KERNELS[self.make_mod_fn].install(at, **dict(self.options))
+        else:
+            for path, new in self._make(site).items():
+                parent, _, name = path.rpartition(".")
+                new.train(site.state.modules[path].training)
+                site.state.modules[parent]._modules[name] = new
+        site.state.index()
+
+    def _make(self, site: Site) -> dict[str, nn.Module]:
+        """What the factory makes of each module, all of it before the first is replaced."""
+        made: dict[str, nn.Module] = {}
+        for path, module in self._found(site):
+            if any(path.startswith(f"{outer}.") for outer in made):
+                continue  # it goes with the module around it
+            new = self.make_mod_fn(path, module, **dict(self.options))
+            if not isinstance(new, nn.Module):
+                raise self.fail(site, f"the factory made {new!r} for {path}", "return a module")
+            made[path] = new
+        return made

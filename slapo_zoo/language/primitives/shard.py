@@ -1,0 +1,232 @@
+"""shard: each rank of a mesh dim keeps its part of a parameter or buffer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo_zoo.language.directive import Directive, Placed, Site, primitive
+from slapo_zoo.parallel.placement import Placement, Run
+from slapo_zoo.parallel.local_tensors import local_part, require_indices
+
+
+@dataclass(frozen=True)
+class ShardRule:
+    """What a module class needs when its tensor is divided along an axis.
+
+    Args:
+        sizes: tensor name -> {axis: attribute that holds the size of that axis}.
+        divided: called after the division with (module, tensor name, placement, rows); may
+            change the module's forward.
+    """
+
+    sizes: dict[str, dict[int, str]]
+    divided: Callable[[Site, str, "Shard", list[Run]], None] | None = None
+
+
+def _divide_depthwise(site: Site, param_name: str, directive: "Shard", runs: list[Run]) -> None:
+    """A convolution of each channel by itself has as many groups and inputs as outputs."""
+    module: Any = site.module
+    if directive.axis == 0 and param_name == "weight" and module.groups == module.in_channels:
+        module.groups = module.in_channels = module.out_channels
+
+
+SHARD_RULES: dict[str, ShardRule] = {
+    "Linear": ShardRule({"weight": {0: "out_features", 1: "in_features"}}),
+    "Conv1D": ShardRule({"weight": {0: "nx", 1: "nf"}}),
+    "LayerNorm": ShardRule({"weight": {0: "normalized_shape"}}),
+    "RMSNorm": ShardRule({"weight": {0: "normalized_shape"}}),
+    "Conv2d": ShardRule({"weight": {0: "out_channels", 1: "in_channels"}}),
+    "_BatchNorm": ShardRule({"weight": {0: "num_features"}}),
+    "Conv1d": ShardRule({"weight": {0: "out_channels", 1: "in_channels"}}, _divide_depthwise),
+}
+
+
+def register_shard_rule(class_name: str, rule: ShardRule) -> ShardRule:
+    """Teach `shard` a module class of your own."""
+    SHARD_RULES[class_name] = rule
+    return rule
+
+
+def shard_rule(
+    divided: Callable[[Site, str, "Shard", list[Run]], None] | None = None,
+    **sizes: dict[int, str],
+) -> Callable[[type], type]:
+    """Decorate a module class of your own: `@shard_rule(weight={0: "out_features"})`.
+
+    Args:
+        divided: called after a division; may change the module's forward.
+        **sizes: tensor name = {axis: attribute that holds the size of that axis}.
+    """
+
+    def register(cls: type) -> type:
+        register_shard_rule(cls.__name__, ShardRule(sizes, divided))
+        return cls
+
+    return register
+
+
+@primitive("shard")
+@dataclass(frozen=True)
+class Shard(Directive):
+    """Split `param_name` along `axis` over `mesh_dim`; n is its size, r our coordinate on it.
+
+    rewrite:  w [O, I]  -->  w_r [O/n, I] = w[r*O/n : (r+1)*O/n]    (here axis=0)
+    errors:   no such tensor; axis out of range; divided before; fewer units than ranks; an
+              uneven split that neither `unit`, `uneven` nor `pad` allows
+    source:   Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3
+
+    Args:
+        param_name: name of a parameter or buffer of the module.
+        axis: the axis of that tensor.
+        groups: sizes of groups divided one by one (q|k|v of a fused projection).
+        unit: length of a run that stays whole (head_dim); ranks may differ by one unit.
+        uneven: let ranks differ by one unit.
+        pad: give every rank the same length, zeros beyond the end (vocabularies).
+        replicate: ranks share a unit when there are fewer units than ranks (KV heads).
+        together: units that share a KV head stay on one rank, or are divided equally.
+        mesh_dim: the mesh dim.
+    """
+
+    param_name: str
+    axis: int
+    groups: tuple[int, ...] = ()
+    unit: int = 1
+    uneven: bool = False
+    pad: bool = False
+    replicate: bool = False
+    together: int = 1
+    mesh_dim: str = "tp"
+
+    @property
+    def placement(self) -> Placement:
+        """The placement that this directive gives to its tensor."""
+        return Placement(
+            self.axis,
+            self.mesh_dim,
+            self.groups,
+            self.unit,
+            self.pad,
+            self.replicate,
+            self.together,
+        )
+
+    def check(self, site: Site) -> None:
+        tensor = site.tensor(self.param_name)
+        if tensor is None:
+            has = ", ".join(site.tensor_names()) or "none"
+            raise self.fail(site, f"no parameter or buffer {self.param_name!r}", f"it has: {has}")
+        if earlier := site.placed(self.param_name):
+            if self._same_through_a_tie(site, earlier):
+                return
+            hint = "remove one of the two; tied parameters are divided together"
+            raise self.fail(site, f"already divided by {earlier.directive}", hint)
+        if not 0 <= self.axis < tensor.ndim:
+            problem = f"found axis {self.axis}, expected 0..{tensor.ndim - 1}"
+            raise self.fail(site, problem, f"the shape is {tuple(tensor.shape)}")
+        self._check_size(site, tensor.shape[self.axis])
+
+    def _same_through_a_tie(self, site: Site, earlier: Placed) -> bool:
+        """The tensor was divided as another module's, and this names the same division."""
+        by_hand = self.param_name in site.state.applied.get(site.path, set())
+        return not by_hand and earlier.placement == self.placement
+
+    def _check_size(self, site: Site, size: int) -> None:
+        n = site.mesh.size(self.mesh_dim)
+        if problem := self.placement.problem(size, n):
+            legal = [m for m in range(1, n) if not self.placement.problem(size, m)]
+            raise self.fail(site, problem, f"legal sizes of {self.mesh_dim}: {legal or [1]}")
+        units = self.placement.units(size)
+        lenient = self.uneven or self.pad or self.replicate or self.unit > 1
+        if not lenient and any(count % n for count in units):
+            problem = f"size {size} is not a multiple of mesh_dim {self.mesh_dim}={n}"
+            raise self.fail(site, problem, "pass uneven=True or pad=True, or change the mesh")
+
+    def apply(self, site: Site) -> None:
+        site.state.applied.setdefault(site.path, set()).add(self.param_name)
+        old = site.tensor(self.param_name)
+        if old is None or site.placed(self.param_name):
+            self._adjust(site)  # divided through its tie: only the module's own sizes remain
+            return
+        n, r = site.mesh.size(self.mesh_dim), site.mesh.coord(self.mesh_dim)
+        names = [site.name(self.param_name)]
+        shape = tuple(old.shape)
+        part = local_part(old.detach(), self.placement, n, r)
+        if isinstance(old, nn.Parameter):
+            names = site.state.set_parameter(old, nn.Parameter(part, old.requires_grad))
+        else:
+            site.module._buffers[self.param_name] = part
+        for name in names:
+            site.state.placed[name] = Placed(self.placement, self, shape)
+        self._adjust(site)
+
+    def _adjust(self, site: Site) -> None:
+        """Make the attributes and the forward of the module agree with its local tensor."""
+        rule = next((SHARD_RULES[c.__name__] for c in type(site.module).__mro__
+                     if c.__name__ in SHARD_RULES), None)  # fmt: skip
+        placed, tensor = site.placed(self.param_name), site.tensor(self.param_name)
+        if rule is None or placed is None or tensor is None:
+            return
+        attribute = rule.sizes.get(self.param_name, {}).get(self.axis)
+        if attribute is not None:
+            size = tensor.shape[self.axis]
+            old = getattr(site.module, attribute)
+            setattr(site.module, attribute, (size,) if isinstance(old, tuple) else size)
+        if rule.divided is not None:
+            n, r = site.mesh.size(self.mesh_dim), site.mesh.coord(self.mesh_dim)
+            runs = self.placement.runs(placed.shape[self.axis], n, r)
+            rule.divided(site, self.param_name, self, runs)
+
+
+class VocabParallelLookup:
+    """The forward of an Embedding of which this rank holds the rows start..stop.
+
+    rewrite:  y = w[ids]  -->  y_r = w_r[ids - start] where start <= ids < stop, else 0
+              (partial: the sum over ranks is y)
+    errors:   an id beyond the whole embedding, as in nn.Embedding
+    """
+
+    def __init__(self, site: Site, module: nn.Embedding, size: int, start: int, stop: int):
+        self.module, self.start, self.stop = module, start, stop
+        self.size, self.what = size, f"{site.path}: ids"
+        index = module.padding_idx
+        inside = index is not None and start <= index < stop
+        self.padding_idx = index - start if inside and index is not None else None
+        own: Any = type(module).forward
+        self.own = None if own is nn.Embedding.forward else own  # Gemma's also scales
+        if self.own is not None:
+            module.padding_idx = self.padding_idx
+
+    def __call__(self, input: Tensor) -> Tensor:
+        require_indices((input >= 0) & (input < self.size), self.what, self.size)
+        outside = (input < self.start) | (input >= self.stop)
+        ids = (input - self.start).masked_fill(outside, 0)
+        if self.own is not None:
+            y = self.own(self.module, ids)
+        else:
+            y = nn.functional.embedding(ids, self.module.weight, None)
+        # The padding row keeps its value but must not receive a gradient, as in nn.Embedding.
+        y = y.masked_fill(outside[..., None], 0.0)
+        if self.padding_idx is None:
+            return y
+        is_padding = (ids == self.padding_idx) & ~outside
+        return torch.where(is_padding[..., None], y.detach(), y)
+
+
+def _divide_embedding(site: Site, param_name: str, directive: Shard, runs: list[Run]) -> None:
+    if directive.axis != 0 or site.mesh.size(directive.mesh_dim) == 1:
+        return
+    start, stop = (runs[0].start, runs[0].stop) if runs else (0, 0)
+    assert isinstance(site.module, nn.Embedding)  # noqa: S101 - the rule is registered for it
+    placed = site.placed(param_name)
+    assert placed is not None  # noqa: S101 - it was divided just now
+    size = placed.shape[directive.axis]
+    site.module.forward = VocabParallelLookup(site, site.module, size, start, stop)
+
+
+register_shard_rule(
+    "Embedding",
+    ShardRule({"weight": {0: "num_embeddings", 1: "embedding_dim"}}, _divide_embedding),
+)

@@ -1,0 +1,56 @@
+"""shard_attribute: a size that the forward reads becomes this rank's size."""
+
+from dataclasses import dataclass
+
+from slapo_zoo.language.directive import Directive, Site, primitive
+from slapo_zoo.parallel.placement import Placement
+
+
+@primitive("shard_attribute")
+@dataclass(frozen=True)
+class ShardAttribute(Directive):
+    """Divide an integer attribute as `shard` divides an axis of that size.
+
+    rewrite:  attention.num_heads = 12  -->  attention.num_heads = 6    (n = 2)
+    errors:   no such integer attribute; fewer units than ranks
+    why:      GPT-2, GPT-Neo, OPT and T5 reshape by such attributes; OPT is silently wrong without
+
+    Args:
+        attribute: its name.
+        unit: length of a run that stays whole; `split_size` counts columns, so its unit is head_dim.
+        together: units that share a KV head (see `shard`).
+        replicate: ranks share a unit when there are fewer units than ranks.
+        keep: ranks among which the attribute stays as it is: `num_key_value_groups` shrinks only
+            when there are more ranks than KV heads.
+        mesh_dim: the mesh dim.
+    """
+
+    attribute: str
+    unit: int = 1
+    together: int = 1
+    replicate: bool = False
+    keep: int = 1
+    mesh_dim: str = "tp"
+
+    def check(self, site: Site) -> None:
+        size = getattr(site.module, self.attribute, None)
+        if not isinstance(size, int):
+            problem = f"found {size!r}, expected an integer attribute {self.attribute!r}"
+            raise self.fail(site, problem, "name an attribute that the module's __init__ sets")
+        if problem := self._placement.problem(size, self._ranks(site)):
+            n = self._ranks(site)
+            legal = [m for m in range(1, n) if not self._placement.problem(size, m)]
+            raise self.fail(site, problem, f"legal sizes of {self.mesh_dim}: {legal}")
+
+    def apply(self, site: Site) -> None:
+        size, n = getattr(site.module, self.attribute), self._ranks(site)
+        r = site.mesh.coord(self.mesh_dim) % n
+        setattr(site.module, self.attribute, self._placement.local_size(size, n, r))
+
+    @property
+    def _placement(self) -> Placement:
+        return Placement(0, unit=self.unit, together=self.together, replicate=self.replicate)
+
+    def _ranks(self, site: Site) -> int:
+        n = site.mesh.size(self.mesh_dim)
+        return n if self.keep == 1 else max(1, n // self.keep)

@@ -1,0 +1,38 @@
+"""sum_gradient: the gradient of a whole parameter is a part on each rank."""
+
+from dataclasses import dataclass
+
+from slapo_zoo.language.directive import Directive, Site, primitive
+
+
+@primitive("sum_gradient")
+@dataclass(frozen=True)
+class SumGradient(Directive):
+    """Sum the gradient of a parameter over tp after each backward.
+
+    rewrite:  dw  -->  sum of dw over ranks
+    why:      a parameter that every rank holds whole, but uses on its own heads only (the q and k
+              norms of Qwen3), or on its own tokens only (norms under sequence parallelism)
+    errors:   no such parameter; the parameter is divided, so its gradient is complete
+
+    Args:
+        param_name: name of a parameter of the module.
+        sequence: only in steps in which tokens are divided over the ranks.
+    """
+
+    param_name: str
+    sequence: bool = False
+
+    def check(self, site: Site) -> None:
+        if self.param_name not in site.module._parameters:
+            has = ", ".join(site.module._parameters) or "none"
+            raise self.fail(site, f"no parameter {self.param_name!r}", f"it has: {has}")
+        if placed := site.placed(self.param_name):
+            problem = f"it is divided by {placed.directive}"
+            raise self.fail(site, problem, "its gradient is complete on each rank")
+
+    def apply(self, site: Site) -> None:
+        state = site.state
+        names = state.sequence_gradients if self.sequence else state.partial_gradients
+        if site.mesh.tp > 1:
+            names.add(site.name(self.param_name))

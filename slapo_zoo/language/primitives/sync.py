@@ -1,0 +1,241 @@
+"""sync: one collective at the boundary of a module."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from slapo_zoo.language.directive import Directive, Site, primitive
+from slapo_zoo.errors import ScheduleError
+
+MODES = ("fwd_pre", "fwd_post", "bwd_post")
+OLDER = {"forward": "fwd_post", "backward": "bwd_post"}  # names of the first release of Slapo
+SyncOp = Callable[[Tensor, "Sync", Site], Any]
+SYNC_OPS: dict[str, tuple[tuple[str, ...], SyncOp]] = {}
+
+
+def sync_op(name: str, *modes: str) -> Callable[[SyncOp], SyncOp]:
+    """Register a collective as `sync(mode, name)` for the given modes."""
+
+    def register(op: SyncOp) -> SyncOp:
+        if name in SYNC_OPS:
+            raise ScheduleError("sync op", name, "the name is already registered", "choose another")
+        SYNC_OPS[name] = (modes, op)
+        return op
+
+    return register
+
+
+def require_divisible(x: Tensor, axis: int, sync: "Sync", site: Site) -> None:
+    """ScheduleError unless every rank gets the same number of elements, before anything is sent."""
+    n = site.mesh.size(sync.mesh_dim)
+    if not -x.ndim <= axis < x.ndim:
+        problem = f"found axis {axis} for a tensor of shape {tuple(x.shape)}"
+        raise sync.fail(site, problem, f"expected {-x.ndim}..{x.ndim - 1}")
+    if x.shape[axis] % n:
+        problem = f"axis {axis} of {tuple(x.shape)} is not a multiple of {sync.mesh_dim}={n}"
+        raise sync.fail(site, problem, "pad the axis, or change the mesh")
+
+
+def _linear(module: Any, x: Tensor) -> Tensor:
+    return nn.functional.linear(x, module.weight)
+
+
+def _conv1d(module: Any, x: Tensor) -> Tensor:
+    return torch.matmul(x, module.weight)  # transformers' Conv1D stores [in, out]
+
+
+def _convolution(module: Any, x: Tensor) -> Tensor:
+    return module._conv_forward(x, module.weight, None)
+
+
+# class name -> (forward without its bias, number of axes behind that of the bias)
+WITHOUT_BIAS = {"Linear": (_linear, 0), "Conv1D": (_conv1d, 0), "Conv2d": (_convolution, 2)}
+# class name -> (input axis, output axis) of the weight
+WEIGHT_AXES = {"Linear": (1, 0), "Conv1D": (0, 1), "Embedding": (0, 1), "Conv2d": (1, 0)}
+OF_COLUMNS = ("vocab_logits", "join_columns")  # what they make depends on the whole weight
+SUMS = ("all_reduce", "all_reduce_twice", "reduce_scatter")
+
+
+def output_of(site: Site) -> str:
+    """What a rank's output is after `shard`: "partial", "divided", or "" where that is unknown."""
+    names = [c.__name__ for c in type(site.module).__mro__ if c.__name__ in WEIGHT_AXES]
+    placed = site.placed("weight")
+    if not names or placed is None:
+        return ""
+    return "partial" if placed.placement.axis == WEIGHT_AXES[names[0]][0] else "divided"
+
+
+def first_tensor(op: Callable[[Tensor], Tensor], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Apply `op` to the first tensor among the arguments; all others pass unchanged."""
+    for i, value in enumerate(args):
+        if isinstance(value, Tensor):
+            return (*args[:i], op(value), *args[i + 1 :]), kwargs
+    for name, value in kwargs.items():
+        if isinstance(value, Tensor):
+            return args, {**kwargs, name: op(value)}
+    return args, kwargs
+
+
+def on_output(op: Callable[[Tensor], Tensor], y: Any) -> Any:
+    """Apply `op` to an output, or to the first tensor of a tuple of outputs."""
+    return first_tensor(op, y, {})[0] if isinstance(y, tuple) else op(y)
+
+
+@primitive("sync")
+@dataclass(frozen=True)
+class Sync(Directive):
+    """Insert a collective before the forward, after it, or after the backward of a module.
+
+    rewrite:  fwd_post: y --> op(y);  fwd_pre: x --> op(x);  bwd_post: dx --> op(dx)
+              A row-parallel Linear, Conv1D or Conv2d adds its bias once, after the collective.
+              "RR->RS" and the eight others: see slapo_zoo.language.primitives.sync_reshard
+    errors:   unknown mode or op; an op that has no meaning in that mode, or for the output of a
+              module that was divided: a part of a sum is summed, other parts are not
+    source:   Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3
+
+    Args:
+        mode: "fwd_pre", "fwd_post" or "bwd_post"; by their older names "forward" (fwd_post),
+            "backward" (bwd_post) and "both" of these.
+        sync_op_or_fn: a registered name (None: "all_reduce"), or a callable that becomes a hook (then local only).
+        axis: the tensor axis that is gathered or scattered.
+        tensor_parallel_output_grad: for all_gather and the reshard forms to RR, whether dy is a
+            part on each rank, to be summed (None: yes for all_gather, no for a reshard form).
+        shared: modules of one parent that take the same x (q, k, v) use one collective for it.
+        sequence_axis: the axis of tokens; with sequence parallelism an all_reduce becomes the
+            all-gather or reduce-scatter over it.
+        mesh_dim: the mesh dim.
+    """
+
+    mode: str
+    sync_op_or_fn: Any = None
+    axis: int = -1
+    tensor_parallel_output_grad: bool | None = None
+    shared: bool = False
+    sequence_axis: int | None = None
+    mesh_dim: str = "tp"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "mode", OLDER.get(self.mode, self.mode))
+        if self.sync_op_or_fn is None:  # written out, so that a program shows it
+            object.__setattr__(self, "sync_op_or_fn", "all_reduce")
+
+    def _halves(self) -> "list[Sync]":
+        return [replace(self, mode=mode) for mode in OLDER.values()] if self.mode == "both" else []
+
+    def check(self, site: Site) -> None:
+        if self.mode == "both":
+            for half in self._halves():
+                half.check(site)
+            return
+        if self.mode not in MODES:
+            problem = f"found mode {self.mode!r}, expected one of {MODES}"
+            raise self.fail(
+                site, problem, "fwd_pre: inputs, fwd_post: outputs, bwd_post: gradients"
+            )
+        if callable(self.sync_op_or_fn):
+            return
+        if self.sync_op_or_fn not in SYNC_OPS:
+            hint = f"registered: {sorted(SYNC_OPS)}"
+            raise self.fail(site, f"no sync op {self.sync_op_or_fn!r}", hint)
+        self._check_op(site, self.sync_op_or_fn)
+
+    def _check_op(self, site: Site, op: str) -> None:
+        modes, _ = SYNC_OPS[op]
+        if self.mode not in modes:
+            problem = f"{op!r} has no meaning as {self.mode!r}"
+            hint = f"use one of {modes}"
+            if "->" in op:  # a gradient has the shape of its input, in and out of the module
+                hint += f"; the backward of fwd_pre {'->'.join(op.split('->')[::-1])!r} is this"
+            raise self.fail(site, problem, hint)
+        if op in OF_COLUMNS and site.placed("weight") is None:
+            raise self.fail(site, "its weight is not divided", 'shard("weight", 0, pad=True) first')
+        if self.mode == "fwd_post" and self._is_first(site):
+            self._check_output(site, op)
+
+    def _is_first(self, site: Site) -> bool:
+        return "fwd_post" not in site.state.applied.get(site.path, ())
+
+    def _check_output(self, site: Site, op: str) -> None:
+        """The first op after a divided weight must fit what each rank holds then."""
+        kind = output_of(site)
+        if kind == "partial" and op not in SUMS:
+            hint = f"use one of {SUMS}; another op may follow"
+            raise self.fail(site, "each rank holds a part of a sum", hint)
+        if kind == "divided" and (op in SUMS or op.startswith("RR->")):
+            hint = "use all_gather, or a reshard form that begins with RS"
+            raise self.fail(site, "each rank holds other columns of the output", hint)
+        whole_bias = site.tensor("bias") is not None and site.placed("bias") is None
+        if kind == "partial" and op == "reduce_scatter" and self.axis == -1 and whole_bias:
+            hint = 'shard("bias", 0) first, or scatter along another axis'
+            raise self.fail(site, "the bias is whole and the output divided", hint)
+
+    def apply(self, site: Site) -> None:
+        if self.mode == "both":
+            for half in self._halves():
+                half.apply(site)
+            return
+        if self.sync_op_or_fn == "divide_tokens":
+            site.state.sequence_parallel = True
+        if callable(self.sync_op_or_fn):
+            self._hook(site.module, self.sync_op_or_fn)
+        elif site.mesh.size(self.mesh_dim) > 1:
+            self._insert(site, SYNC_OPS[self.sync_op_or_fn][1])
+        site.state.applied.setdefault(site.path, set()).add(self.mode)
+
+    def _hook(self, module: nn.Module, fn: Callable) -> None:
+        register = {
+            "fwd_pre": module.register_forward_pre_hook,
+            "fwd_post": module.register_forward_hook,
+            "bwd_post": module.register_full_backward_hook,
+        }
+        register[self.mode](fn)
+
+    def _insert(self, site: Site, op: SyncOp) -> None:
+        def run(x: Tensor) -> Tensor:
+            return op(x, self, site)
+
+        if self.mode == "fwd_post":
+            if not self._before_bias(site, run):
+                site.module.register_forward_hook(lambda _m, _a, y: on_output(run, y))
+            return
+        enter = self._once_per_input(site, run) if self.shared else run
+        site.module.register_forward_pre_hook(
+            lambda _m, args, kwargs: first_tensor(enter, args, kwargs), with_kwargs=True
+        )
+
+    def _once_per_input(self, site: Site, run: Callable[[Tensor], Tensor]) -> Callable:
+        """The op, or its result for the same x in a sibling; forgotten when the parent is done."""
+        parent = site.path.rpartition(".")[0]
+        key = (parent, self.mode, self.sync_op_or_fn)
+        if key not in site.state.shared:
+            results = site.state.shared[key] = WeakIdKeyDictionary()
+            site.state.modules[parent].register_forward_hook(
+                lambda *_: results.clear(), always_call=True
+            )
+        results = site.state.shared[key]
+
+        def enter(x: Tensor) -> Tensor:
+            y = results.get(x)
+            if y is None or y.requires_grad != x.requires_grad:
+                y = results[x] = run(x)
+            return y
+
+        return enter
+
+    def _before_bias(self, site: Site, run: Callable[[Tensor], Tensor]) -> bool:
+        """Put the collective between product and bias when each rank holds a part of the product."""
+        names = [c.__name__ for c in type(site.module).__mro__ if c.__name__ in WITHOUT_BIAS]
+        if not names or site.tensor("bias") is None or output_of(site) != "partial":
+            return False
+        if not self._is_first(site):  # the bias was added before this op
+            return False
+        module: Any = site.module
+        product, behind = WITHOUT_BIAS[names[0]]
+        shape = (-1, *(1,) * behind)
+        module.forward = lambda x: run(product(module, x)) + module.bias.view(shape)
+        return True

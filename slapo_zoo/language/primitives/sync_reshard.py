@@ -1,0 +1,53 @@
+"""The reshard forms of sync, "RS->RR" and its like: a value changes how it lies on the ranks.
+
+The two letters are the last two axes: R is whole on every rank, S is divided over the ranks. On
+activations [batch, tokens, hidden], RS divides the hidden axis and SR the tokens. The gradient of a
+value lies as the value does, so the backward of A->B is B->A:
+
+| form         | forward                    | backward                                            |
+|:-------------|:---------------------------|:----------------------------------------------------|
+| RR->RS, SR   | keep this rank's slice     | all-gather                                          |
+| RS, SR->RR   | all-gather                 | slice; reduce-scatter where dy is a part on each rank |
+| RS->SR, back | all-to-all                 | all-to-all back                                     |
+| A->A         | nothing                    | nothing; RR->RR sums where dy is a part on each rank |
+
+The gradient of a whole value is normally whole, the same on every rank: what follows runs alike
+everywhere, or is column-parallel and sums its dx itself (`sync("bwd_post", "all_reduce")`,
+Megatron's f). Where it does not sum, each rank has the gradient of its own columns only, a *part*:
+`tensor_parallel_output_grad=True` says so, and the sum is then taken here. Summing a gradient that
+is whole would make it n times too large; slicing one that is a part would lose the other parts.
+"""
+
+from itertools import product
+
+from torch import Tensor
+
+from slapo_zoo.parallel import collectives
+from slapo_zoo.language.directive import Site
+from slapo_zoo.language.primitives.sync import Sync, require_divisible, sync_op
+
+AXIS = {"RR": None, "RS": -1, "SR": -2}  # which axis is divided
+
+
+def reshard(x: Tensor, sync: Sync, site: Site) -> Tensor:
+    """x laid out as the first two letters of the sync's op --> as the last two."""
+    group, is_part = site.group(sync), bool(sync.tensor_parallel_output_grad)
+    source, target = (AXIS[form] for form in sync.sync_op_or_fn.split("->"))
+    if x.ndim < 2:
+        problem = f"found a tensor of shape {tuple(x.shape)}, expected two axes or more"
+        raise sync.fail(site, problem, "use scatter or all_gather with axis=0")
+    if source == target:
+        return collectives.reduce_backward(x, group) if is_part else x
+    if target is not None:
+        require_divisible(x, target, sync, site)
+    if source is None and target is not None:
+        return collectives.scatter(x, target, group)
+    if target is None and source is not None:
+        return collectives.all_gather(x, source, group, sharded_gradient=is_part)
+    assert source is not None  # noqa: S101 - the two cases above
+    assert target is not None  # noqa: S101
+    return collectives.all_to_all(x, target, source, group)
+
+
+for _source, _target in product(AXIS, AXIS):
+    sync_op(f"{_source}->{_target}", "fwd_pre", "fwd_post")(reshard)

@@ -1,0 +1,83 @@
+"""trace: a module becomes a graph, in its place in the module tree."""
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from slapo_zoo.language.directive import Directive, Site, primitive
+from slapo_zoo.language.graph.examples import capture
+from slapo_zoo.language.graph.trace import install, trace_module, trace_tree
+
+# What check() traced, until apply() puts it into the tree.
+_traced: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
+
+
+@primitive("trace")
+@dataclass(frozen=True)
+class Trace(Directive):
+    """Record the forward of a module as a graph; children, parameters and their names stay.
+
+    rewrite:  y = f(x)  -->  y = graph(x), a GraphModule with the same children
+    note:     sizes stay symbolic; a decision that the forward took (an argument that was None, a
+              size that was 1) is checked in every call. Dropout follows `train()` and `eval()`.
+    errors:   the forward decides on the elements of a tensor, stores a result in the module, or
+              calls an autograd function: the error says what to make a leaf
+
+    Args:
+        leaves: modules that stay one node: paths below the module, or class names; predicates
+            (module, path) are local only. Those of torch.nn, Conv1D and `core_attn` always stay.
+        flatten: one graph for the module and all below it; otherwise every module that it calls
+            gets a graph of its own.
+        example_inputs: a tuple of arguments, or a dict of them by name (local only); by default
+            what the module gets in a tiny call of the `transformers` model around it.
+        recursive: without `flatten`, trace the modules that it calls too.
+        padded: whether that tiny call has a padding mask.
+    """
+
+    leaves: Any = ()
+    flatten: bool = False
+    example_inputs: Any = None
+    recursive: bool = True
+    padded: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        leaves = (self.leaves,) if isinstance(self.leaves, str) else tuple(self.leaves)
+        object.__setattr__(self, "leaves", leaves)  # JSON has lists only
+
+    def local(self) -> str:
+        if self.example_inputs is not None:
+            return "example_inputs are tensors, not data"
+        live = [leaf for leaf in self.leaves if not isinstance(leaf, str)]
+        return f"leaves hold {live}, not names" if live else ""
+
+    def check(self, site: Site) -> None:
+        _traced[site.module] = self._trace(site)
+
+    def apply(self, site: Site) -> None:
+        put(site, _traced.pop(site.module))
+
+    def _trace(self, site: Site) -> dict[str, Any]:
+        args, kwargs = example_for(site, self)
+        if self.flatten or not self.recursive:
+            path, leaves = site.path, self.leaves
+            return {"": trace_module(site.module, args, kwargs, leaves, self.flatten, path)}
+        return trace_tree(site.module, args, kwargs, self.leaves, site.path)
+
+
+def example_for(site: Site, directive: Any) -> tuple[tuple, dict[str, Any]]:
+    """The example of a directive, or one captured from a call of the model."""
+    given = directive.example_inputs
+    if given is None:
+        return capture(site.state.model, site.path, directive.padded)
+    if isinstance(given, dict):
+        return (), given
+    return (tuple(given) if isinstance(given, (tuple, list)) else (given,)), {}
+
+
+def put(site: Site, traced: dict[str, Any]) -> None:
+    """Put traced modules into the tree at and below a site."""
+    site.state.model = install(site.state.model, site.path, traced)
+    site.state.index()

@@ -1,0 +1,65 @@
+"""trace_until: graphs for the modules on the way to some paths, and no deeper."""
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from slapo_zoo.language.directive import Directive, Site, join, primitive
+from slapo_zoo.language.graph.trace import trace_tree
+from slapo_zoo.parallel.paths import nearest
+from slapo_zoo.language.primitives.trace import example_for, put
+
+_traced: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
+
+
+@primitive("trace_until")
+@dataclass(frozen=True)
+class TraceUntil(Directive):
+    """Trace a module and its descendants above `paths`; the modules at `paths` stay as they are.
+
+    rewrite:  f(x) = ... g(h(x)) ...  -->  graph with `g` and `h` as nodes  (paths = g, h)
+    errors:   a path that is no module below this one, and those of trace
+
+    Args:
+        paths: below the module, in full or relative to it.
+        example_inputs: as in trace.
+        padded: as in trace.
+    """
+
+    paths: Any
+    example_inputs: Any = None
+    padded: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        paths = (self.paths,) if isinstance(self.paths, str) else tuple(self.paths)
+        object.__setattr__(self, "paths", paths)
+
+    def local(self) -> str:
+        return "example_inputs are tensors, not data" if self.example_inputs is not None else ""
+
+    def check(self, site: Site) -> None:
+        targets = [self._below(site, path) for path in self.paths]
+        parts = [target.split(".") for target in targets]
+        way = {".".join(p[:i]) for p in parts for i in range(len(p))}
+
+        def is_leaf(_module: nn.Module, path: str) -> bool:
+            return path not in way
+
+        args, kwargs = example_for(site, self)
+        _traced[site.module] = trace_tree(site.module, args, kwargs, (is_leaf,), site.path)
+
+    def apply(self, site: Site) -> None:
+        put(site, _traced.pop(site.module))
+
+    def _below(self, site: Site, path: str) -> str:
+        """The path relative to the site."""
+        modules = site.state.modules
+        if path and join(site.path, path) in modules:
+            return path
+        if path in modules and path.startswith(site.path + "."):
+            return path.removeprefix(site.path + ".")
+        near = nearest(path, modules)
+        raise self.fail(site, f"no module {path!r} below it", f"nearest paths: {near}")

@@ -1,0 +1,307 @@
+"""A schedule is a model, a mesh and the history of directives applied to it."""
+
+import dataclasses
+import difflib
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.fx import GraphModule
+
+import slapo_zoo.language.primitives as ps  # registers every primitive
+from slapo_zoo.language.directive import PRIMITIVES, Directive, Site, State, join, subtree
+from slapo_zoo.errors import ScheduleError
+from slapo_zoo.language.explain import Explanation, explain
+from slapo_zoo.language.graph.examples import tiny_batch
+from slapo_zoo.language.graph.find import find
+from slapo_zoo.language.graph.pattern import name_matches
+from slapo_zoo.language.graph.traced import check_reachable
+from slapo_zoo.parallel.mesh import MESH_DIMS, Mesh
+from slapo_zoo.parallel.paths import nearest
+from slapo_zoo.parallel.random_stream import RandomStream
+
+FORMAT = "slapo-zoo-schedule/1"
+Step = tuple[str, Directive]
+
+
+if TYPE_CHECKING:
+    from typing import Generic, ParamSpec
+
+    P = ParamSpec("P")
+
+    class _Method(Generic[P]):
+        """What an editor and a type checker see of a primitive: its arguments."""
+
+        def __init__(self, directive: Callable[P, Directive]): ...
+
+        def __get__(self, at: Any, owner: Any = None) -> Callable[P, "Selection"]: ...
+
+    class _Methods:  # a primitive that is missing here works too, untyped
+        annotate = _Method(ps.Annotate)
+        checkpoint = _Method(ps.Checkpoint)
+        cut_pipeline_stage = _Method(ps.CutPipelineStage)
+        decompose = _Method(ps.Decompose)
+        fork_rng = _Method(ps.ForkRng)
+        fuse = _Method(ps.Fuse)
+        hook = _Method(ps.Hook)
+        overlap = _Method(ps.Overlap)
+        pipeline_split = _Method(ps.PipelineSplit)
+        replace = _Method(ps.Replace)
+        replace_all: Callable[..., "Selection"]  # takes options of the factory
+        shard = _Method(ps.Shard)
+        shard_attribute = _Method(ps.ShardAttribute)
+        sum_gradient = _Method(ps.SumGradient)
+        sync = _Method(ps.Sync)
+        trace = _Method(ps.Trace)
+        trace_until = _Method(ps.TraceUntil)
+else:
+    _Methods = object
+
+
+class Selection(_Methods):
+    """`sch[pattern]`: the modules that a directive will land on, and a view of the tree there."""
+
+    def __init__(self, schedule: "Schedule", pattern: str):
+        self.schedule, self.path = schedule, pattern
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths that match."""
+        return self.schedule.state.select(self.path)
+
+    @property
+    def mod(self) -> nn.Module:
+        """The module, when the pattern is the path of one."""
+        (path,) = self.schedule.matching(self.path, "mod")
+        return self.schedule.state.modules[path]
+
+    @property
+    def child(self) -> dict[str, "Selection"]:
+        """Direct children by name."""
+        names = [name for name, _ in self.mod.named_children()]
+        return {name: Selection(self.schedule, join(self.path, name)) for name in names}
+
+    def __getitem__(self, path: str) -> "Selection":
+        return self.schedule[join(self.path, path)]
+
+    def __contains__(self, path: str) -> bool:
+        return join(self.path, path) in self.schedule
+
+    def named_schedules(self, prefix: str = "") -> Iterator[tuple[str, "Selection"]]:
+        """This selection and all below it, by path."""
+        for path in self.schedule.state.modules:
+            if not self.path or path == self.path or path.startswith(self.path + "."):
+                yield join(prefix, path) if prefix else path, Selection(self.schedule, path)
+
+    def __getattr__(self, name: str) -> Callable[..., "Selection"]:
+        if name not in PRIMITIVES:
+            raise AttributeError(f"no primitive {name!r}; registered: {sorted(PRIMITIVES)}")
+
+        def use(*args: Any, **kwargs: Any) -> "Selection":
+            self.schedule.do(self.path, PRIMITIVES[name].called(self.path, args, kwargs))
+            return self
+
+        use.__name__, use.__doc__ = name, PRIMITIVES[name].__doc__
+        use.__signature__ = inspect.signature(PRIMITIVES[name])  # pyright: ignore[reportFunctionMemberAccess]
+        return use
+
+    def find(self, what: Any, func_pattern: Any = None) -> Any:
+        """Look in the graphs of the matching modules: see `slapo_zoo.language.graph.find.find`.
+
+        A module without a graph is traced first: the history shows `trace()`, errors are raised.
+
+        Args:
+            what: a regex for module names, a predicate on a node, a pattern function or a Pattern.
+            func_pattern: look for this only in the modules below whose name matches the regex.
+        """
+        paths = self.paths or [self.path]
+        if func_pattern is not None:
+            paths = [p for p in self._below(paths) if name_matches(what, p)] or [str(what)]
+            what = func_pattern
+        found = [self.schedule._find(path, what) for path in paths]
+        first, *rest = found
+        for more in rest:
+            first.extend(more)
+        return first
+
+    def _below(self, paths: list[str]) -> list[str]:
+        everything = list(self.schedule.state.modules)
+        return [p for path in paths for p in subtree(path, everything) if p != path]
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *PRIMITIVES]
+
+
+class Schedule(Selection):
+    """A model under transformation, and the directives applied to it so far.
+
+    Args:
+        model: any module; it is changed in place and its module tree stays.
+        mesh: sizes of tp, pp, dp and the rank to look at; no process group is needed to build.
+        seed: of the random streams.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh | None = None, seed: int = 0):
+        super().__init__(self, "")
+        self.state = State(model, mesh or Mesh(), RandomStream(seed))
+        self.history: list[Step] = []
+        self.landed: list[tuple[str, ...]] = []  # the modules that each step was applied to
+        self.kernels: list[Any] = []  # Choice: which kernels were considered, and why (not)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model; another object once it was traced as a whole."""
+        return self.state.model
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh this schedule is for."""
+        return self.state.mesh
+
+    def class_names(self) -> dict[str, str]:
+        """Path of every module --> name of its class."""
+        return {path: type(module).__name__ for path, module in self.state.modules.items()}
+
+    def __getitem__(self, pattern: str) -> Selection:
+        return Selection(self, pattern)
+
+    def __contains__(self, path: str) -> bool:
+        return path in self.state.modules
+
+    def matching(self, pattern: str, what: object) -> list[str]:
+        """The paths of a pattern; ScheduleError with the nearest ones when there is none."""
+        found = self.state.select(pattern)
+        if not found:
+            near = nearest(pattern, self.state.modules) or [*filter(None, self.state.modules)][:5]
+            raise ScheduleError(pattern, what, "matches no module", f"nearest paths: {near}")
+        return found
+
+    def do(self, pattern: str, directive: Directive) -> "Schedule":
+        """Check a directive at every module that matches, then apply it there, then record it."""
+        modules, state = self.state.modules, self.state
+        sites = [Site(path, modules[path], state) for path in self.matching(pattern, directive)]
+        for site in sites:
+            check_reachable(modules, site.path, directive)
+            directive.check(site)
+        for site in sites:
+            directive.apply(site)
+        self.history.append((pattern, directive))
+        self.landed.append(tuple(site.path for site in sites))
+        return self
+
+    def _find(self, path: str, what: Any) -> Any:
+        (path,) = self.matching(path, "find")
+        if not isinstance(self.state.modules[path], GraphModule):
+            self.do(path, PRIMITIVES["trace"]())
+        return find(self.state.modules[path], path, what)
+
+    def replay(self, history: "list[Step] | Schedule") -> "Schedule":
+        """Apply the directives of another schedule to this model."""
+        steps = history.history if isinstance(history, Schedule) else history
+        for pattern, directive in steps:
+            self.do(pattern, directive)
+        return self
+
+    def to_json(self) -> str:
+        """The program as JSON; ScheduleError when a directive holds a live object."""
+        for pattern, directive in self.history:
+            if reason := directive.local():
+                hint = "use a registered name, or keep the schedule local"
+                raise ScheduleError(pattern, directive, f"cannot be written: {reason}", hint)
+        steps = [[pattern, type(d).name, d.arguments()] for pattern, d in self.history]
+        return json.dumps({"format": FORMAT, "steps": steps}, indent=1)
+
+    def explain(self, batch: Mapping[str, Any] | None = None) -> Explanation:
+        """Per module: what was done, by which directive, and the collectives of a training step.
+
+        One step is rehearsed on tensors without data: nothing is computed, sent or changed, and no
+        process group is needed. `print` it, or read `.transfers` and `.totals()`. Of a pipeline, the
+        part of this rank's stages is told, without what the stages send to one another.
+
+        Args:
+            batch: keyword arguments of the model's forward; only their shapes matter. None takes a
+                tiny batch for a model of `transformers`.
+
+        Raises:
+            ScheduleError: the stages of a pipeline share a block (ALBERT); or no batch for a model
+                that is not of `transformers`.
+        """
+        alone = all(self.mesh.size(mesh_dim) == 1 for mesh_dim in MESH_DIMS)
+        example = batch or ({} if alone else tiny_batch(self.model))
+        landed = [(paths, d) for paths, (_, d) in zip(self.landed, self.history, strict=True)]
+        return explain(self.state, landed, example)
+
+    def undo(self) -> "Schedule":
+        """Take back the last directive, where its primitive can (a pipeline cut).
+
+        Most directives change the model in place and drop what was there: half of a divided weight
+        is gone, a replaced module too. They are not undone but left out of a new schedule.
+
+        Raises:
+            ScheduleError: nothing to undo, or it cannot be: the hint says what to do instead.
+        """
+        if not self.history:
+            raise ScheduleError("schedule", "undo", "its history is empty", "nothing is to be done")
+        pattern, directive = self.history[-1]
+        if type(directive).undo is Directive.undo:
+            hint = "start from a fresh model: Schedule(model, mesh).replay(sch.history[:-1])"
+            raise ScheduleError(pattern, directive, "it changed the model in place", hint)
+        for path in self.landed[-1]:
+            directive.undo(Site(path, self.state.modules[path], self.state))
+        self.history.pop()
+        self.landed.pop()
+        return self
+
+    def diff(self, other: "Schedule") -> str:
+        """Lines of the program that differ from another's, as a unified diff."""
+        mine, theirs = (str(s).splitlines() for s in (self, other))
+        return "\n".join(difflib.unified_diff(mine, theirs, "this", "other", lineterm="", n=1))
+
+    def __str__(self) -> str:
+        return "\n".join(f"sch[{pattern!r}].{directive}" for pattern, directive in self.history)
+
+
+def from_json(text: str) -> list[Step]:
+    """The directives of a JSON program, to be replayed: `schedule.replay(from_json(text))`."""
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ScheduleError("schedule", "JSON", str(error), "pass what to_json wrote") from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        found = document.get("format") if isinstance(document, dict) else type(document).__name__
+        problem = f"found format {found!r}, expected {FORMAT!r}"
+        raise ScheduleError("schedule", "format", problem, "pass what to_json wrote")
+    steps = document.get("steps")
+    if not isinstance(steps, list):
+        problem = f"found {steps!r:.60}, expected a list of [pattern, primitive, arguments]"
+        raise ScheduleError("schedule", "steps", problem, "pass what to_json wrote")
+    return [_step(i, step) for i, step in enumerate(steps)]
+
+
+def _step(index: int, step: Any) -> Step:
+    where = f"step {index}"
+    kinds = [type(part) for part in step] if isinstance(step, list) else []
+    if kinds != [str, str, dict]:
+        problem = f"found {step!r:.80}, expected [pattern, primitive, arguments]"
+        raise ScheduleError(where, "step", problem, "pass what to_json wrote")
+    pattern, name, arguments = step
+    if name not in PRIMITIVES:
+        hint = f"registered: {sorted(PRIMITIVES)}"
+        raise ScheduleError(where, name, "no such primitive", hint)
+    cls: Any = PRIMITIVES[name]
+    fields = {f.name: f.default is dataclasses.MISSING for f in dataclasses.fields(cls)}
+    if unknown := sorted(set(arguments) - set(fields)):
+        raise ScheduleError(where, name, f"unknown arguments {unknown}", f"known: {sorted(fields)}")
+    if missing := [f for f, needed in fields.items() if needed and f not in arguments]:
+        raise ScheduleError(where, name, f"missing arguments {missing}", f"known: {sorted(fields)}")
+    try:
+        return pattern, cls(**{key: _tuples(value) for key, value in arguments.items()})
+    except TypeError as error:
+        raise ScheduleError(where, name, str(error), "pass what to_json wrote") from None
+
+
+def _tuples(value: Any) -> Any:
+    """JSON has no tuples, directives have no lists."""
+    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value

@@ -1,0 +1,82 @@
+"""Were the ranks fed what they should be? tp and pp peers the same batch, dp peers different ones."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slapo_zoo.errors import MeshError
+from slapo_zoo.parallel.mesh import Mesh
+
+INTERVAL = 16  # training steps from one check to the next; the first step is checked
+SAMPLE = 1 << 16  # elements of one tensor that count: a batch of images is not read twice
+
+
+class InputWarning(UserWarning):
+    """Ranks that should be fed different rows are fed the same ones."""
+
+
+def check_batch(mesh: Mesh, batch: Mapping[str, Tensor], step: int, interval: int) -> None:
+    """Compare a hash of the batch over all ranks, every `interval` steps; 0 never does.
+
+    One all-gather of 8 bytes. Peers of tp and pp that were fed different batches would train on
+    mixed rows without a word, so that is an error on all ranks; dp peers that were fed the same
+    ones only waste their time, so that is a warning.
+
+    Args:
+        mesh: of all ranks.
+        batch: the tensors of this rank.
+        step: number of this training step, from 1.
+        interval: steps between checks.
+    """
+    if mesh.world_size == 1 or interval < 1 or (step - 1) % interval:
+        return
+    mine = digest(batch)
+    each = [torch.zeros_like(mine) for _ in range(mesh.world_size)]
+    dist.all_gather(each, mine)
+    found = torch.stack(each).tolist()
+    _same_for_peers(mesh, found)
+    _different_for_copies(mesh, found)
+
+
+def digest(batch: Mapping[str, Tensor]) -> Tensor:
+    """A 64-bit hash of names, shapes and (a sample of) values, on the device of the batch."""
+    total = torch.zeros((), dtype=torch.int64, device=next(iter(batch.values())).device)
+    for number, name in enumerate(sorted(batch), start=1):
+        x = batch[name]
+        flat = x.detach().reshape(-1)
+        flat = flat[:: max(1, flat.numel() // SAMPLE)]
+        if flat.is_floating_point():
+            flat = flat.double().view(torch.int64)
+        flat = flat.long()
+        place = torch.arange(flat.numel(), device=flat.device)
+        mixed = (flat + 1) * (place * 0x2545F4914F6CDD1D + 0x1E3779B97F4A7C15)  # int64 wraps around
+        mixed = mixed ^ (mixed >> 29)
+        total = total * 31 + mixed.sum() * number + x.numel()
+    return total
+
+
+def _same_for_peers(mesh: Mesh, found: Sequence[int]) -> None:
+    for copy in range(mesh.dp):
+        ranks = [mesh.at(pp=pp, dp=copy, tp=tp) for pp in range(mesh.pp) for tp in range(mesh.tp)]
+        differ = [rank for rank in ranks if found[rank] != found[ranks[0]]]
+        if differ:
+            problem = f"ranks {differ} were fed another batch than rank {ranks[0]}"
+            hint = (
+                "tp and pp peers take the same rows: choose them by model.mesh.coord('dp'); "
+                "model.input_check_interval = 0 switches this check off"
+            )
+            raise MeshError("train_step", "batch", problem, hint)
+
+
+def _different_for_copies(mesh: Mesh, found: Sequence[int]) -> None:
+    first = [mesh.at(pp=0, dp=copy, tp=0) for copy in range(mesh.dp)]
+    if mesh.dp > 1 and len({found[rank] for rank in first}) < mesh.dp and mesh.rank == 0:
+        warnings.warn(
+            "data-parallel ranks are fed the same rows: choose them by model.mesh.coord('dp'); "
+            "model.input_check_interval = 0 switches this check off",
+            InputWarning,
+            stacklevel=5,
+        )

@@ -1,0 +1,300 @@
+"""Training checkpoints: stop on one mesh, go on from another.
+
+The folder is the model as `save_pretrained` writes it, which plain `transformers` loads, and beside
+it the optimizer's tensors (`optimizer*.safetensors`) and the rest (`training_state.json`). All of it
+appears by one rename, and nothing in it is a pickle.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.parallel import gather as consolidate
+from slapo_zoo.model.data_parallel import Whole
+from slapo_zoo.parallel.process_group import rank_guard
+from slapo_zoo.errors import WeightsError
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.model.mixin import configs_of
+from slapo_zoo.parallel import background
+from slapo_zoo.weights import optimizer as optimizers
+from slapo_zoo.weights.encode import decode, encode
+from slapo_zoo.weights.fill import canonical_names
+from slapo_zoo.weights.folder import open_checkpoint
+from slapo_zoo.weights.load import Target, load_tensors
+from slapo_zoo.weights.random_state import pack_states, restore_states, states_here
+from slapo_zoo.weights.save import save_folder
+from slapo_zoo.parallel.agreement import together
+from slapo_zoo.weights.training_state import FILE, read_state, write_state
+
+SAVE, LOAD = "save_checkpoint", "load_checkpoint"
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where training stood.
+
+    Args:
+        step: number of finished optimizer steps.
+        data_position: as given to `save_checkpoint`.
+        extra: as given to `save_checkpoint`.
+    """
+
+    step: int = 0
+    data_position: Any = None
+    extra: Any = None
+
+
+def save_checkpoint(
+    model: Any,
+    folder: str | os.PathLike[str],
+    optimizer: Any = None,
+    scheduler: Any = None,
+    step: int = 0,
+    data_position: Any = None,
+    extra: Any = None,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Write all that training needs to go on; a collective call on all ranks.
+
+    If it fails on one rank it raises on all of them, and the folder is as it was.
+
+    Args:
+        model: of AutoScheduledModel.
+        folder: on a file system that all ranks share.
+        optimizer: of torch, over this rank's parameters; its state must be of the size of the
+            parameters, or numbers.
+        scheduler: of torch.optim.lr_scheduler, the same on every rank.
+        step: number of finished optimizer steps.
+        data_position: where the data loader stands: numbers, texts, lists, dictionaries.
+        extra: more of your own.
+        max_shard_size: largest file, "5GB" or bytes.
+    """
+    mine = {"step": step, "data_position": data_position, "extra": extra}
+    with rank_guard(SAVE):
+        _prepared(model, folder, optimizer, scheduler, mine).write(max_shard_size)
+
+
+def async_save_checkpoint(
+    model: Any,
+    folder: str | os.PathLike[str],
+    optimizer: Any = None,
+    scheduler: Any = None,
+    step: int = 0,
+    data_position: Any = None,
+    extra: Any = None,
+    max_shard_size: int | str = "5GB",
+) -> background.Saving:
+    """As `save_checkpoint`, but training goes on while a thread writes what was there at the call.
+
+    Until it is written, each rank holds a copy of its tensors in host memory. The next save or
+    load waits for it, and so does the end of the process group. The folder must be on a file
+    system that all ranks share, and appears by one rename as always.
+
+    Returns:
+        a Future, as `torch.distributed.checkpoint.async_save` does; its `result()` waits, and raises
+        what went wrong on any rank. An error that is not asked for is raised by the next save.
+    """
+    mine = {"step": step, "data_position": data_position, "extra": extra}
+    with rank_guard(SAVE):
+        save = _prepared(model, folder, optimizer, scheduler, mine)
+        together(model.mesh, SAVE, save.copy)
+        return background.start(lambda: save.write(max_shard_size))
+
+
+def _prepared(
+    model: Any, folder: Any, optimizer: Any, scheduler: Any, mine: dict[str, Any]
+) -> "_Save":
+    """All that a save will write is known, and the same on every rank."""
+    _refuse_adapters(model, SAVE)
+    background.join()
+    save = _Save(model, folder, optimizer, scheduler, mine)
+    save.merge(together(model.mesh, SAVE, save.describe))
+    return save
+
+
+def _refuse_adapters(model: Any, step: str) -> None:
+    if model._slapo.adapters:
+        hint = "save the adapter by model.save_adapter, the optimizer by torch.save"
+        raise WeightsError(step, "model", "a model with adapters is not saved whole", hint)
+
+
+class _Save:
+    """The steps of one save on one rank."""
+
+    def __init__(
+        self, model: Any, folder: Any, optimizer: Any, scheduler: Any, mine: dict[str, Any]
+    ):  # fmt: skip
+        self.folder = folder
+        self.model, self.scheduler, self.mine = model, scheduler, mine
+        self.whole = model._slapo.data_parallel.whole(model, optimizer)
+        self.optimizer = self.whole.optimizer
+        self.write_configs = configs_of(model, folder)
+        self.tensors: dict[str, Tensor] = {}
+        self.state: dict[str, Any] = {}
+
+    def describe(self) -> tuple[str, Any, dict[str, str]]:
+        """What the other ranks need to know: our optimizer, and where our generators stand."""
+        mesh, record, keys = self.model.mesh, None, self.model._slapo.keys
+        specs = self.model._slapo.specs
+        local = consolidate.local_tensors(self.model, specs, mesh, grads=False)
+        if self.optimizer is not None:
+            names = _names(self.model, self.whole)
+            record, self.tensors = optimizers.collect(self.optimizer, names)
+        self.tensors |= keys.to_files(local, specs, mesh)
+        stream = self.model.schedule.state.random
+        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
+        self.state = {
+            "mesh": {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.dp},
+            "random": {"seed": stream.seed, "step": stream.step},
+            "scheduler": encode(scheduler, "scheduler"),
+            **{name: encode(value, name) for name, value in self.mine.items()},
+        }
+        digest = hashlib.sha256(json.dumps(record).encode()).hexdigest()
+        is_first = mesh.coord("tp") == mesh.coord("dp") == 0
+        return digest, record if is_first else None, states_here(_device(self.model))
+
+    def merge(self, found: Sequence[tuple[str, Any, dict[str, str]]]) -> None:
+        """From what all ranks said, the state of the whole training."""
+        mesh = self.model.mesh
+        if differ := optimizers.disagreement([digest for digest, _, _ in found], mesh):
+            problem = f"ranks {differ} have another one than the first rank of their stage"
+            raise WeightsError(SAVE, "optimizer", problem, "make it in the same way on every rank")
+        records = [record for _, record, _ in found if record is not None]
+        if records and len(records) != mesh.pp:
+            raise WeightsError(SAVE, "optimizer", f"found on {len(records)} of {mesh.pp} stages")
+        self.state["optimizer"] = optimizers.merge(records) if records else None
+        self.state["torch_random"] = pack_states([states for _, _, states in found])
+
+    def copy(self) -> None:
+        """What training changes from here on is not what is written."""
+        self.tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.tensors.items()}
+
+    def write(self, max_shard_size: int | str) -> None:
+        """Write model, optimizer and state as one folder."""
+        runtime, mesh, record = self.model._slapo, self.model.mesh, self.state["optimizer"]
+        specs, keys, beside = runtime.specs, runtime.keys, []
+        if record is not None:
+            beside = optimizers.optimizer_specs(record, keys.renamed(specs))
+        save_folder(
+            self.folder, keys.file_specs(specs), self.tensors, mesh, write_extras=self._write_extras, max_shard_size=max_shard_size,
+            beside={"optimizer": beside} if beside else None,
+        )  # fmt: skip
+
+    def _write_extras(self, folder: Path) -> None:
+        self.write_configs(folder)
+        write_state(folder, self.state)
+
+
+def load_checkpoint(
+    model: Any, folder: str | os.PathLike[str], optimizer: Any = None, scheduler: Any = None
+) -> Resumed:
+    """Go on where `save_checkpoint` was called, on this or any other (tp, pp, dp).
+
+    Weights, optimizer, scheduler and random streams are overwritten; all is checked on all ranks
+    before anything is.
+
+    Args:
+        model: of AutoScheduledModel, of the saved architecture and size.
+        folder: what `save_checkpoint` wrote.
+        optimizer: of the saved class and groups, over this rank's parameters.
+        scheduler: of the saved class.
+    """
+    _refuse_adapters(model, LOAD)
+    background.join()
+    load = _Load(model, Path(folder), optimizer, scheduler)
+    with rank_guard(LOAD):
+        together(model.mesh, LOAD, load.prepare)
+        together(model.mesh, LOAD, load.finish)
+    state = load.state
+    return Resumed(state["step"], decode(state["data_position"]), decode(state["extra"]))
+
+
+class _Load:
+    """The steps of one load on one rank; only the last one changes anything."""
+
+    def __init__(self, model: Any, path: Path, optimizer: Any, scheduler: Any):
+        self.model, self.path, self.scheduler = model, path, scheduler
+        self.whole = model._slapo.data_parallel.whole(model, optimizer)
+        self.optimizer = self.whole.optimizer
+        self.state: dict[str, Any] = {}
+        self.restored: optimizers.Restored | None = None
+
+    def prepare(self) -> None:
+        """Check what was saved against what is asked for, and read the optimizer's tensors."""
+        self.state = read_state(self.path)
+        for name in ("optimizer", "scheduler"):
+            if getattr(self, name) is not None and self.state[name] is None:
+                problem = f"the checkpoint was saved without {name}"
+                raise WeightsError(
+                    str(self.path / FILE), name, problem, "leave it out, or begin anew"
+                )
+        if self.optimizer is None:
+            return
+        runtime = self.model._slapo
+        specs = {spec.name: spec for spec in runtime.keys.renamed(runtime.specs)}
+        record, names = self.state["optimizer"], _names(self.model, self.whole)
+        self.restored = optimizers.Restored(self.optimizer, record, names, specs)
+        if targets := self.restored.targets:
+            with open_checkpoint(self.path, stem="optimizer") as checkpoint:
+                load_tensors(targets, checkpoint, {key: key for key in targets}, self.model.mesh)
+
+    def finish(self) -> None:
+        """Read the weights in place, then set all the rest."""
+        model, state = self.model, self.state
+        targets, source = _weights(model, self.whole)
+        with open_checkpoint(self.path) as checkpoint:
+            load_tensors(targets, checkpoint, source, model.mesh)
+        if self.restored is not None:
+            self.restored.apply()
+        self.whole.put_back()
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(decode(state["scheduler"]))
+        stream = model.schedule.state.random
+        stream.seed, stream.step = state["random"]["seed"], state["random"]["step"]
+        restore_states(
+            state["torch_random"], Mesh(**state["mesh"]), model.mesh, _device(model)
+        )  # fmt: skip
+
+
+def _weights(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, str]]:
+    """All parameters and persistent buffers of this rank, and the key of each."""
+    runtime = model._slapo
+    tensors, names = _held(model, whole)
+    views = runtime.keys.split(
+        {names[name]: tensor.detach() for name, tensor in tensors.items()},
+        runtime.specs,
+        model.mesh,
+    )
+    known = {spec.name: spec for spec in runtime.keys.read_specs(runtime.specs)}
+    targets = {
+        name: Target(view, known[name].shape, known[name].placement)
+        for name, view in views.items()
+        if view.numel()
+    }
+    return targets, {name: runtime.keys.to_file(name) for name in targets}
+
+
+def _held(model: Any, whole: Whole) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """This rank's parameters and saved buffers, and the name of each in the whole model."""
+    runtime = model._slapo
+    saved = {spec.name for spec in runtime.specs}
+    parameters = {name for name, _ in model.named_parameters()}
+    tensors = {n: t for n, t in whole.tensors.items() if n in saved or n in parameters}
+    return tensors, canonical_names(tensors, runtime.schedule.state, runtime.specs)
+
+
+def _names(model: Any, whole: Whole) -> dict[int, str]:
+    """id of a parameter --> its name beside the model: the optimizer's tensors are in one piece."""
+    tensors, names = _held(model, whole)
+    return {id(tensor): model._slapo.keys.to_file(names[n]) for n, tensor in tensors.items()}
+
+
+def _device(model: Any) -> torch.device:
+    return next(model.parameters()).device

@@ -1,0 +1,152 @@
+"""Where does a number go wrong? The first NaN or infinity, replicas that drift, losses that jump."""
+
+import hashlib
+import math
+import statistics
+import warnings
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.pipeline.stages import Foreign
+
+SPIKE, HISTORY, LEAST = 3.0, 50, 8  # times the median of the last losses, and how many are needed
+
+
+class NumericsError(SlapoError, ArithmeticError):
+    """A module made NaN or infinity."""
+
+
+class NumericsWarning(UserWarning):
+    """Replicas differ, or the loss jumped."""
+
+
+class NumericsWatch:
+    """Watch the modules of a scheduled model while it trains; nothing is watched unless asked for.
+
+        with NumericsWatch(model) as watch:
+            loss = model.train_step(batch)
+            watch.step(loss)            # loss spikes
+            watch.replicas()            # now and then
+
+    A forward or backward in which the first NaN or infinity appears raises NumericsError that names
+    the module, the rank and the rows of the micro-batch; through `train_step` it reaches all ranks.
+
+    Args:
+        model: of AutoScheduledModel.
+        spike: a loss so many times the median of the last 50 is reported.
+
+    Attributes:
+        reports: every warning, as text.
+    """
+
+    def __init__(self, model: Any, spike: float = SPIKE):
+        self.model, self.spike = model, spike
+        self.reports: list[str] = []
+        self._losses: deque[float] = deque(maxlen=HISTORY)
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> "NumericsWatch":
+        for path, module in self.model.named_modules():
+            if path and not isinstance(module, Foreign):
+                self._hooks.append(module.register_forward_hook(self._after(path)))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _after(self, path: str) -> Callable[..., None]:
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            leaves = dict(output) if hasattr(output, "keys") else output
+            for x in tree_leaves(leaves):
+                if isinstance(x, Tensor) and x.is_floating_point():
+                    self._require_finite(x, path, "output")
+                    if x.requires_grad:
+                        x.register_hook(self._on_gradient(path, self._rows()))
+
+        return after
+
+    def _on_gradient(self, path: str, rows: str) -> Callable[[Tensor], None]:
+        def check(grad: Tensor) -> None:
+            self._require_finite(grad, path, "gradient of its output", rows)
+
+        return check
+
+    def _rows(self) -> str:
+        stream = self.model.schedule.state.random
+        return f"rows {stream.first_row}..{stream.first_row + max(stream.num_rows, 1) - 1}"
+
+    def _require_finite(self, x: Tensor, path: str, what: str, rows: str = "") -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            wrong = ~torch.isfinite(x)
+            if not bool(wrong.any()):
+                return
+            kind = "NaN" if bool(torch.isnan(x).any()) else "infinity"
+        rank = self.model.mesh.rank
+        problem = f"{int(wrong.sum())} of {x.numel()} elements are {kind} in {rows or self._rows()}"
+        hint = "it shows here first: look at the inputs and weights of this module"
+        raise NumericsError(f"rank {rank}", f"{path}, {what}", problem, hint)
+
+    def step(self, loss: Tensor | float) -> bool:
+        """Note the loss of a step; whether it jumped."""
+        value = float(loss)
+        usual = statistics.median(self._losses) if len(self._losses) >= LEAST else None
+        jumped = not math.isfinite(value) or (usual is not None and value > self.spike * usual)
+        if jumped:
+            known = "no median yet" if usual is None else f"the median of the last is {usual:.4g}"
+            self._report(f"loss {value:.4g}: {known}")
+        else:
+            self._losses.append(value)
+        return jumped
+
+    def replicas(self) -> list[str]:
+        """Parameters that are not the same, bit for bit, on ranks that hold the same; collective."""
+        mesh = self.model.mesh
+        named = self.model.named_parameters()
+        mine = {name: (part_of(self.model, name), digest(p)) for name, p in named}
+        every: list[Any] = [mine]
+        if mesh.world_size > 1:
+            every = [None] * mesh.world_size
+            dist.all_gather_object(every, mine)
+        found: list[str] = []
+        for name in sorted({name for one in every for name in one}):
+            first: dict[str, tuple[int, str]] = {}
+            for rank, one in enumerate(every):
+                if name in one:
+                    part, value = one[name]
+                    other, want = first.setdefault(part, (rank, value))
+                    if value != want:
+                        found.append(f"{name} on rank {rank} differs from that of rank {other}")
+        for text in found:
+            self._report(text)
+        return found
+
+    def _report(self, text: str) -> None:
+        self.reports.append(text)
+        if self.model.mesh.rank == 0:
+            warnings.warn(text, NumericsWarning, stacklevel=3)
+
+
+def part_of(model: Any, name: str) -> str:
+    """Which part of a parameter this rank holds."""
+    placed = model.schedule.state.placed.get(name)
+    if placed is None:
+        return "all"
+    mesh, placement = model.mesh, placed.placement
+    size = placed.shape[placement.axis]
+    n, r = mesh.size(placement.mesh_dim), mesh.coord(placement.mesh_dim)
+    return str(placement.runs(size, n, r))
+
+
+def digest(tensor: Tensor) -> str:
+    """A hash of the bytes of a tensor."""
+    data = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,123 @@
+"""Which samples a rank reads: tp and pp peers the same ones, dp peers different ones, also resumed."""
+
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.parallel.mesh import Mesh
+
+
+class MeshSampler:
+    """A batch sampler for a DataLoader: lists of indices, this dp rank's part of every step.
+
+    The order is a function of seed and epoch, so peers agree without a word. The parts of all dp
+    ranks together are the rows of one process with `batch_size` rows per step; a short rest at the
+    end of an epoch is dropped.
+
+    Args:
+        dataset: whatever has a length.
+        mesh: of the model.
+        batch_size: rows of a step, all dp ranks together.
+        shuffle: every epoch in an order of its own; else as they lie.
+        seed: of the order.
+    """
+
+    def __init__(
+        self, dataset: Sized, mesh: Mesh, batch_size: int, shuffle: bool = True, seed: int = 0
+    ):
+        if batch_size < 1 or batch_size % mesh.dp:
+            problem = f"found {batch_size}, expected a multiple of dp={mesh.dp}"
+            raise SlapoError("MeshSampler", "batch_size", problem, "count the rows of all dp ranks")
+        self.size, self.mesh, self.batch_size = len(dataset), mesh, batch_size
+        if self.size < batch_size:
+            problem = f"found {self.size} samples, fewer than one batch of {batch_size}"
+            raise SlapoError("MeshSampler", "dataset", problem, "give more samples")
+        self.shuffle, self.seed, self.step = shuffle, seed, 0
+
+    def __len__(self) -> int:
+        """Steps of one epoch."""
+        return self.size // self.batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The steps that are left of this epoch; `step` counts those that were handed out."""
+        epoch, turn = divmod(self.step, len(self))
+        order = self._order(epoch)
+        rows = self.batch_size // self.mesh.dp
+        for number in range(turn, len(self)):
+            first = number * self.batch_size + self.mesh.coord("dp") * rows
+            self.step += 1
+            yield order[first : first + rows]
+
+    def _order(self, epoch: int) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.size))
+        generator = torch.Generator().manual_seed(hash((self.seed, epoch)) % 2**63)
+        return torch.randperm(self.size, generator=generator).tolist()
+
+    def state_dict(self, step: int | None = None) -> dict[str, int]:
+        """Where it stands: pass it as `data_position` to `save_checkpoint`.
+
+        Args:
+            step: number of batches that were trained on; None takes those handed out, of which a
+                DataLoader with workers has some in advance.
+        """
+        return {"step": self.step if step is None else step, "seed": self.seed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on after that many batches, on any number of dp ranks."""
+        self.step, self.seed = state["step"], state["seed"]
+
+
+def broadcast_batch(
+    batch: Mapping[str, Any] | None, mesh: Mesh, device: torch.device | str = "cpu"
+) -> dict[str, Any]:
+    """The batch of the first tp and pp rank, on all of them: for data that only one rank can read.
+
+    A collective call of all ranks; the others may pass None.
+
+    Args:
+        batch: tensors and whatever can be pickled, by name.
+        mesh: of the model.
+        device: where the others put the tensors; one that the process group can send from.
+    """
+    found = dict(batch) if batch is not None else None
+    if mesh.tp > 1 and mesh.coord("pp") == 0:
+        found = _broadcast(found, mesh, "tp", device)
+    if mesh.pp > 1:
+        found = _broadcast(found, mesh, "pp", device)
+    if found is None:
+        raise SlapoError("broadcast_batch", "batch", "found None on the rank that reads it")
+    return found
+
+
+def _broadcast(
+    batch: dict[str, Any] | None, mesh: Mesh, mesh_dim: str, device: torch.device | str
+) -> dict[str, Any]:
+    """Shapes first, then the tensors themselves."""
+    first, group = mesh.at(**{mesh_dim: 0}), mesh.group(mesh_dim)
+    is_first = mesh.rank == first
+    shapes: list[Any] = [None]
+    if is_first and batch is not None:
+        shapes = [
+            {
+                k: (v.shape, v.dtype) if isinstance(v, Tensor) else (None, v)
+                for k, v in batch.items()
+            }
+        ]
+    dist.broadcast_object_list(shapes, first, group=group)
+    if shapes[0] is None:
+        raise SlapoError("broadcast_batch", "batch", "found None on the rank that reads it")
+    mine: dict[str, Any] = {}
+    for name, (shape, dtype) in shapes[0].items():
+        if shape is None:
+            mine[name] = dtype
+            continue
+        mine[name] = torch.empty(shape, dtype=dtype, device=device)
+        if is_first and batch is not None:
+            mine[name] = batch[name].contiguous()
+        dist.broadcast(mine[name], first, group=group)
+    return mine

@@ -1,0 +1,80 @@
+"""A step that succeeds on all ranks or fails on all ranks."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from slapo_zoo.errors import MeshError, RankError, SlapoError, agreed
+from slapo_zoo.parallel.mesh import Mesh
+
+T = TypeVar("T")
+_GROUP: ContextVar[Any] = ContextVar("group", default=None)  # a new thread starts without
+
+
+@contextmanager
+def over_group(group: Any) -> Iterator[None]:
+    """Within, `together` talks over a group of all ranks other than the default one."""
+    token = _GROUP.set(group)
+    try:
+        yield
+    finally:
+        _GROUP.reset(token)
+
+
+def together(mesh: Mesh, what: str, action: Callable[[], T]) -> list[T]:
+    """Run `action` on every rank, wait for all, and return every rank's result, by rank.
+
+    A collective call. If the action raised, its rank raises that error and all others a RankError
+    that names the first failed rank; a rank that is gone is a RankError too, once the process
+    group notices. Without a process group it needs a mesh of one rank.
+
+    Args:
+        mesh: the mesh of all ranks.
+        what: the step, as error messages name it.
+        action: what to do; its result must survive pickling.
+    """
+    error, result = None, None
+    try:
+        result = action()
+    except Exception as caught:
+        error = caught
+    try:
+        reports = _exchange(mesh, what, (result, None if error is None else _portable(error)))
+    except SlapoError:
+        if error is not None:
+            raise error from None
+        raise
+    if error is not None:
+        raise agreed(error)
+    for rank, (_, failure) in enumerate(reports):
+        if failure is not None:
+            raise RankError(f"rank {rank}", what, *failure)
+    return [outcome for outcome, _ in reports]
+
+
+def _portable(error: Exception) -> tuple[str, str]:
+    """Problem and hint as texts: not every exception can be pickled."""
+    if isinstance(error, SlapoError):
+        parts = [str(part) for part in (error.where, error.what, error.problem) if str(part)]
+        return ": ".join(parts), error.hint
+    return f"{type(error).__name__}: {error}", "see the output of that rank"
+
+
+def _exchange(mesh: Mesh, what: str, report: Any) -> list[Any]:
+    if mesh.world_size == 1:
+        return [report]
+    size = dist.get_world_size() if dist.is_initialized() else 0
+    if size != mesh.world_size:
+        problem = f"found a process group of {size}, expected tp*pp*dp = {mesh.world_size}"
+        raise MeshError(what, mesh, problem, "start the processes with torchrun")
+    reports: list[Any] = [None] * size
+    try:
+        dist.all_gather_object(reports, report, group=_GROUP.get())
+    except RuntimeError as error:
+        problem = f"lost contact with another rank: {str(error).partition(chr(10))[0]}"
+        hint = "was a process killed? see the output of the other ranks"
+        raise RankError(f"rank {mesh.rank}", what, problem, hint) from error
+    return reports

@@ -1,0 +1,159 @@
+"""The sum of dx over ranks runs while the gradients of the weights are computed.
+
+A column-parallel layer needs two products in backward, dx = dy w and dw = dy' x, and dx is summed over
+ranks. Megatron-LM starts the sum between the two (`async_tensor_model_parallel_allreduce`). Where
+several layers share x (q, k and v; gate and up), their dx are added first, so here all of their dw wait:
+
+    forward:   x -> wait -> [w -> later, for each column-parallel w below] -> start -> the module
+    backward:  every dx; start: the sum begins; later: every dw; wait: the sum is there
+
+The order is autograd's own: of the nodes that are ready it runs the one that was made last. A node
+that ran in another order would cost the overlap, not the result.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from slapo_zoo.parallel.collectives import Group
+
+
+class _Sum:
+    """One all-reduce under way."""
+
+    def __init__(self, group: Group):
+        self.group, self.work = group, None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, under_way):
+        ctx.under_way = under_way
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        if ctx.under_way.work is not None:
+            ctx.under_way.work.wait()
+            ctx.under_way.work = None
+        return grad, None
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, under_way):
+        ctx.under_way = under_way
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        total = grad.contiguous().clone()
+        ctx.under_way.work = dist.all_reduce(total, group=ctx.under_way.group, async_op=True)
+        return total, None
+
+
+class _Later(torch.autograd.Function):
+    """w --> w; in backward it computes the gradient that a product has put off."""
+
+    @staticmethod
+    def forward(ctx, weight, put_off):
+        ctx.put_off = put_off
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return _weight_gradient(*ctx.put_off.pop()), None
+
+
+class _Product(torch.autograd.Function):
+    """x, w, b --> y, for Linear (w [out, in]) and Conv1D (w [in, out])."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, in_first, put_off, multiply):
+        ctx.save_for_backward(x, weight)
+        ctx.in_first, ctx.put_off, ctx.multiply = in_first, put_off, multiply
+        if not in_first and multiply is torch.mm:
+            return nn.functional.linear(x, weight, bias)
+        rows, b = x.flatten(0, -2), weight if in_first else weight.t()
+        y = torch.addmm(bias, rows, b) if multiply is torch.mm else multiply(rows, b, bias)
+        return y.unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        dy_2d = dy.reshape(-1, dy.shape[-1])
+        dx = db = None
+        if ctx.needs_input_grad[0]:
+            dx = ctx.multiply(dy_2d, weight.t() if ctx.in_first else weight).view(x.shape)
+        if ctx.needs_input_grad[2]:
+            db = dy_2d.sum(0)
+        factors = (x.reshape(-1, x.shape[-1]), dy_2d, ctx.in_first, ctx.multiply)
+        if ctx.put_off is None:
+            return dx, _weight_gradient(*factors), db, None, None, None
+        ctx.put_off[:] = [factors]  # not appended: a pipeline may run this node twice
+        return dx, weight.new_zeros(()).expand_as(weight), db, None, None, None
+
+
+def _weight_gradient(x: Tensor, dy: Tensor, in_first: bool, multiply: Any) -> Tensor:
+    return multiply(x.t(), dy) if in_first else multiply(dy.t(), x)
+
+
+class ColumnForward:
+    """The forward of a column-parallel Linear or Conv1D whose weight gradient can be put off.
+
+    Args:
+        module: the layer.
+        in_first: whether its weight is [in, out].
+        multiply: of two matrices, for its three products.
+    """
+
+    def __init__(self, module: nn.Module, in_first: bool, multiply: Any = torch.mm):
+        self.module, self.in_first, self.multiply = module, in_first, multiply
+        self.prepared: tuple[Tensor, Tensor, list] | None = None
+
+    def prepare(self) -> None:
+        """Make the node of the weight gradient now, before the node that starts the sum."""
+        weight: Any = self.module._parameters["weight"]
+        if weight is not None and weight.requires_grad:
+            put_off: list = []
+            self.prepared = weight, _Later.apply(weight, put_off), put_off
+
+    def __call__(self, x: Tensor) -> Tensor:
+        module: Any = self.module
+        prepared, self.prepared = self.prepared, None
+        if not possible(x) or x.dtype != module.weight.dtype or not module.weight.requires_grad:
+            return type(module).forward(module, x)
+        source, weight, put_off = prepared or (None, None, None)
+        if source is not module.weight:  # called by itself, as a recomputation does
+            weight, put_off = module.weight, None
+        return _Product.apply(x, weight, module.bias, self.in_first, put_off, self.multiply)
+
+
+def possible(x: Tensor) -> bool:
+    """Whether a backward by our own order will come: not in eval, a compiled graph or autocast."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return not torch.is_autocast_enabled(x.device.type)
+
+
+def enter(x: Tensor, group: Group, columns: Iterable[ColumnForward]) -> Tensor:
+    """Megatron's f: y = x; dx = sum over ranks of dy, while the dw of `columns` are computed.
+
+    Args:
+        x: what the layers share.
+        group: the ranks; not None.
+        columns: forwards of the layers, called before the next `enter` of the same ones.
+    """
+    under_way = _Sum(group)
+    x = _Wait.apply(x, under_way)
+    for column in columns:
+        column.prepare()
+    return _Start.apply(x, under_way)

@@ -1,0 +1,199 @@
+"""Collectives with the backward that tensor parallelism needs; each is the identity for group None.
+
+`torch.distributed._functional_collectives.all_reduce` reduces the gradient too, so it is neither
+of the two functions that Megatron-LM calls f and g (arXiv:1909.08053, section 3).
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slapo_zoo.parallel.compat import all_gather_single, reduce_scatter_single
+from slapo_zoo.parallel.mesh import ShapeOnlyGroup
+
+Group = dist.ProcessGroup | Any | None
+CHANNELS_LAST = torch.channels_last
+OBSERVERS: list[Any] = []  # of `verify`: called with (kind, whole tensor, group) before each one
+
+
+def group_size(group: Group) -> int:
+    """Number of ranks; 1 for None."""
+    if group is None or isinstance(group, ShapeOnlyGroup):
+        return 1 if group is None else group.size
+    return dist.get_world_size(group)
+
+
+def group_rank(group: Group) -> int:
+    """Our rank in the group; 0 for None."""
+    if group is None or isinstance(group, ShapeOnlyGroup):
+        return 0 if group is None else group.rank
+    return dist.get_rank(group)
+
+
+def _rehearsed(group: Group, kind: str, whole: Tensor) -> bool:
+    """Whether nothing is to be sent; then the collective is noted."""
+    if isinstance(group, ShapeOnlyGroup) and group.note is not None:
+        group.note(kind, whole.nbytes)
+    for observer in OBSERVERS if not isinstance(group, ShapeOnlyGroup) else ():
+        observer(kind, whole, group)
+    return isinstance(group, ShapeOnlyGroup)
+
+
+def all_reduce_(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """Reduce x over the group in place; nothing to do for None or in a rehearsal."""
+    if group is not None and not _rehearsed(group, "all_reduce", x):
+        dist.all_reduce(x, op=op, group=group)
+    return x
+
+
+def gather_along(x: Tensor, axis: int, group: Group) -> Tensor:
+    """x [.., s, ..] on each rank --> [.., n * s, ..] on all; no gradient."""
+    flat = x.movedim(axis, 0).contiguous()
+    out = flat.new_empty((group_size(group) * flat.shape[0], *flat.shape[1:]))
+    if not _rehearsed(group, "all_gather", out):
+        all_gather_single(out, flat, group=group)
+    return _in_format_of(x, out.movedim(0, axis))
+
+
+def reduce_scatter_along(x: Tensor, axis: int, group: Group) -> Tensor:
+    """x [.., n * s, ..] on each rank --> its own slice [.., s, ..] of the sum; no gradient."""
+    flat = x.movedim(axis, 0).contiguous()
+    out = flat.new_empty((flat.shape[0] // group_size(group), *flat.shape[1:]))
+    if not _rehearsed(group, "reduce_scatter", flat):
+        reduce_scatter_single(out, flat, group=group)
+    return _in_format_of(x, out.movedim(0, axis))
+
+
+def slice_along(x: Tensor, axis: int, group: Group) -> Tensor:
+    """x [.., n * s, ..] the same on all --> this rank's slice [.., s, ..]."""
+    size = x.shape[axis] // group_size(group)
+    return x.narrow(axis, group_rank(group) * size, size).contiguous()
+
+
+def exchange_along(x: Tensor, split_axis: int, join_axis: int, group: Group) -> Tensor:
+    """x [.., n * s, .., t, ..] on each rank --> [.., s, .., n * t, ..]: an all-to-all; no gradient."""
+    n = group_size(group)
+    parts = torch.stack(x.chunk(n, split_axis))
+    out = torch.empty_like(parts)
+    if not _rehearsed(group, "all_to_all", parts):
+        dist.all_to_all_single(out, parts, group=group)
+    return torch.cat(list(out), join_axis)
+
+
+def summed(x: Tensor, group: Group) -> Tensor:
+    """The sum of x over the group, in a new tensor of its memory format; no gradient."""
+    if not _channels_last(x):
+        return all_reduce_(x.contiguous().clone(), group)
+    y = x.clone()
+    all_reduce_(y.permute(0, 2, 3, 1), group)  # contiguous, and the same memory
+    return y
+
+
+def _channels_last(x: Tensor) -> bool:
+    return x.ndim == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=CHANNELS_LAST)
+
+
+def _in_format_of(x: Tensor, y: Tensor) -> Tensor:
+    """y contiguous, as the models view it; channels last in memory where those of x are."""
+    if _channels_last(x):
+        return y.contiguous(memory_format=CHANNELS_LAST)
+    return y.contiguous()
+
+
+class _ReduceForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        return summed(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _ReduceBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return summed(grad, ctx.group), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis, group, sharded_gradient):
+        ctx.axis, ctx.group, ctx.sharded_gradient = axis, group, sharded_gradient
+        return gather_along(x, axis, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        back = reduce_scatter_along if ctx.sharded_gradient else slice_along
+        return back(grad, ctx.axis, ctx.group), None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis, group):
+        ctx.axis, ctx.group = axis, group
+        return reduce_scatter_along(x, axis, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return gather_along(grad, ctx.axis, ctx.group), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis, group):
+        ctx.axis, ctx.group = axis, group
+        return slice_along(x, axis, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return gather_along(grad, ctx.axis, ctx.group), None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, split_axis, join_axis, group):
+        ctx.axes, ctx.group = (split_axis, join_axis), group
+        return exchange_along(x, split_axis, join_axis, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        split_axis, join_axis = ctx.axes
+        return exchange_along(grad, join_axis, split_axis, ctx.group), None, None, None
+
+
+def reduce_forward(x: Tensor, group: Group) -> Tensor:
+    """Megatron's g: y = sum over ranks of x;  dx = dy."""
+    return x if group is None else _ReduceForward.apply(x, group)
+
+
+def reduce_backward(x: Tensor, group: Group) -> Tensor:
+    """Megatron's f: y = x;  dx = sum over ranks of dy."""
+    return x if group is None else _ReduceBackward.apply(x, group)
+
+
+def all_gather(x: Tensor, axis: int, group: Group, sharded_gradient: bool = True) -> Tensor:
+    """Concatenate over ranks; dx is reduce-scattered, or sliced when dy is the same on all ranks."""
+    return x if group is None else _Gather.apply(x, axis, group, sharded_gradient)
+
+
+def reduce_scatter(x: Tensor, axis: int, group: Group) -> Tensor:
+    """Sum over ranks and keep this rank's slice; dx is the all-gather of dy."""
+    return x if group is None else _ReduceScatter.apply(x, axis, group)
+
+
+def scatter(x: Tensor, axis: int, group: Group) -> Tensor:
+    """Keep this rank's slice of x, which is the same on all ranks; dx is the all-gather of dy."""
+    return x if group is None else _Scatter.apply(x, axis, group)
+
+
+def all_to_all(x: Tensor, split_axis: int, join_axis: int, group: Group) -> Tensor:
+    """Divide along one axis what was divided along another; dx is the all-to-all back."""
+    return x if group is None else _Exchange.apply(x, split_axis, join_axis, group)

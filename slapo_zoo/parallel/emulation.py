@@ -1,0 +1,110 @@
+"""All ranks of a mesh as threads of one process: for notebooks, debuggers and quick checks.
+
+Every thread has process groups of its own, and they speak gloo to each other, so that what runs is
+the code that runs on many processes: the same collectives, with the same results.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slapo_zoo.parallel import compat
+from slapo_zoo.errors import MeshError, RankError
+from slapo_zoo.parallel.mesh import Mesh
+
+_ONE_AT_A_TIME = threading.Lock()
+
+
+def emulate(
+    function: Callable[..., Any],
+    *args: Any,
+    mesh: tuple[int, int, int],
+    timeout_s: float = 60.0,
+    **kwargs: Any,
+) -> list[Any]:
+    """Run `function(*args, **kwargs)` on every rank of a mesh, each a thread of this process.
+
+    Within, `AutoScheduledModel.from_pretrained(..., tp=tp, pp=pp)` works as under torchrun, e.g.
+    `losses = emulate(train, "gpt2", mesh=(4, 2, 1))`. What draws from torch's global generator
+    (dropout that no directive placed) draws in an order that differs from run to run.
+
+    Args:
+        function: the same for every rank; `torch.distributed.get_rank()` tells which one it is.
+        args: for the function.
+        mesh: sizes of tp, pp and dp.
+        timeout_s: a collective that waits longer is an error.
+        kwargs: for the function.
+
+    Returns:
+        what the ranks returned, in their order.
+
+    Raises:
+        MeshError: there is a process group already.
+        Exception: what the first rank to fail raised.
+    """
+    if dist.is_initialized():
+        problem = "this process has a process group already"
+        raise MeshError("emulate", "", problem, "call it in a process that no launcher started")
+    size = Mesh(*mesh).world_size
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    outcomes: list[Any] = [None] * size
+    failures: list[tuple[int, BaseException]] = []
+
+    def run(rank: int) -> None:
+        try:
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=size,
+                timeout=timedelta(seconds=timeout_s),
+            )  # fmt: skip
+            outcomes[rank] = function(*args, **kwargs)
+            dist.barrier()
+        except BaseException as error:
+            failures.append((rank, error))
+            _leave_at_once()
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    with _ONE_AT_A_TIME, compat.process_groups_per_thread(), _one_thread():
+        threads = [
+            threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
+            for rank in range(size)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if failures:
+        raise _first_cause(failures)
+    return outcomes
+
+
+def _leave_at_once() -> None:
+    """Close our connections, so that peers notice: an error's frames keep the groups alive."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with suppress(RuntimeError):
+            group.abort()
+
+
+def _first_cause(failures: list[tuple[int, BaseException]]) -> BaseException:
+    """A peer's complaint about a lost rank came of another error."""
+    own = [error for _, error in failures if not isinstance(error, RankError)]
+    return (own or [error for _, error in failures])[0]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The ranks share the cores: threads within an operation would only get in each other's way."""
+    before, hook = torch.get_num_threads(), sys.excepthook
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        sys.excepthook = hook  # a process group puts "[rank0]:" before each line of a traceback

@@ -1,0 +1,55 @@
+"""From local tensors to full ones on rank 0: for tests and small models."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.placement import TensorSpec
+
+
+def local_tensors(
+    model: Any, specs: Sequence[TensorSpec], mesh: Mesh, grads: bool
+) -> dict[str, Tensor]:
+    """This rank's tensors (or gradients) of the specs that its stage owns, by name."""
+    found = model._slapo.data_parallel.tensors(model, grads)
+    found = {name.replace(".base_layer.", "."): t for name, t in found.items()}  # beside adapters
+    local = {}
+    for spec in specs:
+        if spec.stage != mesh.coord("pp") or spec.name not in found:
+            continue
+        local[spec.name] = found[spec.name].detach()
+    return local
+
+
+def gather(
+    local: Mapping[str, Tensor], specs: Sequence[TensorSpec], mesh: Mesh
+) -> dict[str, Tensor]:
+    """Full tensors on rank 0, {} on all others."""
+    mine = {name: tensor.to("cpu", copy=True) for name, tensor in local.items()}
+    if mesh.world_size == 1:
+        everyone = [mine]
+    else:
+        everyone = [{} for _ in range(mesh.world_size)] if mesh.rank == 0 else None
+        dist.gather_object(mine if mesh.coord("dp") == 0 else {}, everyone)
+    if everyone is None:
+        return {}
+    return {spec.name: _assemble(spec, everyone, mesh) for spec in specs
+            if any(spec.name in tensors for tensors in everyone)}  # fmt: skip
+
+
+def _assemble(spec: TensorSpec, everyone: list[dict[str, Tensor]], mesh: Mesh) -> Tensor:
+    ranks = [mesh.at(tp=tp, dp=0, pp=spec.stage) for tp in range(mesh.tp)]
+    if spec.placement is None:
+        return everyone[ranks[0]][spec.name]
+    axis = spec.placement.axis
+    full = torch.empty(spec.shape, dtype=everyone[ranks[0]][spec.name].dtype)
+    for r, rank in enumerate(ranks):
+        part, offset = everyone[rank][spec.name], 0
+        for start, stop in spec.placement.runs(spec.shape[axis], mesh.tp, r):
+            full.narrow(axis, start, stop - start).copy_(part.narrow(axis, offset, stop - start))
+            offset += stop - start
+    return full

@@ -1,0 +1,181 @@
+"""A pipeline order of one's own, from a CSV file: checked in every cell before any work.
+
+A row per rank, a cell per action: `2F0` is the forward of micro-batch 0 in stage 2, `B` a whole
+backward, `I` and `W` its two parts (of inputs, of weights). Empty cells are idle; two actions side by
+side are written `(4F1;3B0)OVERLAP_F_B`. This is what torch.distributed.pipelining writes with
+`_dump_csv(file, format="compute_only")`; it adds the communication itself.
+"""
+
+import csv
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from slapo_zoo.errors import MeshError
+from slapo_zoo.pipeline.timeline import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    NAMES,
+    Action,
+    Stuck,
+    needs,
+    simulate,
+)  # fmt: skip
+
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_TWO = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_COMMUNICATION = re.compile(r"\d+(SEND|RECV|UNSHARD|RESHARD|REDUCE_GRAD)")
+
+
+@dataclass(frozen=True)
+class CsvOrder:
+    """A checked order.
+
+    Args:
+        path: of the file.
+        cells: of each rank, as they stand in the file.
+        actions: of each rank.
+        rank_of_stage: which rank holds each stage.
+        micro_batches: how many the order is for.
+    """
+
+    path: str
+    cells: tuple[tuple[str, ...], ...]
+    actions: tuple[tuple[Action, ...], ...]
+    rank_of_stage: tuple[int, ...]
+    micro_batches: int
+
+    @property
+    def digest(self) -> str:
+        """The same on all ranks that read the same order."""
+        return hashlib.sha256(repr(self.cells).encode()).hexdigest()
+
+
+class _Places:
+    """Where in the file each action stands, for the errors."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self.of: dict[Action, tuple[int, int]] = {}
+
+    def error(self, row: int, column: int, cell: str, problem: str, hint: str = "") -> MeshError:
+        where = f"{self.path}, row {row + 1} (rank {row}), cell {column + 1}"
+        return MeshError(where, repr(cell), problem, hint)
+
+    def at(self, action: Action, problem: str, hint: str = "") -> MeshError:
+        return self.error(*self.of[action], str(action), problem, hint)
+
+
+def read_order(path: str, pp: int) -> CsvOrder:
+    """Read and check an order for `pp` ranks; MeshError names the cell that is wrong."""
+    cells, places = _read(path, pp), _Places(path)
+    ranks: list[list[Action]] = []
+    for row, line in enumerate(cells):
+        ranks.append([])
+        for column, cell in enumerate(line):
+            for action in _parse(places, row, column, cell):
+                if action in places.of:
+                    raise places.error(row, column, str(action), "it stands twice in the file")
+                places.of[action] = row, column
+                ranks[row].append(action)
+    homes = _homes(places, ranks)
+    count = _check_complete(places, len(homes))
+    _check_runs(places, ranks, len(homes))
+    return CsvOrder(path, cells, tuple(map(tuple, ranks)), homes, count)
+
+
+def _read(path: str, pp: int) -> tuple[tuple[str, ...], ...]:
+    try:
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            rows = [tuple(cell.strip() for cell in row) for row in csv.reader(file) if row]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        hint = "name a CSV file, or one of the built-in orders"
+        raise MeshError("pipeline", f"pipeline_order={path!r}", str(error), hint) from None
+    if len(rows) != pp:
+        problem = f"found {len(rows)} rows, expected one per rank: pp={pp}"
+        raise MeshError(path, "rows", problem, f"use pp={len(rows) or 1}, or another file")
+    return tuple(rows)
+
+
+def _parse(places: _Places, row: int, column: int, cell: str) -> Iterator[Action]:
+    """The actions of one cell: none, one or two."""
+    two = _TWO.fullmatch(cell)
+    parts = [part.strip() for part in two[1].split(";")] if two else [cell] if cell else []
+    for part in parts:
+        match = _ACTION.fullmatch(part)
+        if not match and _COMMUNICATION.match(part):
+            hint = 'leave communication out: it is added (_dump_csv(..., format="compute_only"))'
+            raise places.error(row, column, cell, "found an action that computes nothing", hint)
+        if not match:
+            hint = "write stage, F B I or W, micro-batch: 2F0; leave idle cells empty"
+            raise places.error(row, column, cell, "it is no action", hint)
+        yield Action(int(match[1]), match[2], int(match[3]))
+
+
+def _homes(places: _Places, ranks: list[list[Action]]) -> tuple[int, ...]:
+    """Stage --> rank; every stage on one rank, and as many on each."""
+    homes: dict[int, int] = {}
+    for rank, actions in enumerate(ranks):
+        for action in actions:
+            if homes.setdefault(action.stage, rank) != rank:
+                problem = f"stage {action.stage} is on rank {homes[action.stage]} already"
+                raise places.at(action, problem, "keep each stage on one rank")
+    missing = sorted(set(range(max(homes, default=0) + 1)) - set(homes))
+    if missing:
+        raise MeshError(places.path, "stages", f"none of the cells names stage {missing[0]}")
+    counts = [list(homes.values()).count(rank) for rank in range(len(ranks))]
+    if len(set(counts)) > 1:
+        problem = f"the ranks hold {counts} stages"
+        raise MeshError(places.path, "stages", problem, "give every rank the same number")
+    return tuple(homes[stage] for stage in range(len(homes)))
+
+
+def _check_complete(places: _Places, num_stages: int) -> int:
+    """Each micro-batch passes each stage once forward and once backward; their number."""
+    count = 1 + max(action.micro_batch for action in places.of)
+    for stage in range(num_stages):
+        for micro_batch in range(count):
+            f, b, i, w = (Action(stage, kind, micro_batch) in places.of for kind in NAMES)
+            if not f:
+                problem = f"no cell {Action(stage, FORWARD, micro_batch)}"
+                raise MeshError(places.path, f"stage {stage}", problem, "add the forward")
+            if b and (i or w):
+                part = BACKWARD_INPUT if i else BACKWARD_WEIGHT
+                problem = f"there is a whole backward {stage}B{micro_batch} as well"
+                hint = "use either B, or I and W"
+                raise places.at(Action(stage, part, micro_batch), problem, hint)
+            if not b and not (i and w):
+                lost = BACKWARD_WEIGHT if i else BACKWARD_INPUT if w else BACKWARD
+                problem = f"no cell {Action(stage, lost, micro_batch)}"
+                raise MeshError(places.path, f"stage {stage}", problem, f"add the {NAMES[lost]}")
+    return count
+
+
+def _check_runs(places: _Places, ranks: list[list[Action]], num_stages: int) -> None:
+    """The order comes to its end, and the last stage takes the micro-batches one after another."""
+    try:
+        simulate(ranks, lambda action: 1.0)
+    except Stuck as stuck:
+        rank = _blamed(stuck.positions, ranks, num_stages)
+        others = ", ".join(f"rank {r} at {ranks[r][i]}" for r, i in stuck.positions.items())
+        problem = f"what it needs has not run by then, and no rank can go on ({others})"
+        hint = "move it behind what it needs: F of the stage before, B or I of the one after"
+        raise places.at(ranks[rank][stuck.positions[rank]], problem, hint) from None
+    last = [a for actions in ranks for a in actions if a[:2] == (num_stages - 1, FORWARD)]
+    for place, action in enumerate(last):
+        if action.micro_batch != place:
+            problem = f"the last stage needs micro-batch {place} here"
+            raise places.at(action, problem, "let it take the micro-batches in order")
+
+
+def _blamed(positions: dict[int, int], ranks: list[list[Action]], num_stages: int) -> int:
+    """The first rank that waits for what it would itself do later, else the first that waits."""
+    for rank, at in positions.items():
+        later = set(ranks[rank][at:])
+        if any(set(either) & later for either in needs(ranks[rank][at], num_stages)):
+            return rank
+    return min(positions)

@@ -1,0 +1,37 @@
+"""The timeline of a training step that runs, gathered from all ranks of a pipeline."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from slapo_zoo.errors import MeshError
+from slapo_zoo.pipeline.timeline import Span
+
+
+def record_step(
+    model: Any, batch: Mapping[str, Any], micro_batches: int | None = None
+) -> list[Span]:
+    """Run one `train_step` and return what each rank did when; the same list on every rank.
+
+    Args:
+        model: scheduled over pp; gradients are added to `.grad` as ever.
+        batch: as of `train_step`.
+        micro_batches: likewise.
+
+    Raises:
+        MeshError: the model has no pipeline.
+    """
+    pipeline = model._slapo.pipeline
+    if pipeline is None:
+        raise MeshError("record_step", "pp=1", "a model on one stage has no pipeline", "use pp=2")
+    group = model.mesh.group("pp")
+    dist.barrier(group)
+    pipeline.spans = []
+    try:
+        model.train_step(batch, micro_batches)
+        each: list[Any] = [None] * model.mesh.pp
+        dist.all_gather_object(each, pipeline.spans, group=group)
+    finally:
+        pipeline.spans = None
+    return sorted((span for spans in each for span in spans), key=lambda span: span.begin)

@@ -1,0 +1,277 @@
+"""The pipeline runtime: one step, or one forward, over the stages of a mesh."""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slapo_zoo.hf import models as hf
+from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.pipeline.dataflow import rehearse
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.pipeline.orders import StageMap
+from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.pipeline.stages import Cursor, Foreign, StageDone, StagePlan
+from slapo_zoo.pipeline.timeline import Span
+
+ROWS = "_global_rows"  # global batch rows of a micro-batch, cut beside its tensors
+NOT_REHEARSED = ("cut_pipeline_stage", "checkpoint", "fork_rng")  # they change no shape
+
+
+class Pipeline:
+    """The stages of one model, and their plans for each shape of batch.
+
+    Args:
+        schedule: of the whole model.
+        cls: the model's own class.
+        units: what a stage holds as a whole.
+        cursor: of this rank's stages.
+        places: which rank holds which stage, and the order in which they run.
+    """
+
+    def __init__(
+        self, schedule: Schedule, cls: Any, units: list[str], cursor: Cursor, places: StageMap
+    ):
+        self.schedule, self.cls, self.units, self.cursor = schedule, cls, units, cursor
+        self.places = places
+        self.mine = places.stages_of(schedule.mesh.coord("pp"))
+        _check_same_order(schedule.mesh, places)
+        self._plans: dict[Any, dict[int, StagePlan]] = {}
+        self._fake: Any = None
+        self.spans: list[Span] | None = None
+        self.clock: Callable[[], float] = time.monotonic  # one that processes share
+
+    def plans(self, batch: Mapping[str, Any]) -> dict[int, StagePlan]:
+        """What each of our stages does for batches of these shapes; rehearsed once per shape."""
+        divided = self.schedule.state.tokens_divided
+        key = (divided, *sorted((k, _signature(v)) for k, v in batch.items()))
+        if key not in self._plans:
+            mode, fake = self._rehearsal()
+            fake.state.tokens_divided = divided
+            calls, cuts = rehearse(fake.model, self.units, mode, batch), self.schedule.state.cuts
+            self._plans[key] = {stage: StagePlan.make(calls, cuts, stage) for stage in self.mine}
+        return self._plans[key]
+
+    def whole(self) -> Schedule:
+        """The schedule with its recomputation, on the whole model made of fake tensors."""
+        return fake_schedule(self.schedule, self.cls, ("cut_pipeline_stage",))[1]
+
+    def holds(self, path: str) -> bool:
+        """Whether the module at a path runs on this rank."""
+        model = self.schedule.model
+        units = [u for u in self.units if path == u or path.startswith(u + ".")]
+        return not any(isinstance(model.get_submodule(unit), Foreign) for unit in units)
+
+    def _rehearsal(self) -> tuple[Any, Any]:
+        if self._fake is None:
+            self._fake = fake_schedule(self.schedule, self.cls)
+        return self._fake
+
+
+def fake_schedule(
+    schedule: Schedule, cls: Any, leave_out: Collection[str] = NOT_REHEARSED
+) -> tuple[Any, Schedule]:
+    """The whole scheduled model made of fake tensors, and their mode; its weights take no memory."""
+    model, mesh = schedule.model, schedule.mesh
+    mode, fake = hf.build_fake(cls, model.config, next(model.parameters()).dtype)
+    rehearsing = Mesh(mesh.tp, mesh.pp, mesh.dp, mesh.rank, rehearsal=True)
+    steps = [step for step in schedule.history if step[1].name not in leave_out]
+    with mode:
+        return mode, Schedule(fake, rehearsing).replay(steps)
+
+
+def _check_same_order(mesh: Mesh, places: StageMap) -> None:
+    """Ranks that read different files would wait for each other."""
+    if places.custom is None:
+        return
+    digests: list[Any] = [None] * mesh.pp
+    dist.all_gather_object(digests, places.custom.digest, group=mesh.group("pp"))
+    if len(set(digests)) > 1:
+        problem = f"the ranks of a pipeline read different files: {[d[:8] for d in digests]}"
+        raise MeshError("pipeline", f"pipeline_order={places.order.name!r}", problem, "copy one")
+
+
+def _signature(value: Any) -> Any:
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else repr(value)
+
+
+class StageModule(nn.Module):
+    """What `torch.distributed.pipelining` calls for one micro-batch of one stage.
+
+    Args:
+        pipeline: the stages.
+        plan: for the shape of a micro-batch.
+        run: (batch, rows) --> loss, by the model's own forward.
+        others: arguments that are not divided into micro-batches.
+    """
+
+    def __init__(self, pipeline: Pipeline, plan: StagePlan, run: Callable[..., Any], others: dict):
+        super().__init__()
+        self._modules["model"] = pipeline.schedule.model
+        self.cursor, self.plan, self.run, self.others = pipeline.cursor, plan, run, others
+
+    def forward(self, *received: Tensor, **batch: Tensor) -> tuple[Tensor, ...]:
+        """What the next stage needs, or the loss [1]."""
+        rows = batch.pop(ROWS)
+        self.cursor.begin(self.plan, received, rows.device)
+        try:
+            return (self.run({**batch, **self.others}, rows).reshape(1),)
+        except StageDone:
+            return self.cursor.outgoing()
+        finally:
+            self.cursor.end()
+
+
+def split_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors that have a batch axis, and everything else."""
+    tensors = {k: v for k, v in batch.items() if isinstance(v, Tensor) and v.ndim}
+    return tensors, {k: v for k, v in batch.items() if k not in tensors}
+
+
+def pipeline_step(
+    pipeline: Pipeline,
+    run: Callable[..., Any],
+    tensors: dict[str, Tensor],
+    others: dict[str, Any],
+    micro_batches: int,
+    before_last: Callable[[Any], None] | None = None,
+) -> Tensor:
+    """Forward and backward of all micro-batches; gradients are added to `.grad`.
+
+    The stage objects are made anew: `PipelineStage` freezes its shapes at its first step.
+    `before_last` gets a stage's outputs before its last backward: an engine's sum may begin there.
+
+    Returns:
+        the sum of the micro-batch losses on the rank of the last stage, 0 elsewhere.
+    """
+    from slapo_zoo.pipeline.stage import quiet_schedules
+
+    pipeline.places.check_micro_batches(micro_batches)
+    first = {k: v.tensor_split(micro_batches)[0] for k, v in tensors.items() if k != ROWS}
+    plans = pipeline.plans({**first, **others})
+    device = tensors[ROWS].device
+    stages = [_stage(pipeline, p, run, others, device, before_last) for p in plans.values()]
+    schedule = pipeline.places.runtime(stages, micro_batches, loss_fn=_sum, scale_grads=False)
+    if pipeline.places.num_stages - 1 not in plans:
+        with quiet_schedules():
+            schedule.step(**tensors)
+        return torch.zeros((), device=device)
+    losses: list[Tensor] = []
+    target = torch.zeros(micro_batches, device=device)
+    with quiet_schedules():
+        schedule.step(target=target, losses=losses, **tensors)
+    return torch.stack(losses).sum().detach()
+
+
+def _stage(
+    pipeline: Pipeline, plan: StagePlan, run: Callable, others: dict, device: torch.device,
+    before_last: Callable[[Any], None] | None,
+) -> Any:  # fmt: skip
+    """One stage object of torch.distributed.pipelining, its shapes given."""
+    from slapo_zoo.pipeline.stage import Stage
+
+    places, index = pipeline.places, plan.stage
+    scalar = torch.empty(1, device="meta", requires_grad=True)
+    once = recomputed_units(plan.units, pipeline.schedule.state.checkpointed)
+    return Stage(
+        StageModule(pipeline, plan, run, others), index, places.num_stages, device,
+        input_args=_examples(plan, index),
+        output_args=_examples(plan, index + 1) if index + 1 < places.num_stages else (scalar,),
+        group=pipeline.schedule.mesh.group("pp"), units=plan.extent, spans=pipeline.spans, clock=pipeline.clock,
+        dw_builder=(lambda: lambda: None) if once else None, before_last=before_last,
+    )  # fmt: skip
+
+
+def recomputed_units(units: Sequence[str], checkpointed: Sequence[str]) -> set[str]:
+    """The units of which some or all activations are recomputed.
+
+    A stage that has one runs its backward in one part. In two parts each would recompute, and the one
+    of the weights once per group of them.
+    """
+    paths = [f"{path}." for path in checkpointed]
+    return {unit for unit in units
+            if any(path.startswith(f"{unit}.") or f"{unit}.".startswith(path) for path in paths)}  # fmt: skip
+
+
+def _examples(plan: StagePlan, stage: int) -> tuple[Tensor, ...]:
+    """Shapes of what enters a stage."""
+    return tuple(plan.shape(value).empty("meta") for value in plan.crossing(stage))
+
+
+def _sum(output: Any, target: Any) -> Tensor:
+    output = output[0] if isinstance(output, tuple) else output
+    return output.sum()
+
+
+def pipeline_forward(pipeline: Pipeline, run: Callable[..., Any], batch: Mapping[str, Any]) -> Any:
+    """One forward without gradients, stage after stage; the output arrives on every rank."""
+    mesh, places = pipeline.schedule.mesh, pipeline.places
+    tensors, _ = split_batch(batch)
+    if not tensors:
+        raise SlapoError("forward", "batch", "found no tensors", "pass input_ids or the like")
+    device = next(iter(tensors.values())).device
+    output, sent = None, ()
+    with torch.no_grad():
+        for stage, plan in pipeline.plans(batch).items():
+            received = sent
+            if stage and places.rank_of(stage - 1) != mesh.coord("pp"):
+                received = _receive(pipeline, plan, device)
+            output, sent = _run_stage(pipeline, plan, run, batch, received, device)
+            if output is None and places.rank_of(stage + 1) != mesh.coord("pp"):
+                for tensor in sent:
+                    dist.send(tensor, mesh.at(pp=places.rank_of(stage + 1)), mesh.group("pp"))
+    return share_output(pipeline, output, device)
+
+
+def share_output(pipeline: Pipeline, output: Any, device: torch.device) -> Any:
+    """The output of the last stage, on every rank of the pipeline."""
+    mesh, places = pipeline.schedule.mesh, pipeline.places
+    source = mesh.at(pp=places.rank_of(places.num_stages - 1))
+    return broadcast_output(output, source, mesh.group("pp"), device)
+
+
+def _receive(pipeline: Pipeline, plan: StagePlan, device: torch.device) -> tuple[Tensor, ...]:
+    mesh, source = pipeline.schedule.mesh, pipeline.places.rank_of(plan.stage - 1)
+    received = tuple(plan.shape(v).empty(device).detach() for v in plan.crossing(plan.stage))
+    for tensor in received:
+        dist.recv(tensor, mesh.at(pp=source), mesh.group("pp"))
+    return received
+
+
+def _run_stage(
+    pipeline: Pipeline, plan: StagePlan, run: Callable, batch: Mapping[str, Any],
+    received: tuple[Tensor, ...], device: torch.device,
+) -> tuple[Any, tuple[Tensor, ...]]:  # fmt: skip
+    """The model's output on the last stage, else what the next stage needs."""
+    cursor = pipeline.cursor
+    cursor.begin(plan, received, device)
+    try:
+        return run(batch), ()
+    except StageDone:
+        return None, cursor.outgoing()
+    finally:
+        cursor.end()
+
+
+def broadcast_output(output: Any, source: int, group: Any, device: torch.device) -> Any:
+    """A HuggingFace output object from one rank to its group: structure first, then tensors."""
+    here = dist.get_rank() == source
+    described: list[Any] = [_describe(output) if here else None]
+    dist.broadcast_object_list(described, source, group=group, device=device)
+    cls, shapes = described[0]
+    values = {}
+    for name, (shape, dtype) in shapes.items():
+        values[name] = torch.empty(shape, dtype=dtype, device=device)
+        if here:
+            values[name].copy_(output[name])
+        dist.broadcast(values[name], source, group=group)
+    return output if here else cls(**values)
+
+
+def _describe(output: Any) -> tuple[type, dict[str, Any]]:
+    """Class, and shape and dtype of each tensor; caches and tuples of layers stay where they are."""
+    tensors = {k: v for k, v in output.items() if isinstance(v, Tensor)}
+    return type(output), {k: (tuple(v.shape), v.dtype) for k, v in tensors.items()}

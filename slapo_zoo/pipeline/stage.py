@@ -1,0 +1,190 @@
+"""The stage object of torch.distributed.pipelining, with times, named errors and a repaired backward."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.pipelining import PipelineStage
+
+from slapo_zoo.parallel.process_group import is_lost_peer
+from slapo_zoo.errors import SlapoError, StageError
+from slapo_zoo.pipeline.timeline import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    NAMES,
+    Action,
+    Span,
+)
+
+
+class Stage(PipelineStage):
+    """One stage of one step.
+
+    Its methods of a chunk are what the schedules of torch call; only this class names them.
+
+    Args:
+        args: of PipelineStage.
+        units: first and last unit of the stage, for the errors.
+        spans: where times are noted, or None.
+        clock: gives them.
+        before_last: called with the stage's outputs before the backward of the last micro-batch.
+        kwargs: of PipelineStage.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        units: str,
+        spans: list[Span] | None,
+        clock: Callable[[], float],
+        before_last: Callable[[Any], None] | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(*args, **kwargs)
+        self.before_last = before_last
+        self.units, self.spans, self.clock = units, spans, clock
+        self._whole: bool | None = None  # the same for all micro-batches of a step
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Forward of a micro-batch."""
+        run = super().forward_one_chunk
+        return self._perform(FORWARD, fwd_chunk_id, lambda: run(fwd_chunk_id, *args, **kwargs))
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Backward of a micro-batch, whole or of the inputs."""
+        run = super().backward_one_chunk
+        kind = BACKWARD if kwargs.get("full_backward", True) else BACKWARD_INPUT
+        return self._perform(kind, bwd_chunk_id, lambda: run(bwd_chunk_id, *args, **kwargs))
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Backward of the weights for a micro-batch."""
+        run = super().backward_weight_one_chunk
+        step = lambda: run(bwd_chunk_id, *args, **kwargs)  # noqa: E731
+        return self._perform(BACKWARD_WEIGHT, bwd_chunk_id, step)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False
+    ) -> Any:
+        """A backward in two parts, where torch 2.13 gets it right; else the whole in the first part.
+
+        Torch runs the weights' part once per group of weights that meet. A weight that is used at
+        several places of a stage (ALBERT's block, T5's position bias) ends up in two groups, or in
+        none where only an output of the stage depends on it.
+        """
+        run = super().backward_maybe_with_nosync
+        if last_backward and self.before_last is not None:
+            self.before_last(bwd_kwargs["stage_output"])
+        if backward_type == "input":
+            outputs, inputs = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
+            if self._whole is None:
+                self._whole = used_in_several_places(outputs, inputs, self.submod.parameters())
+            if self._whole:
+                loss = outputs[0] if self.is_last else outputs
+                return run("full", {**bwd_kwargs, "stage_output": loss}, last_backward)
+            found, groups = run(backward_type, bwd_kwargs, last_backward)
+            dense = (g if g is None else g.contiguous() for g in found)  # a convolution's is not
+            return tuple(dense), groups
+        if backward_type == "weight" and self._whole:
+            return (), None
+        return run(backward_type, bwd_kwargs, last_backward)
+
+    def _perform(self, kind: str, micro_batch: int, step: Callable[[], Any]) -> Any:
+        begin = self._now()
+        try:
+            return step()
+        except Exception as error:
+            raise self._named(error, kind, micro_batch)  # noqa: B904 - it has its cause
+        finally:
+            if self.spans is not None:
+                action = Action(self.stage_index, kind, micro_batch)
+                self.spans.append(Span(self.group_rank, action, begin, self._now()))
+
+    def _now(self) -> float:
+        if self.spans is not None and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return self.clock()
+
+    def _named(self, error: Exception, kind: str, micro_batch: int) -> Exception:
+        """The error with its stage, module and micro-batch; what says enough already stays."""
+        cause = error.__cause__ if "failed to run" in str(error).lower() else error
+        cause = cause if isinstance(cause, Exception) else error
+        if isinstance(cause, SlapoError) or is_lost_peer(cause):
+            return cause
+        path = failed_module(self.submod.get_submodule("model"), cause)
+        where = f"stage {self.stage_index}, micro-batch {micro_batch}{path and ', '}{path}"
+        problem = f"{type(cause).__name__}: {cause}"
+        named = StageError(where, NAMES[kind], problem, f"this stage holds {self.units}")
+        named.__cause__ = cause
+        return named
+
+
+def used_in_several_places(
+    outputs: Iterable[Tensor], inputs: Iterable[Any], weights: Iterable[Tensor]
+) -> bool:
+    """Whether the gradient of some weight comes from several points of the way outputs --> inputs.
+
+    Such a point is an operation that has an input of the stage behind it, or an output that has none.
+    """
+    roots = {x.grad_fn for x in outputs if x.grad_fn is not None}
+    above: dict[Any, list[Any]] = {node: [] for node in roots}
+    todo = list(roots)
+    while todo:
+        node = todo.pop()
+        for following, _ in node.next_functions:
+            if following is not None:
+                if following not in above:
+                    above[following] = []
+                    todo.append(following)
+                above[following].append(node)
+    ends = [get_gradient_edge(x).node for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    way = _climb([node for node in ends if node in above], above, set())
+    for weight in weights:
+        node = get_gradient_edge(weight).node if weight.requires_grad else None
+        if node in above:
+            met = _climb([node], above, way)
+            if len(met & way) + len(met & (roots - way)) > 1:
+                return True
+    return False
+
+
+def _climb(nodes: list[Any], above: dict[Any, list[Any]], ends: set[Any]) -> set[Any]:
+    """All nodes from which a backward comes to `nodes`; not beyond `ends`."""
+    seen, todo = set(nodes), list(nodes)
+    while todo:
+        node = todo.pop()
+        new = [] if node in ends else [n for n in above[node] if n not in seen]
+        seen.update(new)
+        todo += new
+    return seen
+
+
+def failed_module(model: nn.Module, error: BaseException) -> str:
+    """Path of the innermost module whose code was running when an error was raised, or ""."""
+    names = {id(module): name for name, module in model.named_modules() if name}
+    found, traceback = "", error.__traceback__
+    while traceback is not None:
+        values = traceback.tb_frame.f_locals
+        own = values.get("self")
+        for value in (own, getattr(own, "module", None), *values.values()):  # a hook has a module
+            if id(value) in names:
+                found = names[id(value)]
+                break
+        traceback = traceback.tb_next
+    return found
+
+
+@contextmanager
+def quiet_schedules() -> Iterator[None]:
+    """Torch logs the whole order when a stage fails; our error says which action it was."""
+    logger = logging.getLogger("torch.distributed.pipelining.schedules")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

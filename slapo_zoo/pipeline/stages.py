@@ -1,0 +1,267 @@
+"""Which pipeline stage holds which part of a model, and how a stage runs alone.
+
+A stage runs the model's own forward. Units of other stages are stand-ins: those before the stage
+hand out what was received, and the forward ends when the last unit of the stage has run. So masks,
+positions and sizes are computed by the unmodified code on every stage, and only what a rehearsal
+found to be used later crosses a cut (docs/decisions/0004-stages-run-the-own-forward.md).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from slapo_zoo.language.directive import join
+from slapo_zoo.errors import ScheduleError
+from slapo_zoo.pipeline.dataflow import Call, Shape, Value
+
+Cut = tuple[str, int]  # unit, and after which of its calls (0 unless a shared block)
+
+
+class StageDone(Exception):  # noqa: N818 - not an error: it ends the forward of a stage
+    """Raised when the last unit of a stage has run."""
+
+
+def leaf_units(model: nn.Module, blocks: Sequence[str], late: Sequence[str] = ()) -> list[str]:
+    """Paths of the modules with parameters that a stage holds as a whole, in the order they run.
+
+    These are the blocks, and whatever lies beside them below the modules that contain blocks.
+    Modules without parameters (dropouts, rotary tables) belong to no stage: they run on each.
+
+    Args:
+        model: whole, or on meta.
+        blocks: paths of the repeated blocks.
+        late: paths that run after the blocks, though the model defines them before.
+    """
+    containers = {""}
+    for block in blocks:
+        parts = block.split(".")
+        containers |= {".".join(parts[:i]) for i in range(1, len(parts))}
+
+    def below(path: str, module: nn.Module) -> list[str]:
+        found = []
+        for name, child in module.named_children():
+            at = join(path, name)
+            if at in containers:
+                found += below(at, child)
+            elif next(child.parameters(), None) is not None:
+                found.append(at)
+        return found
+
+    units = below("", model)
+    moved = [unit for unit in units if unit in late]
+    rest = [unit for unit in units if unit not in late]
+    end = max((i for i, unit in enumerate(rest) if unit in blocks), default=-1) + 1
+    return [*rest[:end], *moved, *rest[end:]]
+
+
+def assign_stages(
+    units: Sequence[str], cuts: Sequence[Cut], repeated: Sequence[str] = ()
+) -> dict[str, tuple[int, ...]]:
+    """Unit --> the stages that hold it: one, or several for a shared block that is cut.
+
+    Args:
+        units: in the order they run.
+        cuts: after which of them a stage ends.
+        repeated: units that run more than once in a forward.
+    """
+    for unit, _ in cuts:
+        if unit not in units:
+            problem = "it lies inside a block, or contains blocks"
+            raise ScheduleError(unit, "cut_pipeline_stage()", problem, "cut after a whole block")
+    stages, stage = {}, 0
+    for unit in units:
+        ends = [call for name, call in cuts if name == unit]
+        shared = unit in repeated or len(ends) > 1 or any(ends)
+        stages[unit] = tuple(range(stage, stage + len(ends) + 1)) if shared else (stage,)
+        stage += len(ends)
+    return stages
+
+
+def stages_of(name: str, stages: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """The stages that hold a parameter; one of a container goes with the first stage."""
+    path = name
+    while path:
+        if path in stages:
+            return stages[path]
+        path = path.rpartition(".")[0]
+    return (0,)
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What one stage does in one forward: from a rehearsal and the cuts.
+
+    Args:
+        calls: every unit call of the whole model, in order.
+        stage_of_call: which stage makes it.
+        stage: this one.
+    """
+
+    calls: tuple[Call, ...]
+    stage_of_call: tuple[int, ...]
+    stage: int
+
+    @staticmethod
+    def make(calls: Sequence[Call], cuts: Sequence[Cut], stage: int) -> "StagePlan":
+        """A stage ends with each call named by a cut."""
+        ends, seen, at, of_call = set(cuts), {}, 0, []
+        for call in calls:
+            of_call.append(at)
+            nth = seen.get(call.unit, 0)
+            seen[call.unit] = nth + 1
+            at += (call.unit, nth) in ends
+        return StagePlan(tuple(calls), tuple(of_call), stage)
+
+    def crossing(self, stage: int) -> list[Value]:
+        """Values that enter `stage`: made before it, used in it or after it."""
+        used = {v for call, at in zip(self.calls, self.stage_of_call, strict=True) if at >= stage
+                for v in call.needs}  # fmt: skip
+        return sorted(v for v in used if self.stage_of_call[v.call] < stage)
+
+    def shape(self, value: Value) -> Shape:
+        """Shape of a value."""
+        return self.calls[value.call].leaves[value.leaf]
+
+    @property
+    def units(self) -> list[str]:
+        """The units that this stage calls, in order."""
+        both = zip(self.calls, self.stage_of_call, strict=True)
+        return list(dict.fromkeys(call.unit for call, at in both if at == self.stage))
+
+    @property
+    def extent(self) -> str:
+        """Its first and last unit."""
+        first, last = self.units[0], self.units[-1]
+        return first if first == last else f"{first} .. {last}"
+
+    @property
+    def last_call(self) -> int:
+        """Index of the last call that this stage makes."""
+        return max(i for i, at in enumerate(self.stage_of_call) if at == self.stage)
+
+
+class Cursor:
+    """Where one forward of one stage is, what it received and what it made."""
+
+    def __init__(self) -> None:
+        self.plan: StagePlan | None = None
+
+    def begin(self, plan: StagePlan, received: Sequence[Tensor], device: torch.device) -> None:
+        """Start a forward with what the previous stage sent."""
+        self.plan, self.index, self.device = plan, -1, device
+        incoming = plan.crossing(plan.stage)
+        # A view: what only passes through must not be the received leaf itself.
+        self.values = {v: x.view_as(x) for v, x in zip(incoming, received, strict=True)}
+        self.wanted = set(plan.crossing(plan.stage + 1))
+
+    def end(self) -> None:
+        """Forget the forward."""
+        self.plan, self.values = None, {}
+
+    def outgoing(self) -> tuple[Tensor, ...]:
+        """What the next stage needs, as tensors of their own.
+
+        A backward in two parts detaches them in place, which a view refuses.
+        """
+        assert self.plan is not None  # noqa: S101 - called within begin and end
+        crossing = (self.values[v].contiguous() for v in self.plan.crossing(self.plan.stage + 1))
+        return tuple(x.clone() if x._is_view() else x for x in crossing)
+
+    def stand_in(self, unit: str, held: bool) -> Any:
+        """The output of a call that another stage makes, or None when this one makes it."""
+        self.index += 1
+        assert self.plan is not None  # noqa: S101 - called within begin and end
+        call = self.plan.calls[self.index] if self.index < len(self.plan.calls) else None
+        if call is None or call.unit != unit:
+            problem = f"its call is number {self.index} here, not in the rehearsal"
+            hint = "the model's forward depends on data; cut it elsewhere, or use pp=1"
+            raise ScheduleError(unit, "pipeline", problem, hint)
+        if self.plan.stage_of_call[self.index] == self.plan.stage:
+            if not held:
+                problem = "this stage runs it, but another one holds it"
+                hint = "name it in the table's after_blocks: it runs later than it is defined"
+                raise ScheduleError(unit, "pipeline", problem, hint)
+            return None
+        tensors = {v.leaf: x for v, x in self.values.items() if v.call == self.index}
+        return call.output(tensors, self.device)
+
+    def made(self, output: Any) -> None:
+        """Keep what later stages need; end the forward after the last call of a stage."""
+        assert self.plan is not None  # noqa: S101 - called within begin and end
+        for leaf, tensor in enumerate(tree_leaves(output)):
+            if (value := Value(self.index, leaf)) in self.wanted:
+                self.values[value] = tensor
+        if self.index == self.plan.last_call and self.plan.stage < max(self.plan.stage_of_call):
+            raise StageDone
+
+
+class Foreign(nn.Module):
+    """Stands where a unit of another stage was; holds no parameters.
+
+    rewrite:  h.3(x, ...)  -->  what the previous stages sent, or zeros that nothing here uses
+    """
+
+    def __init__(self, unit: str, original: nn.Module, cursor: Cursor):
+        super().__init__()
+        self.unit, self.original_name, self.cursor = unit, type(original).__name__, cursor
+        self.__dict__["_original"] = original  # on meta, and no child: only its sizes and dtypes
+
+    def __getattr__(self, name: str) -> Any:
+        """Sizes and dtypes that a model's forward asks its modules for."""
+        original = self.__dict__.get("_original")
+        if original is None:
+            raise AttributeError(name)
+        return getattr(original, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The output that the unit has on its own stage."""
+        return self.cursor.stand_in(self.unit, held=False)
+
+    def extra_repr(self) -> str:
+        """Shown in the tree: which class another stage holds."""
+        return self.original_name
+
+
+def keep_stages(
+    model: nn.Module, stages: Mapping[str, tuple[int, ...]], mine: Sequence[int]
+) -> Cursor:
+    """Replace the units of other ranks' stages by stand-ins; the module tree and all paths stay.
+
+    Returns:
+        what the runtime moves along with each forward.
+    """
+    cursor = Cursor()
+    for unit, held_by in stages.items():
+        module = model.get_submodule(unit)
+        if set(mine) & set(held_by):
+            _follow(unit, module, cursor)
+            continue
+        parent, _, name = unit.rpartition(".")
+        model.get_submodule(parent)._modules[name] = Foreign(unit, module, cursor)
+    return cursor
+
+
+def _follow(unit: str, module: nn.Module, cursor: Cursor) -> None:
+    """Let the cursor see the calls of a unit that this stage holds.
+
+    The call, not the forward, is followed: what a stage keeps has passed the hooks of the schedule (an
+    embedding is summed by then), and a stand-in passes none.
+    """
+    cls: Any = type(module)
+
+    def followed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if cursor.plan is None:
+            return cls.__call__(self, *args, **kwargs)
+        output = cursor.stand_in(unit, held=True)
+        if output is None:
+            output = cls.__call__(self, *args, **kwargs)
+            cursor.made(output)
+        return output
+
+    module.__class__ = type(
+        cls.__name__, (cls,), {"__call__": followed, "__module__": cls.__module__}
+    )

@@ -1,0 +1,207 @@
+"""One training step on fake tensors, backward included: which bytes are alive when, and what is computed.
+
+Every storage that an operation makes is followed from its birth to its death, so transient tensors, the
+loss and the gradients count, and whatever a family does in its forward is seen as it is.
+"""
+
+import itertools
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from slapo_zoo.pipeline.dataflow import Rehearsal
+from slapo_zoo.tune.planner.use import Use
+from slapo_zoo.language.primitives.checkpoint import POLICIES
+from slapo_zoo.language.traffic import Traffic
+
+MATMULS = POLICIES["save_matmuls"]
+ADD = torch.ops.aten.add.Tensor
+# Bytes that one rank moves per byte of the whole tensor, on a ring of many ranks.
+RING = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "send": 1.0}
+
+
+class _Done(Exception):  # noqa: N818 - not an error: the loss is known, so the forward may end
+    pass
+
+
+class Footprint(Rehearsal):
+    """A rehearsal of forward and backward that follows memory and work.
+
+    Args:
+        model: scheduled, of fake tensors.
+        units: whose calls are told apart.
+        traffic: where the collectives are noted.
+        last: unit after which the forward may end, once a parallel loss was noted.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[str], traffic: Traffic, last: str = ""):
+        self.live = self.peak = self.grown = self.gradients = 0
+        self.flops = self.moved = self.ops = 0.0
+        self.traffic, self.last = traffic, last
+        tensors = [*model.parameters(), *model.buffers()]
+        self._known = {t.untyped_storage()._cdata for t in tensors}
+        self._sizes: dict[int, int] = {}
+        self._matmuls = 0
+        self._returned: set[int] = set()
+        self.ends: list[dict[str, float]] = []
+        self.begins: dict[int, dict[str, float]] = {}
+        super().__init__(model, units)
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(self._accumulated)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self._work(func, args, kwargs or {}, out)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._born(tensor, self._sum_in_place(func, args))
+        if func in MATMULS:
+            self._matmuls += sum(t.nbytes for t in tree_leaves(out) if isinstance(t, Tensor))
+        return out
+
+    def run(self, mode: Any, model: nn.Module, batch: Mapping[str, Any]) -> list[Use]:
+        """Forward and backward of a micro-batch; what each call of a unit took, in order."""
+        inputs = {k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in batch.items()}
+        for value in inputs.values():
+            if isinstance(value, Tensor):
+                self._known.add(value.untyped_storage()._cdata)
+        with mode, self, torch.enable_grad():
+            loss = self._forward(model, inputs)
+            self.ends[-1] = self._now()  # the loss belongs to the last unit
+            self._restart()
+            loss.backward()
+            del loss
+        self.close()
+        return self._uses()
+
+    def _forward(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        try:
+            loss = model(**inputs).loss
+        except _Done:
+            loss = None
+        return (
+            torch.stack([x.float().mean() for x in self.traffic.losses]).sum()
+            if loss is None
+            else loss
+        )
+
+    def _after(self, unit: str) -> Any:
+        record = super()._after(unit)
+
+        def and_note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            record(module, args, kwargs, output)
+            leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+            new = [x for x in leaves if x.untyped_storage()._cdata not in self._returned]
+            self._returned |= {x.untyped_storage()._cdata for x in new}
+            self.ends.append(self._now() | {"output": sum(x.nbytes for x in new)})
+            self._matmuls = 0
+            index = len(self.ends) - 1
+            for leaf in leaves if unit != self.last else ():
+                if leaf.requires_grad:
+                    leaf.register_hook(lambda grad: self._begin(index))
+            self._restart()
+            if unit == self.last and self.traffic.losses:
+                raise _Done
+
+        return and_note
+
+    def _begin(self, index: int) -> None:
+        """The backward of a call begins with the first gradient of an output of it."""
+        if index not in self.begins:
+            self.begins[index] = self._now()
+            self._restart()
+
+    def _now(self) -> dict[str, float]:
+        comm = sum(RING[t.kind] * t.bytes for t in self.traffic.transfers)
+        return {
+            "flops": self.flops, "moved": self.moved, "ops": self.ops, "comm": comm, "live": self.live,
+            "peak": self.peak, "grown": self.grown, "gradients": self.gradients,
+            "matmuls": self._matmuls, "output": 0,
+        }  # fmt: skip
+
+    def _restart(self) -> None:
+        self.peak, self.grown = self.live, self.live + self.gradients
+
+    def _sum_in_place(self, func: Any, args: Any) -> int | None:
+        """The storage that a sum of autograd goes into: it adds in place, but not to fake tensors."""
+        if func is not ADD or torch._C._current_graph_task_id() == -1:
+            return None
+        keys = [x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)]
+        same = len(keys) == 2 and args[0].shape == args[1].shape
+        return keys[0] if same and keys[0] in self._sizes else None
+
+    def _born(self, tensor: Tensor, over: int | None) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known.add(key)
+        weakref.finalize(storage, self._died, key)
+        if over is not None:
+            self._sizes[key], self._sizes[over] = self._sizes[over], 0
+            return
+        self._sizes[key] = storage.nbytes()
+        self.live += self._sizes[key]
+        self.peak = max(self.peak, self.live)
+        self.grown = max(self.grown, self.live + self.gradients)
+
+    def _died(self, key: int) -> None:
+        self._known.discard(key)
+        self._returned.discard(key)
+        self.live -= self._sizes.pop(key)
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        """Gradients stay; they are counted apart, for in a later micro-batch they are there already."""
+        grad = parameter.grad
+        key = None if grad is None else grad.untyped_storage()._cdata
+        if key in self._sizes:
+            self.live -= self._sizes[key]
+            self.gradients += self._sizes[key]
+            self._sizes[key] = 0
+
+    def _work(self, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> None:
+        returns = func._schema.returns
+        if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
+            return  # a view
+        self.ops += 1
+        if flops := flops_of(func, args, kwargs, out):
+            self.flops += flops
+            return
+        tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
+        self.moved += sum(t.numel() * t.itemsize for t in tensors)
+
+    def _uses(self) -> list[Use]:
+        found, begin, top = [], dict.fromkeys(self.ends[0], 0.0), len(self.ends) - 1
+        self.begins[top] = self.ends[top]
+        order = sorted(self.begins, reverse=True)
+        after = {i: self.begins[j] for i, j in itertools.pairwise(order)}
+        for i, end in enumerate(self.ends):
+            first = self.begins.get(i)
+            last = after.get(i, self._now())
+            found.append(Use(
+                *(end[name] - begin[name] for name in ("flops", "moved", "ops", "comm")),
+                *(last[name] - first[name] if first else 0.0 for name in ("flops", "moved", "ops", "comm")),
+                kept=end["live"] - begin["live"], matmuls=end["matmuls"], output=end["output"],
+                forward_peak=end["peak"] - begin["live"],
+                backward_peak=last["peak"] - begin["live"] if first else 0.0,
+                backward_growth=last["grown"] - first["gradients"] - begin["live"] if first else 0.0,
+            ))  # fmt: skip
+            begin = end
+        return found
+
+
+def flops_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> float:
+    """Floating-point operations of a matrix product, a convolution or an attention; 0 of others."""
+    packet = func._overloadpacket
+    if packet in flop_registry:
+        return float(flop_registry[packet](*args, **kwargs, out_val=out))
+    if "scaled_dot_product" in str(packet):
+        back = "backward" in str(packet)
+        query, key = args[1 if back else 0], args[2 if back else 1]
+        return (10.0 if back else 4.0) * query.numel() * key.shape[-2]
+    return 0.0

@@ -1,0 +1,342 @@
+"""What every unit of a model takes on one tp rank, for any number of rows: rehearsed once, scaled then.
+
+A model of many equal blocks is rehearsed with three blocks of each kind: the first, which may do more (a
+mask, a position bias), the last, whose backward comes first and finds no gradient to add to, and one that
+stands for all between. Two numbers of rows are rehearsed, and between and beyond them everything is a straight line.
+"""
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.hf import models as hf
+from slapo_zoo.zoo.derive import find_table
+from slapo_zoo.errors import ArchitectureError
+from slapo_zoo.hf.example_inputs import training_batch
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.zoo.outline import Outline
+from slapo_zoo.tune.planner.footprint import Footprint
+from slapo_zoo.tune.planner.use import Use
+from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.pipeline.stages import StagePlan, leaf_units
+from slapo_zoo.zoo.table import Table, base_prefix
+from slapo_zoo.language.traffic import Traffic
+from slapo_zoo.zoo.apply import block_paths
+
+T = TypeVar("T")
+ROWS = (2, 4)  # with one row some operations take another form
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers")
+KEPT_BLOCKS = 3  # first, middle, last
+NOT_REHEARSED = ("cut_pipeline_stage", "checkpoint")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One call of a unit.
+
+    Args:
+        name: its path.
+        few: what it takes for ROWS[0] rows.
+        many: what it takes for ROWS[1] rows.
+        parameters: bytes of the parameters that no other unit has.
+        largest: bytes of the largest of them.
+        is_block: a stage may end after it, and it may be recomputed.
+    """
+
+    name: str
+    few: Use
+    many: Use
+    parameters: int = 0
+    largest: int = 0
+    is_block: bool = False
+
+    def at(self, rows: int) -> Use:
+        """What it takes for a micro-batch of so many rows."""
+        return self.few.toward(self.many, (rows - ROWS[0]) / (ROWS[1] - ROWS[0]))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A model on one tp rank.
+
+    Args:
+        units: calls of its units, in order.
+        shared: (bytes, names of units) of parameters that several units have.
+        seq_len: tokens of a row.
+        itemsize: bytes of a number.
+        total_parameters: of the whole model, tied ones once.
+    """
+
+    units: list[Unit]
+    shared: list[tuple[int, frozenset[str]]]
+    seq_len: int
+    itemsize: int
+    total_parameters: int
+    cache: dict[Any, Any] = field(default_factory=dict, compare=False)
+
+    def uses(self, rows: int) -> list[Use]:
+        """Of every unit, for a micro-batch of so many rows."""
+        if rows not in self.cache:
+            self.cache[rows] = [unit.at(rows) for unit in self.units]
+        return self.cache[rows]
+
+
+class Family:
+    """A config and its whole model on meta: the blocks, and whether few of them can stand for all.
+
+    Args:
+        config: of `transformers`; it is not changed.
+        auto_class: which head; None takes the config's own class.
+    """
+
+    def __init__(self, config: Any, auto_class: Any = None):
+        hf.register_models()
+        self.config = copy.deepcopy(config)
+        self.cls: Any = hf.resolve_class(self.config, auto_class)
+        self.table: Table = find_table(self.config, lambda: None, "zoo")
+        self.model = hf.build_on_meta(
+            self.cls, copy.deepcopy(self.config), torch.float32, self.table.seam
+        )
+        self.blocks = block_paths(Schedule(self.model, Mesh()), self.table)
+        late = [base_prefix(self.model) + path for path in self.table.after_blocks]
+        self.unit_names = leaf_units(self.model, self.blocks, late)
+        self.total_parameters = sum(p.numel() for p in self.model.parameters())
+        small = self._small()
+        self.small: Any = small or self.config
+        self.is_small = small is not None
+
+    def _small(self) -> Any:
+        """The config with few blocks of each kind, or None where blocks differ from each other."""
+        kinds = _kinds(self.blocks)
+        if self.table.calls or max(map(len, kinds.values())) <= KEPT_BLOCKS + 1:
+            return None
+        for kind in kinds.values():
+            if len({_shapes(self.model, block) for block in kind[1:]}) > 1:
+                return None
+        return shorter(self.config, {len(kind) for kind in kinds.values()})
+
+    def profile(
+        self, tp: int, sequence_parallel: bool, seq_len: int, dtype: torch.dtype,
+        attention: str | None = None, on_cpu: bool = False,
+    ) -> Profile:  # fmt: skip
+        """Rehearse the model on one tp rank.
+
+        Args:
+            tp: ranks that divide each layer.
+            sequence_parallel: they divide the tokens too.
+            seq_len: tokens of a row.
+            dtype: of the parameters.
+            attention: the attention back end.
+            on_cpu: whether it would run on a CPU.
+        """
+        outline = Outline(self.small, self.cls, Mesh(tp=tp), dtype, attention=attention,
+                          sequence_parallel=sequence_parallel and tp > 1)  # fmt: skip
+        few, many = (rehearse(outline, rows, seq_len, on_cpu) for rows in ROWS)
+        sizes, shared = few.parameters, few.shared
+        blocks = set(block_paths(outline.schedule, outline.table))
+        seen: set[str] = set()
+        units = []
+        for call, a, b in zip(few.names, few.uses, many.uses, strict=True):
+            own = (0, 0) if call in seen else sizes[call]  # a shared block has its weights once
+            seen.add(call)
+            units.append(Unit(call, a, b, *own, is_block=call in blocks))
+        itemsize = torch.empty((), dtype=dtype).element_size()
+        return Profile(self._whole(units), shared, seq_len, itemsize, self.total_parameters)
+
+    def _whole(self, units: list[Unit]) -> list[Unit]:
+        """As many blocks as the model has."""
+        named = {unit.name: unit for unit in units}
+        if not self.is_small:
+            return units
+        names = self.repeat([(unit.name, unit.name) for unit in units])
+        return [replace(named[like], name=name) for name, like in names]
+
+    def repeat(self, calls: list[tuple[str, T]]) -> list[tuple[str, T]]:
+        """(name, value) of the calls of the small model --> of the whole one; the middle block repeats."""
+        found, kinds = [], _kinds(self.blocks) if self.is_small else {}
+        for name, value in calls:
+            kind, _, index = name.rpartition(".")
+            names = kinds.get(kind, [name])
+            if len(names) == 1 or int(index) == 0:
+                found.append((name, value))
+            elif int(index) == KEPT_BLOCKS - 1:
+                found.append((names[-1], value))
+            else:
+                found += [(middle, value) for middle in names[1:-1]]
+        return found
+
+
+def _kinds(blocks: list[str]) -> dict[str, list[str]]:
+    """The lists that the blocks are in --> their blocks."""
+    kinds: dict[str, list[str]] = {}
+    for block in blocks:
+        kinds.setdefault(block.rpartition(".")[0], []).append(block)
+    return kinds
+
+
+def _shapes(model: Any, block: str) -> tuple[Any, ...]:
+    module = model.get_submodule(block)
+    return (type(module), *((name, tuple(p.shape)) for name, p in module.named_parameters()))
+
+
+def shorter(config: Any, counts: set[int]) -> Any:
+    """The config with KEPT_BLOCKS layers wherever it names one of `counts`; None if layers differ.
+
+    Args:
+        config: of the whole model.
+        counts: how many blocks of each kind there are.
+    """
+    small = copy.deepcopy(config)
+    if hasattr(config, "attention_types"):
+        return None  # GPT-Neo: neighbours differ in what they compute, not in their shapes
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) in counts and name.startswith("layer"):
+            if len(set(map(str, value))) > 1:
+                return None
+            setattr(small, name, value[:KEPT_BLOCKS])
+    for name in LAYER_COUNTS:
+        if getattr(config, name, None) in counts:
+            setattr(small, name, KEPT_BLOCKS)
+    return small
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """Names and uses of the calls of one rehearsal, and where the parameters are."""
+
+    names: list[str]
+    uses: list[Use]
+    parameters: dict[str, tuple[int, int]]
+    shared: list[tuple[int, frozenset[str]]]
+
+
+class _Masks:
+    """Stands for the random stream: masks of the right size, of which nothing is drawn.
+
+    Args:
+        on_cpu: whether the model would run on a CPU.
+    """
+
+    seed = 0
+    real_tokens = None
+
+    def __init__(self, on_cpu: bool):
+        self.on_cpu = on_cpu
+
+    def draws_in_blocks(self, device: torch.device) -> bool:
+        """As RandomStream.draws_in_blocks, of the device that is planned for."""
+        return self.on_cpu
+
+    def cells(self, count: int, site: str, heads: Any = ()) -> list[int]:
+        """As RandomStream.cells."""
+        return [0] * (count * max(len(heads), 1))
+
+    @staticmethod
+    def draw_cells(x: Tensor, p: float, seeds: list[int]) -> Tensor:
+        """As RandomStream.draw_cells."""
+        return x.new_empty(x.shape)
+
+    def position(self) -> tuple[int, int, int]:
+        """Of no step."""
+        return (0, 0, 0)
+
+    def keep_mask(self, x: Tensor, p: float, site: str, heads: Any = ()) -> Tensor:
+        """As RandomStream.keep_mask."""
+        return torch.empty_like(x)
+
+    def keep_columns(self, x: Tensor, p: float, site: str, run: Any, size: int) -> Tensor:
+        """As RandomStream.keep_columns."""
+        return x.new_empty((*x.shape[:-1], size))[..., run[0] : run[1]]
+
+    def keep_tokens(self, x: Tensor, p: float, site: str, n: int, r: int) -> Tensor:
+        """As RandomStream.keep_tokens."""
+        if x.ndim > 2:
+            return x.new_empty(x.shape[0], n * x.shape[1], *x.shape[2:])[:, : x.shape[1]]
+        return x.new_empty(n * x.shape[0], x.shape[1])[: x.shape[0]].clone()
+
+
+def rehearse(outline: Outline, rows: int, seq_len: int, on_cpu: bool = False) -> Rehearsed:
+    """One training step of a micro-batch on fake tensors, dropout included.
+
+    Args:
+        outline: of any rank of the mesh.
+        rows: of the micro-batch.
+        seq_len: tokens of a row.
+        on_cpu: what would run on a CPU is rehearsed, not what would on a GPU.
+    """
+    mesh, dtype = outline.mesh, next(outline.model.parameters()).dtype
+    mode, model = hf.build_fake(outline.cls, outline.model.config, dtype)
+    steps = [step for step in outline.schedule.history if step[1].name not in NOT_REHEARSED]
+    with mode:
+        schedule = Schedule(model, replace(mesh, rehearsal=True))
+        stream: Any = _Masks(on_cpu)
+        schedule.state.random = stream
+        schedule.replay(steps)
+    schedule.state.tokens_divided = outline.state.sequence_parallel
+    schedule.state.traffic = Traffic()
+    model.train()
+    batch = _floats(training_batch(outline.model, rows, seq_len), dtype)
+    if "use_cache" in inspect.signature(outline.cls.forward).parameters:
+        batch["use_cache"] = False
+    if not any(name.startswith(("label", "start_pos")) for name in batch):
+        problem = f"{outline.cls.__name__} has no loss that the planner knows"
+        raise ArchitectureError("plan", "model", problem, "choose a head that takes labels")
+    parameters, shared = parameter_bytes(model, outline.units)
+    _untie(model, mode)
+    found = Footprint(model, outline.units, schedule.state.traffic, outline.units[-1])
+    uses = found.run(mode, model, batch)
+    names = [call.unit for call in found.calls]
+    received = dict(_received(found.calls))
+    uses = [replace(use, received=received.get(i, 0)) for i, use in enumerate(uses)]
+    return Rehearsed(names, uses, parameters, shared)
+
+
+def _untie(model: Any, mode: Any) -> None:
+    """Give every module parameters of its own: what stages share is added up by who knows the cuts."""
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None and id(p) in seen:
+                with mode:
+                    module._parameters[name] = torch.nn.Parameter(torch.empty_like(p))
+            elif p is not None:
+                seen.add(id(p))
+
+
+def _floats(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Any]:
+    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+
+
+def _received(calls: list[Any]) -> Iterator[tuple[int, int]]:
+    """(call, bytes that cross a cut before it)."""
+    seen: dict[str, int] = {}
+    for i, call in enumerate(calls[:-1]):
+        nth = seen[call.unit] = seen.get(call.unit, -1) + 1
+        plan = StagePlan.make(calls, [(call.unit, nth)], 0)
+        shapes = [plan.shape(value) for value in plan.crossing(1)]
+        yield i + 1, sum(shape.empty("meta").nbytes for shape in shapes)
+
+
+def parameter_bytes(
+    model: Any, units: list[str]
+) -> tuple[dict[str, tuple[int, int]], list[tuple[int, frozenset[str]]]]:
+    """Of every unit the bytes of its own parameters and of the largest; and what several share."""
+    holders: dict[int, tuple[int, set[str]]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        unit = next((u for u in units if name == u or name.startswith(f"{u}.")), units[0])
+        holders.setdefault(id(p), (p.nbytes, set()))[1].add(unit)
+    sizes = {unit: [0, 0] for unit in units}
+    shared = []
+    for size, names in holders.values():
+        if len(names) > 1:
+            shared.append((size, frozenset(names)))
+            continue
+        (unit,) = names
+        sizes[unit][0] += size
+        sizes[unit][1] = max(sizes[unit][1], size)
+    return {unit: (own, most) for unit, (own, most) in sizes.items()}, shared

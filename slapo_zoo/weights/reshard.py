@@ -1,0 +1,112 @@
+"""Rewrite a checkpoint with other file sizes or another dtype, one tensor in memory at a time.
+
+Checkpoints hold whole tensors, so they fit every mesh as they are; what changes here is how they
+are cut into files. The optimizer of a training checkpoint goes along in its own dtype.
+"""
+
+import functools
+import json
+import math
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.errors import WeightsError
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.placement import TensorSpec
+from slapo_zoo.weights.carry import WEIGHT_FILE
+from slapo_zoo.weights.folder import CheckpointFolder, open_checkpoint
+from slapo_zoo.weights.load import FLOATS
+from slapo_zoo.weights.progress import OnBytes, byte_progress
+from slapo_zoo.weights.save import save_folder
+from slapo_zoo.weights.training_state import FILE
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Stands for a tensor that is read, and converted, when it is written."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+    def detach(self) -> Tensor:
+        """The tensor itself; nothing keeps it but the caller."""
+        return self.read()
+
+
+def reshard(
+    source: Path, target: Path, max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None, allow_pickle: bool = False,
+) -> None:  # fmt: skip
+    """Write the checkpoint of one folder into another, or anew into its own.
+
+    The target appears, or changes, by one rename; all files that are no weights come along.
+
+    Args:
+        source: a checkpoint folder, also of `save_checkpoint`.
+        target: a new folder, an older checkpoint, or `source` itself.
+        max_shard_size: largest file, "5GB" or bytes.
+        dtype: of the model's floating tensors; None keeps them. Integers and 8-bit floats stay.
+        allow_pickle: read a `.bin` checkpoint.
+    """
+    if dtype is not None and dtype not in FLOATS:
+        names = ", ".join(str(one).removeprefix("torch.") for one in FLOATS)
+        raise WeightsError("reshard", "dtype", f"found {dtype}, expected one of {names}")
+    with ExitStack() as stack:
+        model = stack.enter_context(open_checkpoint(source, allow_pickle))
+        optimizer = None
+        if list(source.glob("optimizer*.safetensors*")):
+            optimizer = stack.enter_context(open_checkpoint(source, stem="optimizer"))
+        specs = [_spec(model, key, dtype) for key in model.key_to_file]
+        beside = [_spec(optimizer, key, None) for key in optimizer.key_to_file] if optimizer else []
+        total = sum(math.prod(s.shape) * getattr(torch, s.dtype).itemsize for s in specs + beside)
+        done = stack.enter_context(byte_progress("writing", total))
+        local: dict[str, Any] = {spec.name: _unread(model, spec, done) for spec in specs}
+        if optimizer is not None:
+            local |= {spec.name: _unread(optimizer, spec, done) for spec in beside}
+        save_folder(
+            target, specs, local, Mesh(),
+            write_extras=functools.partial(_write_others, source, dtype),
+            max_shard_size=max_shard_size, beside={"optimizer": beside} if beside else None,
+        )  # fmt: skip
+
+
+def _spec(folder: CheckpointFolder, key: str, dtype: torch.dtype | None) -> TensorSpec:
+    found = folder.dtype(key)
+    new = dtype if dtype is not None and found in FLOATS else found
+    return TensorSpec(key, folder.shape(key), str(new).removeprefix("torch."))
+
+
+def _unread(folder: CheckpointFolder, spec: TensorSpec, done: OnBytes) -> Unread:
+    dtype = getattr(torch, spec.dtype)
+
+    def read() -> Tensor:
+        tensor = folder.view(spec.name).to(dtype)
+        done(tensor.nbytes)
+        return tensor
+
+    return Unread(spec.shape, dtype, read)
+
+
+def _write_others(source: Path, dtype: torch.dtype | None, folder: Path) -> None:
+    """Copy what is no weights; a link between two folders would change both at the next edit."""
+    for item in source.iterdir():
+        if WEIGHT_FILE.fullmatch(item.name) and item.name != FILE:
+            continue
+        if item.is_dir():
+            shutil.copytree(item, folder / item.name, symlinks=True)
+        elif item.is_file():
+            shutil.copy2(item, folder / item.name)
+    config = folder / "config.json"
+    if dtype is not None and config.exists():
+        content = json.loads(config.read_text(encoding="utf-8"))
+        content.pop("torch_dtype", None)
+        content["dtype"] = str(dtype).removeprefix("torch.")
+        config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,165 @@
+"""Applying a zoo table: divided tensors, random streams, recomputation and pipeline cuts."""
+
+import dataclasses
+from typing import Any
+
+from slapo_zoo.pipeline.unit_costs import unit_costs
+from slapo_zoo.language.directive import Directive
+from slapo_zoo.errors import ArchitectureError, MeshError
+from slapo_zoo.zoo.kernel_choice import apply_kernels
+from slapo_zoo.pipeline.orders import balanced_cuts
+from slapo_zoo.language.primitives import (
+    Checkpoint,
+    CoreAttentionSeam,
+    CutPipelineStage,
+    Shard,
+    SumGradient,
+    Sync,
+)
+from slapo_zoo.zoo.rules import Row, Rule, all_tokens, dropout, dropout_tokens
+from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.pipeline.stages import leaf_units
+from slapo_zoo.zoo.table import Table, base_prefix
+
+
+def block_paths(sch: Schedule, table: Table) -> list[str]:
+    """Paths of the repeated blocks, in order."""
+    prefix = base_prefix(sch.model)
+    found = [path for pattern in table.blocks for path in sch[prefix + pattern].paths]
+    return found or sch.matching(prefix + table.blocks[0], "blocks")
+
+
+def apply_table(
+    sch: Schedule,
+    table: Table,
+    checkpoint_ratio: float = 0.0,
+    sequence_parallel: bool = False,
+    num_stages: int | None = None,
+    checkpoint_policy: str = "",
+    attention: str | None = None,
+    kernels: Any = "reference",
+    device: str = "cpu",
+    tuned_kernels: Any = None,
+) -> Schedule:
+    """Apply a table: tensor and sequence parallelism, random streams, kernels, recomputation, cuts.
+
+    Rows that match no module of this head class are skipped, and so is a division of a tensor
+    that the module does not have (a Linear without bias).
+
+    Args:
+        sch: a schedule of an unscheduled model on meta.
+        table: of its family.
+        checkpoint_ratio: share of the blocks whose activations are recomputed.
+        sequence_parallel: tp ranks divide the tokens too.
+        num_stages: pipeline stages; None takes pp.
+        checkpoint_policy: what a recomputed block keeps.
+        attention: the back end of the attention seam; None takes sdpa.
+        kernels: "auto", "reference", a name, or several.
+        device: for which "auto" chooses, see `kernel_choice.device_name`.
+        tuned_kernels: what "auto" means where a search found it fastest for this very model.
+    """
+    blocks = block_paths(sch, table)
+    cuts = place_cuts(sch, table, num_stages or sch.mesh.pp)
+    rows = [(p, _with_backend(rule, attention)) for p, rule in table.rows(sch.model)]
+    _apply_rows(sch, rows)
+    if sequence_parallel and sch.mesh.tp > 1:
+        _apply_rows(sch, _sequence_rows(sch, table, rows))
+    _apply_rows(sch, [("**:Dropout", dropout)])
+    apply_kernels(sch, kernels, device, attention, tuned_kernels)
+    recomputed = spread(len(blocks), checkpoint_ratio)
+    if checkpoint_policy and not recomputed:
+        problem = f"no block is recomputed at checkpoint_ratio={checkpoint_ratio}"
+        what, hint = f"checkpoint_policy={checkpoint_policy!r}", "pass checkpoint_ratio=1.0"
+        raise ArchitectureError("zoo", what, problem, hint)
+    for i in recomputed:
+        sch.do(blocks[i], Checkpoint(policy=checkpoint_policy))
+    for block, call in cuts:
+        sch.do(block, CutPipelineStage(call))
+    return sch
+
+
+def _with_backend(rule: Rule, attention: str | None) -> Rule:
+    if attention is None:
+        return rule
+    return tuple(
+        dataclasses.replace(d, backend=attention) if isinstance(d, CoreAttentionSeam) else d
+        for d in rule
+    )
+
+
+def _apply_rows(sch: Schedule, rows: list[Row]) -> None:
+    for pattern, rule in rows:
+        for directive in rule if sch[pattern].paths else ():
+            if _applies(sch, pattern, directive):
+                sch.do(pattern, directive)
+
+
+def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
+    """Sequence parallelism (arXiv:2205.05198): between `row` and `enter`, ranks hold some tokens.
+
+    Each stack of blocks divides its tokens at its first block and joins them after its last. What
+    every rank holds whole inside gets a part of its gradient from each rank.
+    """
+    if not any(isinstance(d, Sync) and d.sequence_axis is not None for _, r in rows for d in r):
+        problem = "its table has no row that divides tokens"
+        hint = "leave sequence_parallel out: the model has no axis of tokens"
+        raise ArchitectureError("zoo", f"sequence_parallel of {table.model_type}", problem, hint)
+    prefix, found = base_prefix(sch.model), []
+    patterns = [prefix + pattern for pattern in table.blocks]
+    keep = [prefix + pattern for pattern in table.all_tokens]
+    found += [(pattern, all_tokens) for pattern in keep]
+    whole_paths = {path for pattern in keep for path in sch[f"{pattern}.**"].paths}
+    for pattern in patterns:
+        if stack := sch[pattern].paths:
+            found.append((stack[0], (Sync("fwd_pre", "divide_tokens"),)))
+            found.append((stack[-1], (Sync("fwd_post", "join_tokens"),)))
+    blocks = tuple(f"{path}." for path in block_paths(sch, table))
+    for pattern, rule in rows:
+        inside = [p for p in sch[pattern].paths if p.startswith(blocks) and p not in whole_paths]
+        if inside and not rule:
+            found.append(
+                (pattern, tuple(SumGradient(n, sequence=True) for n in ("weight", "bias")))
+            )
+        elif inside and any(isinstance(d, Sync) and d.sequence_axis is not None
+                            and d.mode == "fwd_post" for d in rule):  # fmt: skip
+            found.append((pattern, (SumGradient("bias", sequence=True),)))
+    found += [(f"{pattern}.**:Dropout", dropout) for pattern in keep]
+    found += [(f"{pattern}.**:Dropout", dropout_tokens) for pattern in patterns]
+    return found
+
+
+def _applies(sch: Schedule, pattern: str, directive: Directive) -> bool:
+    if not isinstance(directive, Shard | SumGradient):
+        return True
+    modules = [sch.state.modules[path] for path in sch[pattern].paths]
+    name = directive.param_name
+    return all(m._parameters.get(name, m._buffers.get(name)) is not None for m in modules)
+
+
+def place_cuts(sch: Schedule, table: Table, num_stages: int) -> list[tuple[str, int]]:
+    """The blocks (and which of their calls) that end a stage, balanced by estimated cost.
+
+    Embeddings, heads and the loss count, and so do an encoder and a decoder that differ.
+    """
+    blocks = block_paths(sch, table)
+    calls = getattr(sch.model.config, table.calls) if table.calls else 1
+    if num_stages > len(blocks) * calls:
+        problem = f"{num_stages} stages, but the model has {len(blocks) * calls} blocks"
+        hint = f"choose pp between 1 and {len(blocks) * calls}"
+        raise MeshError("mesh", f"pp={num_stages}", problem, hint)
+    if num_stages == 1:
+        return []
+    late = [base_prefix(sch.model) + path for path in table.after_blocks]
+    costs = unit_costs(sch.model, leaf_units(sch.model, blocks, late))
+    may_cut = [i for i, cost in enumerate(costs) if cost.unit in blocks]
+    ends = balanced_cuts([cost.step for cost in costs], may_cut, num_stages)
+    return [(costs[i].unit, costs[i].call) for i in ends]
+
+
+def spread(num_blocks: int, ratio: float) -> list[int]:
+    """Indices of round(ratio * num_blocks) blocks, spread evenly."""
+    if not 0.0 <= ratio <= 1.0:
+        what, hint = f"checkpoint_ratio={ratio}", "0.0 keeps all activations, 1.0 recomputes all"
+        raise MeshError("zoo", what, "expected a number from 0 to 1", hint)
+    count = round(ratio * num_blocks)
+    return [num_blocks * i // count for i in range(count)]

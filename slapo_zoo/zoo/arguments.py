@@ -1,0 +1,151 @@
+"""What the arguments of the loader mean here: the mesh, the folder, the dtype, the device."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slapo_zoo.hf import models as hf
+from slapo_zoo.parallel.process_group import init_distributed, is_distributed_launch
+from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.zoo.knobs import INSTEAD, KNOBS, unknown_knob
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.paths import nearest
+from slapo_zoo.zoo.table import families
+from slapo_zoo.weights.folder import CheckpointFolder
+
+
+def make_mesh(tp: int, pp: int, dp: int | None) -> Mesh:
+    """The mesh of this process; joins the process group of the launcher if there is none yet."""
+    if not dist.is_initialized() and is_distributed_launch():
+        init_distributed()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    sizes = Mesh(tp, pp, 1 if dp is None else dp)
+    dp = world // (tp * pp) if dp is None else sizes.dp
+    if tp * pp * max(dp, 1) != world:
+        found = f"{world} process{'es' if world > 1 else ''}"
+        problem = f"found {found}, expected tp * pp * dp = {tp} * {pp} * {max(dp, 1)}"
+        hint = f"torchrun --nproc-per-node {tp * pp * max(dp, 1)} ..., or change tp, pp, dp"
+        raise MeshError("mesh", "world size", problem, hint)
+    return Mesh(tp, pp, dp, dist.get_rank() if dist.is_initialized() else 0)
+
+
+def local_folder(name_or_path: str, revision: str | None, allow_pickle: bool) -> Path:
+    """A local folder as it is; a model of the Hub is fetched into the cache first."""
+    if Path(name_or_path).exists():
+        return Path(name_or_path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model"]
+    patterns += ["pytorch_model*.bin"] if allow_pickle else []
+    try:
+        return Path(snapshot_download(name_or_path, revision=revision, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        problem = f"no such folder, and the Hub answered: {str(error).splitlines()[0]}"
+        hint = "check the path or model id; HF_HUB_OFFLINE=1 allows cached models only"
+        raise SlapoError("from_pretrained", repr(name_or_path), problem, hint) from None
+
+
+def checkpoint_dtype(config: Any, checkpoint: CheckpointFolder) -> torch.dtype:
+    """The dtype that the config names, else that of the first floating tensor of the files."""
+    if config.dtype is not None:
+        return config.dtype
+    dtypes = (checkpoint.dtype(key) for key in checkpoint.keys())  # noqa: SIM118 - not a dict
+    return next((d for d in dtypes if d.is_floating_point), torch.float32)
+
+
+def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """A torch dtype, or the name of one."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        hint = 'e.g. "float32", "bfloat16", or "auto"'
+        raise SlapoError("from_pretrained", f"dtype={dtype!r}", "not a floating torch dtype", hint)
+    return found
+
+
+def pick_device(device: str | torch.device | None) -> torch.device:
+    """The device asked for, else this rank's GPU under nccl or alone, else the CPU."""
+    if device is not None:
+        return _named_device(device)
+    if dist.is_initialized() and dist.get_backend() != "nccl":
+        return torch.device("cpu")
+    # The launcher has made this rank's GPU the current one.
+    return (
+        torch.empty(0, device="cuda").device if torch.cuda.is_available() else torch.device("cpu")
+    )
+
+
+def _named_device(device: str | torch.device) -> torch.device:
+    """The device of a name; SlapoError where there is none, before anything is read."""
+    try:
+        found = torch.device(device)
+        is_there = found.type != "cuda" or (found.index or 0) < torch.cuda.device_count()
+    except (RuntimeError, TypeError) as error:
+        problem = f"found no such device: {str(error).splitlines()[0]}"
+        raise SlapoError(
+            "from_pretrained", f"device={device!r}", problem, '"cpu", "cuda"'
+        ) from None
+    if not is_there:
+        problem = f"this torch can use {torch.cuda.device_count()} CUDA devices"
+        hint = "leave it out, or choose cpu"
+        raise SlapoError("from_pretrained", f"device={device!r}", problem, hint)
+    return found
+
+
+def changed_config(folder: Path, changes: dict[str, Any]) -> Any:
+    """The config of a checkpoint with some fields changed.
+
+    Legal names are the fields of the config. What plain `transformers` takes beside them has an
+    argument of its own here, or would be ignored: an error says which.
+
+    Raises:
+        SlapoError: a name that is no field.
+    """
+    from transformers import AutoConfig
+
+    if instead := [name for name in changes if name in INSTEAD]:
+        raise unknown_knob("from_pretrained", instead[0], ())
+    config: Any
+    try:
+        config, unused = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **changes)
+    except (OSError, ValueError) as error:
+        problem = f"no config can be read: {str(error).strip().splitlines()[0]}"
+        hint = "pass a folder with config.json, as save_pretrained writes it"
+        raise SlapoError("from_pretrained", str(folder), problem, hint) from None
+    if unused:
+        known = [*KNOBS, *config.to_dict()]
+        raise unknown_knob("from_pretrained", next(iter(unused)), known)
+    return config
+
+
+def config_of(name: str) -> tuple[Any, str | None]:
+    """The config of a family, a folder or a model of the Hub, and the head to take if none is named.
+
+    A bare family has the defaults of its config, and the head that most people mean.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForPreTraining
+
+    hf.register_models()
+    if name in CONFIG_MAPPING and not Path(name).exists():
+        config = CONFIG_MAPPING[name]()
+        mapping: Any = AutoModelForPreTraining._model_mapping
+        has_head = type(config) in mapping
+        return config, "AutoModelForPreTraining" if has_head else _last_head(config)
+    try:
+        return AutoConfig.from_pretrained(name), None
+    except (OSError, ValueError) as error:
+        problem = str(error).strip().splitlines()[0]
+        near = nearest(name, families())
+        hint = "pass a family (slapo-zoo list), a folder or a model id"
+        hint += f"; nearest families: {', '.join(near)}" if near else ""
+        raise SlapoError("config", repr(name), problem, hint) from None
+
+
+def _last_head(config: Any) -> str | None:
+    """Without a head for pretraining (ViT, Wide ResNet): the classifier, if there is one."""
+    from transformers import AutoModelForImageClassification
+
+    mapping: Any = AutoModelForImageClassification._model_mapping
+    return "AutoModelForImageClassification" if type(config) in mapping else None

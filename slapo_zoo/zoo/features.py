@@ -1,0 +1,52 @@
+"""What each table of the zoo offers, read from its rows."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from slapo_zoo.language.directive import Directive
+from slapo_zoo.language.primitives import CoreAttentionSeam, ExpertParallel, Shard, Sync, SyncBatchNorm
+from slapo_zoo.zoo.table import Table, families, table_for
+
+
+def _directives(table: Table) -> Iterator[Directive]:
+    for _, rule in (*table.body, *table.heads):
+        yield from rule
+
+
+def _any(kind: type, **wanted: Any) -> Callable[[Table], bool]:
+    """Whether some directive of a kind has these arguments."""
+
+    def found(table: Table) -> bool:
+        return any(
+            isinstance(d, kind) and all(getattr(d, name) == value for name, value in wanted.items())
+            for d in _directives(table)
+        )
+
+    return found
+
+
+def _divides_tokens(table: Table) -> bool:
+    return any(isinstance(d, Sync) and d.sequence_axis is not None for d in _directives(table))
+
+
+FEATURES: dict[str, Callable[[Table], bool]] = {
+    "tp": _any(Shard, mesh_dim="tp"),
+    "pp": lambda table: bool(table.blocks),
+    "sequence_parallel": _divides_tokens,
+    "vocab_parallel": _any(Shard, pad=True),
+    "uneven": _any(Shard, uneven=True),
+    "shared_kv_heads": _any(Shard, replicate=True),
+    "experts": _any(ExpertParallel),
+    "attention_seam": _any(CoreAttentionSeam),
+    "shared_block": lambda table: bool(table.calls),
+    "sync_batch_norm": _any(SyncBatchNorm),
+}
+
+
+def features() -> dict[str, dict[str, bool]]:
+    """model_type --> feature --> whether its table has it."""
+    tables = {name: table_for(name) for name in families()}
+    return {
+        name: {feature: has(table) for feature, has in FEATURES.items()}
+        for name, table in tables.items()
+    }

@@ -1,0 +1,185 @@
+"""Which kernels a model gets, and why: the knob `kernels=`.
+
+Where a kernel applies follows from the classes of the modules, so tables name none. Whether it is
+switched on follows from what was measured on the device (`hub_cards/bench/<device>.json`).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from slapo_zoo.errors import ScheduleError
+from slapo_zoo.dispatch.registry import UNMEASURED, Kernel, dispatch_table, load_kernels, measured_ratio
+from slapo_zoo.parallel.paths import nearest
+from slapo_zoo.language.primitives import Replace
+from slapo_zoo.language.schedule import Schedule
+
+WORDS = ("auto", "reference")
+ASKED, NOT_ASKED = "asked for", "not asked for"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One kernel at one place of a model.
+
+    Args:
+        kernel: its name.
+        pattern: of the modules that it could serve.
+        accepted: whether it serves them.
+        reason: why, or why not.
+        by_device: nobody asked for it; what was measured on this device decided.
+    """
+
+    kernel: str
+    pattern: str
+    accepted: bool
+    reason: str
+    by_device: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kernel} at {self.pattern}: {'yes' if self.accepted else 'no'}, {self.reason}"
+
+
+def device_name(device: torch.device | str) -> str:
+    """What a dispatch table is called by: "cpu", or the name of the GPU."""
+    kind = torch.device(device)
+    return torch.cuda.get_device_name(kind) if kind.type == "cuda" else kind.type
+
+
+def asked_names(asked: Any) -> list[str] | None:
+    """The kernels that a value of the knob names, or None for "auto".
+
+    Raises:
+        ScheduleError: an unknown name; the error has all that there are.
+    """
+    if asked == "auto":
+        return None
+    names = [] if asked == "reference" else [asked] if isinstance(asked, str) else [*asked]
+    known = sorted(name for name, kernel in load_kernels().items() if kernel.serves)
+    for name in names:
+        if name not in known:
+            problem = f"no such kernel, there are {', '.join((*WORDS, *known))}"
+            hint = f"nearest: {nearest(str(name), (*WORDS, *known)) or known}"
+            raise ScheduleError("from_pretrained", f"kernels={name!r}", problem, hint)
+    return names
+
+
+def kernels_of(value: Any) -> Any:
+    """What `from_pretrained` takes for a symbol's value: "a+b" --> ["a", "b"], "" --> none at all.
+
+    >>> kernels_of("geglu+rms_norm"), kernels_of(""), kernels_of("auto")
+    (['geglu', 'rms_norm'], 'reference', 'auto')
+    """
+    names = [name for name in str(value or "reference").split("+") if name]
+    return names[0] if len(names) == 1 else names
+
+
+def choose(
+    sch: Schedule, asked: Any, device: str, attention: str | None = None, tuned: Any = None
+) -> list[Choice]:
+    """What `kernels=` means for a model: every kernel that serves a module of it.
+
+    Args:
+        sch: the schedule; nothing is changed.
+        asked: "auto", "reference", a name, or several.
+        device: see `device_name`.
+        attention: the back end that was asked for, or None: "auto" puts no kernel in its place.
+        tuned: what a search found fastest for this very model, which "auto" then means; or None.
+    """
+    names, by_device = asked_names(asked), asked == "auto"
+    if by_device and tuned is not None:
+        names = asked_names(kernels_of(tuned))
+    found: list[Choice] = []
+    for kernel in load_kernels().values():
+        places = _places(sch, kernel)
+        if names and kernel.name in names and not places:
+            problem = f"the model has no module that it serves ({', '.join(sorted(kernel.serves))})"
+            hint = 'kernels="auto" picks what applies'
+            raise ScheduleError("from_pretrained", f"kernels={kernel.name!r}", problem, hint)
+        for pattern, paths in places.items():
+            verdict = _verdict(sch, kernel, paths, names, device)
+            if by_device and names is not None and verdict[1] in (ASKED, NOT_ASKED):
+                verdict = verdict[0], f"a search found {tuned!r} fastest for this model here"
+            if names is None and attention and any(n.endswith("Attention") for n in kernel.serves):
+                verdict = False, f"attention={attention!r} was asked for"
+            found.append(Choice(kernel.name, pattern, *verdict, by_device))
+    return _outermost(sch, found)
+
+
+def _places(sch: Schedule, kernel: Kernel) -> dict[str, list[str]]:
+    """Pattern --> paths of the modules that a kernel serves, one pattern per class."""
+    if kernel.sites is not None:
+        return {path: [path] for path in kernel.sites(sch.model)}
+    served = {cls for cls in {type(m) for m in sch.state.modules.values()}
+              if any(base.__name__ in kernel.serves for base in cls.__mro__)}  # fmt: skip
+    places: dict[str, list[str]] = {}
+    if served:
+        for path, module in sch.state.modules.items():
+            if type(module) in served:
+                places.setdefault(f"**:{type(module).__name__}", []).append(path)
+    return places
+
+
+def _verdict(
+    sch: Schedule, kernel: Kernel, paths: Sequence[str], names: list[str] | None, device: str
+) -> tuple[bool, str]:
+    if names is not None and kernel.name not in names:
+        return False, NOT_ASKED
+    reasons = (kernel.refuses(sch.state.modules[path]) for path in paths)
+    if refusal := next(filter(None, reasons), ""):
+        return False, refusal
+    return (True, ASKED) if names is not None else measured(sch.model, kernel.name, device)
+
+
+def measured(model: Any, name: str, device: str) -> tuple[bool, str]:
+    """Whether a kernel was measured not to lose on a device, at the size nearest to the model's."""
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    rows = {key: verdict for key, verdict in dispatch_table(device).items()
+            if key.startswith(f"{name}:{dtype}:")}  # fmt: skip
+    if not rows:
+        return False, f"{UNMEASURED} on {device} in {dtype}"
+    width = getattr(model.config, "hidden_size", None) or 1024
+    key = min(rows, key=lambda key: abs(math.log2(int(key.rpartition(":")[2]) / width)))
+    ratio = measured_ratio(device, key)
+    said = f"the best alternative takes {ratio:.2f} times as long ({key} on {device})"
+    return rows[key] != "torch", said
+
+
+def _outermost(sch: Schedule, choices: Sequence[Choice]) -> list[Choice]:
+    """A kernel whose modules all lie inside modules that others serve is left out: they may not run.
+
+    One module of many may: it does there what the module did.
+    """
+    hiding = [c for c in choices if c.accepted and not load_kernels()[c.kernel].runs_inside]
+    served = {path: c for c in hiding for path in sch[c.pattern].paths}
+    found = []
+    for choice in choices:
+        outer = [_outer(path, served) for path in sch[choice.pattern].paths]
+        if choice.accepted and all(outer) and not load_kernels()[choice.kernel].innermost:
+            inside = f"inside a module that {outer[0].kernel if outer[0] else ''} serves"
+            choice = replace(choice, accepted=False, reason=inside)
+        found.append(choice)
+    return found
+
+
+def _outer(path: str, served: dict[str, Choice]) -> Choice | None:
+    while path:
+        path = path.rpartition(".")[0]
+        if path in served:
+            return served[path]
+    return None
+
+
+def apply_kernels(
+    sch: Schedule, asked: Any, device: str, attention: str | None = None, tuned: Any = None
+) -> None:
+    """Put the chosen kernels into a scheduled model; `sch.kernels` says what was decided and why."""
+    if asked == "reference":
+        return
+    sch.kernels = choose(sch, asked, device, attention, tuned)
+    for choice in sch.kernels:
+        if choice.accepted:
+            sch.do(choice.pattern, Replace(choice.kernel))

@@ -1,0 +1,157 @@
+"""A model on meta, scheduled for one rank of a mesh: which tensors there are, and where."""
+
+import copy
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from slapo_zoo.hf import models as hf
+from slapo_zoo.zoo.derive import find_table
+from slapo_zoo.language.directive import State
+from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.zoo.kernel_choice import device_name
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.pipeline.orders import StageMap
+from slapo_zoo.parallel.placement import TensorSpec
+from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.pipeline.stages import assign_stages, leaf_units, stages_of
+from slapo_zoo.zoo.table import base_prefix
+from slapo_zoo.zoo.tuned import tuned_knobs
+from slapo_zoo.weights.keys import KeyMap
+from slapo_zoo.zoo.apply import apply_table, block_paths
+
+
+class Outline:
+    """A model on meta, scheduled for one rank of a mesh: which tensors there are, and where.
+
+    Args:
+        config: of `transformers`; it is not changed.
+        auto_class: which head; None takes the config's own class.
+        mesh: need not have a process group.
+        dtype: of the parameters.
+        seed: of dropout and of new weights.
+        checkpoint_ratio: share of the blocks whose activations are recomputed.
+        sequence_parallel: tp ranks divide the tokens too.
+        pipeline_order: how the stages interleave micro-batches.
+        stages_per_rank: for interleaved orders.
+        schedule: "zoo", "auto", a Schedule or its steps to replay, or a function of the schedule.
+        checkpoint_policy: what a recomputed block keeps.
+        attention: the attention back end; None takes the family's own.
+        kernels: "auto", "reference", a name, or several.
+        device: for which "auto" chooses.
+    """
+
+    def __init__(
+        self, config: Any, auto_class: Any, mesh: Mesh, dtype: torch.dtype, seed: int | None = None,
+        checkpoint_ratio: float = 0.0, sequence_parallel: bool = False,
+        pipeline_order: str = "1f1b", stages_per_rank: int | None = None, schedule: Any = "zoo",
+        checkpoint_policy: str = "", attention: str | None = None, kernels: Any = "reference",
+        device: torch.device | str = "cpu",
+    ):  # fmt: skip
+        self.mesh, self.seed = mesh, 0 if seed is None else seed
+        self._config, self._dtype = config, dtype
+        config = copy.deepcopy(config)
+        self.cls: Any = hf.resolve_class(config, auto_class)
+        self.table = find_table(config, lambda: hf.build_on_meta(self.cls, config, dtype), schedule)
+        self.keys = KeyMap(self.table.renames, self.table.pieces)
+        self.model = hf.build_on_meta(self.cls, config, dtype, self.table.seam)
+        whole = {name: _spec(name, tensor) for name, tensor in self.model.state_dict().items()}
+        self.schedule = Schedule(self.model, mesh, self.seed)
+        self.state: State = self.schedule.state
+        self.places = StageMap.make(pipeline_order, mesh.pp, stages_per_rank)
+        if isinstance(schedule, str) and schedule in ("zoo", "auto"):
+            stages = self.places.num_stages
+            tuned = tuned_knobs(config, dtype, device) if kernels == "auto" else {}
+            apply_table(
+                self.schedule, self.table, checkpoint_ratio, sequence_parallel, stages,
+                checkpoint_policy, attention or tuned.get("attention"), kernels, device_name(device),
+                tuned.get("kernels"),
+            )  # fmt: skip
+        else:
+            _refuse_knobs(checkpoint_ratio=checkpoint_ratio, sequence_parallel=sequence_parallel,
+                          checkpoint_policy=checkpoint_policy, attention=attention,
+                          kernels="" if kernels in ("auto", "reference") else kernels)  # fmt: skip
+            self._apply(schedule)
+        late = [base_prefix(self.model) + path for path in self.table.after_blocks]
+        blocks = block_paths(self.schedule, self.table)
+        self.units = leaf_units(self.model, blocks, late)
+        repeated = blocks if self.table.calls else ()  # also with one cut, after the first call
+        self.stages = assign_stages(self.units, self.state.cuts, repeated)
+        self.holders = {unit: self._ranks(stages) for unit, stages in self.stages.items()}
+        self.specs = tensor_specs(self.model, whole, self.state, self.holders)
+        self.tied_ranks = _tied_ranks(self.state, self.holders)
+
+    @cached_property
+    def skeleton(self) -> Any:
+        """The same model unscheduled and whole, on meta; few need it, and building it takes time."""
+        config = copy.deepcopy(self._config)
+        return hf.build_on_meta(self.cls, config, self._dtype, self.table.seam)
+
+    def _apply(self, schedule: Any) -> None:
+        """A program of the user's own in place of the table."""
+        if isinstance(schedule, Schedule | list | tuple):
+            self.schedule.replay(schedule if isinstance(schedule, Schedule) else list(schedule))
+        elif callable(schedule):
+            schedule(self.schedule)
+        else:
+            problem = f"found {schedule!r}"
+            hint = 'pass "zoo", "auto", a Schedule, its steps, or a function of the schedule'
+            raise SlapoError("from_pretrained", "schedule", problem, hint)
+        found, wanted = len(self.state.cuts) + 1, self.places.num_stages
+        if found != wanted:
+            problem = f"the schedule has {found} stages, the mesh and order need {wanted}"
+            hint = f"use cut_pipeline_stage() {wanted - 1} times"
+            raise MeshError("from_pretrained", "schedule", problem, hint)
+
+    def _ranks(self, stages: tuple[int, ...]) -> tuple[int, ...]:
+        """The pp coordinates that hold stages, without repetition, first stage first."""
+        return tuple(dict.fromkeys(self.places.rank_of(stage) for stage in stages))
+
+
+def _refuse_knobs(**knobs: Any) -> None:
+    """Knobs shape the zoo's schedule; beside a program of the user's own they would do nothing."""
+    for name, value in knobs.items():
+        if value:
+            problem = "the schedule that you pass says this itself"
+            hint = f'leave {name}= out and put it into the program, or use schedule="zoo"'
+            raise SlapoError("from_pretrained", f"{name}={value!r}", problem, hint)
+
+
+def _tied_ranks(
+    state: State, stages: dict[str, tuple[int, ...]]
+) -> list[tuple[list[int], list[str]]]:
+    """Parameters that several stages hold: (stages, names)."""
+    found = []
+    for names in state.owners.values():
+        holders = sorted({stage for name in names for stage in stages_of(name, stages)})
+        if len(holders) > 1:
+            found.append((holders, names))
+    return found
+
+
+def tensor_specs(
+    model: Any, whole: dict[str, TensorSpec], state: State, stages: dict[str, tuple[int, ...]]
+) -> list[TensorSpec]:
+    """Every tensor that the model's checkpoint holds, in the order of its state dict.
+
+    Args:
+        model: which names it ties.
+        whole: every tensor before the schedule.
+        state: of the schedule.
+        stages: unit --> the pp coordinates that hold it.
+    """
+    tied = hf.tied_names(model)
+    specs = []
+    for name, spec in whole.items():
+        if name in tied:
+            continue
+        placed = state.placed.get(name)
+        placement = placed.placement if placed else None
+        specs.append(replace(spec, placement=placement, stage=stages_of(name, stages)[0]))
+    return specs
+
+
+def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))

@@ -1,0 +1,174 @@
+"""What every rank of a mesh would read from a checkpoint, found without reading a weight."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slapo_zoo.hf import models as hf
+from slapo_zoo.errors import WeightsError
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.zoo.outline import Outline
+from slapo_zoo.parallel.placement import Placement, Run, TensorSpec
+from slapo_zoo.pipeline.stages import stages_of
+from slapo_zoo.weights.folder import open_checkpoint
+from slapo_zoo.weights.header import DTYPES
+from slapo_zoo.weights.names import match_names
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a tensor lies in a checkpoint, from the header of its file alone."""
+
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass
+class RankPlan:
+    """What one rank reads; its dp copies read the same.
+
+    Args:
+        stage: pp coordinate.
+        tp_coord: tp coordinate.
+        tensors: number of tensors of which it reads some bytes.
+        bytes_read: in the dtype of the files.
+        files: names of the files it opens.
+    """
+
+    stage: int
+    tp_coord: int
+    tensors: int
+    bytes_read: int
+    files: set[str]
+
+
+@dataclass(frozen=True)
+class WeightsPlan:
+    """What all ranks read.
+
+    Args:
+        mesh: sizes of the mesh dims.
+        ranks: one per (stage, tp coordinate), in this order.
+        model_bytes: of all tensors that the model takes from the files, each once.
+        assigned_bytes: of these, what at least one rank reads.
+        missing: tensors of the model that no key fills.
+        unexpected: keys that the model has no place for.
+    """
+
+    mesh: Mesh
+    ranks: list[RankPlan]
+    model_bytes: int
+    assigned_bytes: int
+    missing: list[str]
+    unexpected: list[str]
+
+
+def plan_weights(
+    name_or_path: str | Path, tp: int = 1, pp: int = 1, dp: int = 1, auto_class: Any = None,
+    revision: str | None = None,
+) -> WeightsPlan:  # fmt: skip
+    """Plan a load for any mesh, from the config and the headers of the files.
+
+    Args:
+        name_or_path: a folder, or a model id of the Hub: then only headers are fetched.
+        tp: ranks that divide each layer.
+        pp: ranks that divide the layers into stages.
+        dp: copies of the model.
+        auto_class: which head; None takes the checkpoint's own class.
+        revision: branch, tag or commit of the Hub.
+    """
+    from transformers import AutoConfig
+
+    sources = read_sources(name_or_path, revision)
+    hf.register_models()
+    config = AutoConfig.from_pretrained(name_or_path, revision=revision)
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    outline = Outline(config, auto_class, Mesh(tp, pp, dp), dtype)
+    model, key_of = outline.model, {outline.keys.to_model(key): key for key in sources}
+    specs = {spec.name: spec for spec in outline.keys.read_specs(outline.specs, key_of)}
+    names = match_names(
+        specs, key_of, model.base_model_prefix, hf.ignored_keys(model),
+        hf.tied_names(model),
+    )  # fmt: skip
+    found = {name: sources[key_of[key]] for name, key in names.source.items()}
+    _check_shapes(str(name_or_path), specs, found)
+    holders = _holders(outline)
+    ranks = [RankPlan(stage, r, 0, 0, set()) for stage in range(pp) for r in range(tp)]
+    assigned = 0
+    for name, source in found.items():
+        assigned += _assign(ranks, specs[name], source, holders(name), outline.mesh)
+    total = sum(source.nbytes for source in found.values())
+    unexpected = [key_of[name] for name in names.unexpected]
+    return WeightsPlan(outline.mesh, ranks, total, assigned, names.missing, unexpected)
+
+
+def read_sources(name_or_path: str | Path, revision: str | None = None) -> dict[str, Source]:
+    """Key --> Source of a folder or a model of the Hub."""
+    if Path(name_or_path).exists():
+        with open_checkpoint(name_or_path) as folder:
+            return {
+                key: Source(file, folder.dtype(key), folder.shape(key))
+                for key, file in folder.key_to_file.items()
+            }
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, NotASafetensorsRepoError
+
+    try:
+        repo = huggingface_hub.get_safetensors_metadata(str(name_or_path), revision=revision)
+    except (HfHubHTTPError, HFValidationError, NotASafetensorsRepoError, OSError) as error:
+        problem = f"no such folder, and the Hub answered: {str(error).strip().splitlines()[0]}"
+        hint = "check the path or id; a family without weights is looked at with --gpus"
+        raise WeightsError("plan", repr(str(name_or_path)), problem, hint) from None
+    return {
+        key: Source(file, DTYPES[tensor.dtype], tuple(tensor.shape))
+        for file, found in repo.files_metadata.items()
+        for key, tensor in found.tensors.items()
+    }
+
+
+def _check_shapes(place: str, specs: dict[str, TensorSpec], found: dict[str, Source]) -> None:
+    wrong = [name for name, source in found.items() if source.shape != specs[name].shape]
+    if wrong:
+        name = wrong[0]
+        problem = f"found shape {list(found[name].shape)}, expected {list(specs[name].shape)}"
+        hint = f"{len(wrong)} tensors do not fit: is it the checkpoint of this config?"
+        raise WeightsError(place, name, problem, hint)
+
+
+def _holders(outline: Outline) -> Callable[[str], set[int]]:
+    """Name --> the stages that hold the tensor under it or under a tied name."""
+    tied = {name: set(stages) for stages, names in outline.tied_ranks for name in names}
+    return lambda name: tied.get(name) or set(stages_of(name, outline.stages))
+
+
+def _assign(
+    ranks: list[RankPlan], spec: TensorSpec, source: Source, stages: set[int], mesh: Mesh
+) -> int:
+    """Add one tensor to the plans of its ranks; return how many of its bytes are assigned."""
+    placement = spec.placement or Placement(0)
+    size = spec.shape[placement.axis] if spec.placement else 1
+    inner = source.nbytes // size if size else 0
+    shares = [placement.runs(size, mesh.tp, r) if spec.placement else [Run(0, 1)]
+              for r in range(mesh.tp)]  # fmt: skip
+    for stage in stages:
+        for r, runs in enumerate(shares):
+            rank = ranks[stage * mesh.tp + r]
+            rank.tensors += bool(runs)
+            rank.bytes_read += inner * sum(run.stop - run.start for run in runs)
+            if runs:
+                rank.files.add(source.file)
+    covered = end = 0
+    for start, stop in sorted(run for runs in shares for run in runs):
+        covered += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return inner * covered

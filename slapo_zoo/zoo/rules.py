@@ -1,0 +1,127 @@
+"""Rules: tuples of directives that rows of a table name; `Dim` stands for a number of the config."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from slapo_zoo.language.directive import Directive
+from slapo_zoo.language.primitives import (
+    CoreAttentionSeam,
+    ExpertParallel,
+    ForkRng,
+    Shard,
+    ShardAttribute,
+    SumGradient,
+    Sync,
+)
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A number of the config, named in a table and known when the schedule is made."""
+
+    name: str
+
+
+Rule = tuple[Directive, ...]
+Row = tuple[str, Rule]
+
+
+def _dim(name: str) -> Any:
+    """The dim of a name; 1, a directive's own default, for none."""
+    return Dim(name) if name else 1
+
+
+def column(
+    axis: int = 0,
+    unit: str = "",
+    groups: tuple[str, ...] = (),
+    together: str = "",
+    kv: bool = False,
+) -> Rule:
+    """Each rank computes some outputs: the weight (and bias) divided along its output axis.
+
+    Args:
+        axis: output axis of the weight.
+        unit: dim that stays whole (head_dim).
+        groups: dims of parts that are divided one by one (q|k|v).
+        together: dim: query heads per KV head.
+        kv: heads of keys or values: shared by neighbouring ranks when there are too few.
+    """
+    how: dict[str, Any] = {"unit": _dim(unit), "together": _dim(together), "replicate": kv}
+    sizes: Any = tuple(Dim(name) for name in groups)
+    weight = Shard("weight", axis, groups=sizes, uneven=True, **how)
+    return (weight, Shard("bias", 0, groups=sizes, uneven=True, **how))
+
+
+def row(axis: int = 1, unit: str = "", together: str = "", tokens: int = 1) -> Rule:
+    """Each rank holds some inputs: the product is summed over tp, then the bias added once.
+
+    Args:
+        axis: input axis of the weight.
+        unit: dim that stays whole (head_dim).
+        together: dim: query heads per KV head.
+        tokens: axis of tokens, which sequence parallelism divides; -1 keeps them whole here.
+    """
+    how: dict[str, Any] = {"unit": _dim(unit), "together": _dim(together)}
+    leave = Sync("fwd_post", "all_reduce", sequence_axis=tokens if tokens >= 0 else None)
+    return (Shard("weight", axis, uneven=True, **how), leave)
+
+
+def attention(num_heads: str, *attributes: tuple[str, str], together: str = "") -> Rule:
+    """The seam `core_attn`, and attributes that count heads: ("split_size", "head_dim")."""
+    return (CoreAttentionSeam(_dim(num_heads), together=_dim(together)), *sizes(*attributes))
+
+
+def sizes(*attributes: tuple[str, str]) -> Rule:
+    """Attributes that count heads, or columns of whole heads: ("embed_dim", "head_dim")."""
+    return tuple(ShardAttribute(name, unit=_dim(unit)) for name, unit in attributes)
+
+
+def kv_groups(attribute: str, kv_heads: str) -> Rule:
+    """Query heads per KV head, which shrink only with more ranks than KV heads."""
+    return (ShardAttribute(attribute, keep=_dim(kv_heads)),)
+
+
+def column_joined(axis: int = 0) -> Rule:
+    """Each rank computes some outputs, then all ranks get all of them: what follows is whole."""
+    divided = (Shard("weight", axis, pad=True), Shard("bias", 0, pad=True))
+    return (*divided, Sync("bwd_post", "all_reduce"), Sync("fwd_post", "join_columns"))
+
+
+def row_inside(axis: int = 1) -> Rule:
+    """As `row`, where each rank goes on with its own channels: the gradient is summed too."""
+    return (Shard("weight", axis, uneven=True), Sync("fwd_post", "all_reduce_twice"))
+
+
+def bare(*param_names: str) -> Rule:
+    """Parameters that a module holds itself, one row per channel: divided along axis 0."""
+    return tuple(Shard(name, 0, uneven=True) for name in param_names)
+
+
+def experts(*param_names: str) -> Rule:
+    """Each rank holds some experts, on axis 0 of their parameters; the router is whole."""
+    return (*(Shard(name, 0, uneven=True) for name in param_names), ExpertParallel())
+
+
+# With sequence parallelism `enter` gathers the tokens and `row` divides them again.
+enter: Rule = (Sync("bwd_post", "all_reduce", sequence_axis=1),)
+enter_flat: Rule = (Sync("bwd_post", "all_reduce", sequence_axis=0),)  # tokens flattened (OPT)
+enter_whole: Rule = (Sync("bwd_post", "all_reduce"),)  # an input that always holds all tokens
+enter_once: Rule = (Sync("bwd_post", "all_reduce", shared=True),)  # q, k, v of one such input
+all_tokens: Rule = (Sync("fwd_pre", "join_tokens"), Sync("fwd_post", "divide_tokens"))
+vocab: Rule = (Shard("weight", 0, pad=True), Sync("fwd_post", "all_reduce"))
+vocab_head: Rule = (
+    Shard("weight", 0, pad=True),
+    Shard("bias", 0, pad=True),
+    *enter_whole,
+    Sync("fwd_post", "vocab_logits"),
+)
+whole: Rule = ()  # every rank holds all of it; within blocks it sees this rank's tokens
+whole_on_heads: Rule = (SumGradient("weight"),)  # used on this rank's heads only
+dropout: Rule = (ForkRng(),)
+dropout_tokens: Rule = (ForkRng(tokens=True),)  # with sequence parallelism it sees some tokens
+
+
+def dropout_on(axis: int, size: str) -> Rule:
+    """Dropout of an activation that is divided over tp along an axis."""
+    return (ForkRng(axis=axis, size=_dim(size)),)

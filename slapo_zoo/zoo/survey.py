@@ -1,0 +1,134 @@
+"""What a schedule means for every rank: shapes, bytes and collectives, without a weight or a process."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.hf.example_inputs import example_batch
+from slapo_zoo.language.explain import Explanation, after_backward
+from slapo_zoo.pipeline.dataflow import Call, rehearse
+from slapo_zoo.zoo.outline import Outline
+from slapo_zoo.pipeline.runtime import fake_schedule
+from slapo_zoo.parallel.placement import TensorSpec
+from slapo_zoo.pipeline.stages import StagePlan, stages_of
+from slapo_zoo.language.traffic import Traffic, Transfer
+
+
+@dataclass(frozen=True)
+class RankSize:
+    """What one rank of a stage holds."""
+
+    stage: int
+    tp_coord: int
+    parameters: int
+    bytes: int
+
+
+class TrafficRow(NamedTuple):
+    """Collectives of one kind in one step, of all stages of one tp rank."""
+
+    kind: str
+    mesh_dim: str
+    phase: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The outcome.
+
+    Args:
+        outline: of the schedule.
+        shapes: tensor --> (whole shape, shape on each tp rank, the stages that hold it).
+        ranks: one per stage and tp rank.
+        total_parameters: of the whole model, tied ones once.
+        traffic: of one forward and backward of one micro-batch.
+    """
+
+    outline: Outline
+    shapes: dict[str, tuple[tuple[int, ...], list[tuple[int, ...]], list[int]]]
+    ranks: list[RankSize]
+    total_parameters: int
+    traffic: list[TrafficRow]
+
+
+def survey(outline: Outline, batch_size: int, seq_len: int) -> Survey:
+    """Look at every rank of the outline's mesh.
+
+    Args:
+        outline: of any rank.
+        batch_size: rows of a micro-batch.
+        seq_len: tokens of a row.
+    """
+    mesh = outline.mesh
+    parameters = {name for name, _ in outline.skeleton.named_parameters()}
+    shapes = {}
+    for spec in outline.specs:
+        local = [spec.local_shape(mesh.tp, r) for r in range(mesh.tp)]
+        shapes[spec.name] = (spec.shape, local, ranks_of(outline, spec.name))
+    sizes = rank_sizes(outline)
+    total = sum(math.prod(spec.shape) for spec in outline.specs if spec.name in parameters)
+    found = _traffic(outline, example_batch(outline.model, batch_size, seq_len))
+    return Survey(outline, shapes, sizes, total, found)
+
+
+def ranks_of(outline: Outline, name: str) -> list[int]:
+    """The pp coordinates that hold a tensor, under its own name or a tied one."""
+    tied = {name: ranks for ranks, names in outline.tied_ranks for name in names}
+    return sorted(tied.get(name) or stages_of(name, outline.holders))
+
+
+def rank_sizes(outline: Outline) -> list[RankSize]:
+    """Parameters of every stage and tp rank; what stages share counts on each."""
+    mesh = outline.mesh
+    parameters = {name for name, _ in outline.skeleton.named_parameters()}
+    sizes = {(stage, r): [0, 0] for stage in range(mesh.pp) for r in range(mesh.tp)}
+    for spec in outline.specs:
+        for stage in ranks_of(outline, spec.name) if spec.name in parameters else ():
+            for r in range(mesh.tp):
+                count = math.prod(spec.local_shape(mesh.tp, r))
+                sizes[stage, r][0] += count
+                sizes[stage, r][1] += count * _itemsize(spec)
+    return [RankSize(stage, r, *numbers) for (stage, r), numbers in sizes.items()]
+
+
+def _itemsize(spec: TensorSpec) -> int:
+    return getattr(torch, spec.dtype).itemsize
+
+
+def _traffic(outline: Outline, batch: Mapping[str, Tensor]) -> list[TrafficRow]:
+    """Run the schedule on fake tensors, and count what crosses ranks."""
+    mesh, dtype = outline.mesh, next(outline.model.parameters()).dtype
+    mode, schedule = fake_schedule(outline.schedule, outline.cls)
+    fake = schedule.model
+    state = schedule.state
+    state.tokens_divided, state.traffic = outline.state.sequence_parallel, Traffic()
+    floats = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+    calls = rehearse(fake, outline.units, mode, floats, state.traffic.backward)
+    found = [*state.traffic.transfers, *_between_stages(outline, calls)]
+    for stage in range(mesh.pp):
+        held = [
+            (n, p) for n, p in fake.named_parameters() if stage in stages_of(n, outline.holders)
+        ]
+        found += after_backward(state, held)
+    totals = Explanation({}, found).totals()
+    return [TrafficRow(*row) for row in totals]
+
+
+def _between_stages(outline: Outline, calls: list[Call]) -> Iterator[Transfer]:
+    """What each stage sends to the next, its gradient on the way back, and the sums over ties."""
+    plan = StagePlan.make(calls, outline.state.cuts, 0)
+    for stage in range(1, outline.places.num_stages):
+        for shape in map(plan.shape, plan.crossing(stage)):
+            size = math.prod(shape.shape) * shape.dtype.itemsize
+            yield Transfer("send", "pp", "forward", size)
+            if shape.requires_grad:
+                yield Transfer("send", "pp", "backward", size)
+    parameters = dict(outline.model.named_parameters(remove_duplicate=False))
+    for _, names in outline.tied_ranks:
+        yield Transfer("all_reduce", "pp", "after backward", parameters[names[0]].nbytes)
