@@ -51,51 +51,47 @@ class {name}(nn.Module):
 
 
 def source_of(module: str) -> Path:
-    """The file of slapo_zoo.<module> or slapo_zoo.kernels.<module>."""
-    places = (ROOT / "kernels" / f"{module}.py", ROOT / "slapo_zoo" / f"{module}.py")
-    found = [place for place in places if place.exists()]
-    if len(found) != 1:
-        raise SystemExit(
-            f"export-kernels: {module} is the name of {len(found)} files, expected one"
-        )
-    return found[0]
+    """The file of `kernels.layer_norm`, `dispatch.registry`, ...: a module's name below slapo_zoo."""
+    place = ROOT / module.replace(".", "/") if module.startswith("kernels.") else None
+    return (place or ROOT / "slapo_zoo" / module.replace(".", "/")).with_suffix(".py")
 
 
 def imported(text: str) -> set[str]:
-    """Our modules that a source imports, at its top or inside a function."""
+    """Our modules that a source imports, at its top or inside a function, below slapo_zoo."""
     names = set()
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("slapo_zoo"):
             continue
-        inside = node.module in ("slapo_zoo", "slapo_zoo.kernels")
-        found = (
-            [alias.name for alias in node.names] if inside else [str(node.module).split(".")[-1]]
-        )
-        names.update(found)
+        package = str(node.module).removeprefix("slapo_zoo").removeprefix(".")
+        inside = {f"{package}.{alias.name}" for alias in node.names}
+        modules = {name for name in inside if source_of(name).exists()}
+        names |= modules or {package}
     return names
 
 
 def relative(text: str) -> str:
-    """Imports of slapo_zoo --> relative imports of the same names."""
-    text = re.sub(r"from slapo_zoo(\.kernels)? import ", "from . import ", text)
-    return re.sub(r"from slapo_zoo\.(kernels\.)?(\w+) import ", r"from .\2 import ", text)
+    """Imports of slapo_zoo --> relative imports of the same names; the export is one flat folder."""
+    text = text.replace("Path(__file__).parents[1]", "Path(__file__).parent")
+    packages = r"from slapo_zoo\.(?:kernels|dispatch|parallel|hf) import "
+    text = re.sub(packages, "from . import ", text)
+    return re.sub(r"from slapo_zoo\.(?:\w+\.)?(\w+) import ", r"from .\1 import ", text)
 
 
 def sources() -> dict[str, str]:
     """File name -> text of everything that the functions need."""
-    texts, todo = {}, set(FUNCTIONS)
+    texts, todo = {}, {f"kernels.{name}" for name in FUNCTIONS}
     while todo:
         module = todo.pop()
         text = source_of(module).read_text(encoding="utf-8")
-        texts[f"{module}.py"] = text
-        todo |= {name for name in imported(text) if f"{name}.py" not in texts}
+        texts[f"{module.rpartition('.')[2]}.py"] = text
+        todo |= {n for n in imported(text) if f"{n.rpartition('.')[2]}.py" not in texts}
     return {name: relative(text) for name, text in sorted(texts.items())}
 
 
 def generated() -> dict[str, str]:
     """The layers and the package."""
     layers = (
-        '"""Layers for `kernelize`."""\n\nfrom torch import nn\n\nfrom .kernel import KERNELS\n'
+        '"""Layers for `kernelize`."""\n\nfrom torch import nn\n\nfrom .registry import KERNELS\n'
     )
     for name, (kernel, arguments) in LAYERS.items():
         layers += CLASS.format(name=name, kernel=kernel, arguments=arguments)

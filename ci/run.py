@@ -9,7 +9,9 @@ from __future__ import annotations  # an older Python must get as far as the mes
 
 import argparse
 import hashlib
+import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -24,6 +26,8 @@ VENV_PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "slapo_zoo.stamp"
 PYPROJECT = ROOT / "pyproject.toml"
 CONSTRAINTS = ROOT / "ci" / "constraints.txt"
+HASHES = ROOT / "ci" / "hashes.txt"
+HASHED_FOR = ("Linux", "x86_64", "CPython", "3.11")  # what the files in HASHES are built for
 OLDEST = (3, 11)
 
 
@@ -38,7 +42,7 @@ def say(text: str) -> None:
 
 def wanted_stamp() -> str:
     """Changes whenever the installed set has to be made anew."""
-    parts = [PYPROJECT.read_bytes(), CONSTRAINTS.read_bytes()]
+    parts = [PYPROJECT.read_bytes(), CONSTRAINTS.read_bytes(), HASHES.read_bytes()]
     # the place counts: the editable install of a copied .venv points at the old checkout
     parts += [sys.version.encode(), str(ROOT).encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
@@ -93,12 +97,13 @@ def call(*command: str) -> int:
 
 
 def pip_install(*arguments: str) -> None:
-    """Run pip in `.venv` with the pinned versions."""
+    """Run pip in `.venv` with the pinned versions; what is hashed names its versions itself."""
     start = time.monotonic()
+    pinned = [] if "--require-hashes" in arguments else ["-c", str(CONSTRAINTS)]
     say(f"installing {arguments[-1]}")
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
     pip = [str(VENV_PYTHON), "-m", "pip", "--no-input", "--disable-pip-version-check", *quiet]
-    command = [*pip, "install", "-c", str(CONSTRAINTS), *arguments]
+    command = [*pip, "install", *pinned, *arguments]
     if call(*command):
         raise CommandError(
             f"pip could not install {arguments[-1]}. Its words are above. Check the network and "
@@ -121,7 +126,11 @@ def prepare() -> str:
         STAMP.unlink(missing_ok=True)  # from here on, a stopped install looks unfinished
         if not is_usable():
             make_venv()
-        # torch first and alone: with nothing else to weigh, pip takes a CPU build where there is one
+        machine = (platform.system(), platform.machine(), platform.python_implementation())
+        if (*machine, ".".join(platform.python_version_tuple()[:2])) == HASHED_FOR:
+            # a file that is not the one that was tested ends the install
+            pip_install("--require-hashes", "--no-deps", "-r", str(HASHES.relative_to(ROOT)))
+        # torch alone: with nothing else to weigh, pip takes a CPU build where there is one
         pip_install(pinned_torch())
         pip_install("-e", ".[dev]")
         STAMP.write_text(wanted_stamp())
@@ -151,9 +160,36 @@ def lint(python: str, rest: list[str]) -> int:
     )
 
 
+QUICK = [
+    "tests/house/test_house.py", "tests/house/test_layers.py", "tests/house/test_lean_import.py",
+    "tests/house/test_security.py", "tests/zoo/test_golden.py", "tests/language/test_schedule.py",
+    "tests/language/primitives/test_every_primitive.py", *(f"tests/zoo/test_zoo.py::test_equals_plain_transformers[GPT2LMHeadModel-tokens-{mesh}]" for mesh in ("2x1x1", "1x2x1")),
+]  # fmt: skip
+
+
+def quick(python: str, rest: list[str]) -> int:
+    """The first look, a minute: the house, goldens, the language, one family on tp 2 and pp 2."""
+    return call(python, "-m", "pytest", *QUICK, *rest)
+
+
+def several_at_once() -> list[str]:
+    """With more than two cores, files are tested side by side; a test has up to four ranks."""
+    cores = len(os.sched_getaffinity(0))
+    return ["-n", str(cores // 2), "--dist", "loadfile"] if cores > 2 else []
+
+
 def test(python: str, rest: list[str]) -> int:
-    """Lint, then pytest; arguments go to pytest."""
-    return lint(python, []) or call(python, "-m", "pytest", *rest)
+    """Lint, then pytest; arguments go to pytest. --changed [REV]: only what a change reaches."""
+    if rest[:1] == ["--changed"]:
+        base = rest[1] if len(rest) > 1 and not rest[1].startswith("-") else "HEAD"
+        more = rest[1 + (base in rest[1:]) :]
+        command = [python, str(ROOT / "ci" / "changed.py"), base]
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+        if answer.returncode:
+            raise CommandError(answer.stderr.strip())
+        rest = [*answer.stdout.split(), *more]
+        say(f"{len(rest)} files are reached")
+    return lint(python, []) or call(python, "-m", "pytest", *several_at_once(), *rest)
 
 
 def types(python: str, rest: list[str]) -> int:
@@ -166,14 +202,50 @@ def bench(python: str, rest: list[str]) -> int:
     return call(python, "ci/bench.py", *rest)
 
 
+def hashes(python: str, rest: list[str]) -> int:
+    """Renew ci/hashes.txt: SHA-256 of every file but torch that ci/constraints.txt makes pip take."""
+    lines = [line for line in CONSTRAINTS.read_text().splitlines() if line[:1] not in ("#", "")]
+    pip = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--dry-run",
+        "--ignore-installed",
+        "--no-deps",
+    ]
+    names = [line for line in lines if not line.startswith("torch==")]  # each index has its own
+    done = subprocess.run(
+        [*pip, "--report", "-", *rest, *names], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise CommandError(f"pip found no file for one of the constraints:\n{done.stderr.strip()}")
+    found = []
+    for item in json.loads(done.stdout)["install"]:
+        data, archive = item["metadata"], item["download_info"]["archive_info"]
+        digest = archive["hashes"]["sha256"]
+        found.append(f"{data['name']}=={data['version']} --hash=sha256:{digest}\n")
+    head = [line for line in HASHES.read_text().splitlines(keepends=True) if line[0] == "#"]
+    HASHES.write_text("".join(head + sorted(found, key=str.lower)))
+    return 0
+
+
 def export_kernels(python: str, rest: list[str]) -> int:
     """The kernels in the layout of the HuggingFace `kernels` package; a folder may follow."""
     return call(python, "ci/export_kernels.py", *rest)
 
 
 def gpu(python: str, rest: list[str]) -> int:
-    """The tests that need a CUDA device; arguments go to pytest."""
-    return call(python, "-m", "pytest", "-m", "gpu and not soak", *rest)
+    """The tests that need a CUDA device; other files may import what a bare GPU machine lacks."""
+    tests = sorted((ROOT / "tests").rglob("test_*.py"))
+    files = [str(file.relative_to(ROOT)) for file in tests if "mark.gpu" in file.read_text()]
+    return call(python, "-m", "pytest", "-m", "gpu and not soak", *files, *rest)
+
+
+def gpu_day(python: str, rest: list[str]) -> int:
+    """What a GPU has to be asked, resumable; see ci/gpu_day.py."""
+    return call(python, "ci/gpu_day.py", *rest)
 
 
 def grid(python: str, rest: list[str]) -> int:
@@ -182,13 +254,15 @@ def grid(python: str, rest: list[str]) -> int:
 
 
 def soak(python: str, rest: list[str]) -> int:
-    """The tests that look for leaks and hangs; arguments go to pytest."""
+    """With --minutes N random kills, stops and layouts; else the tests that look for leaks and hangs."""
+    if any(argument.startswith("--minutes") for argument in rest):
+        return call(python, "ci/soak.py", *rest)
     return call(python, "-m", "pytest", "-m", "soak", *rest)
 
 
 def cards(python: str, rest: list[str]) -> int:
     """Write the cards of hub_cards/ anew, one per family."""
-    return call(python, "-m", "slapo_zoo.cards.collection", *rest)
+    return call(python, "ci/card_collection.py", *rest)
 
 
 def docs(python: str, rest: list[str]) -> int:
@@ -207,12 +281,15 @@ def everything(python: str, rest: list[str]) -> int:
 
 COMMANDS = {
     "demo": demo,
+    "quick": quick,
     "test": test,
     "lint": lint,
     "types": types,
+    "hashes": hashes,
     "bench": bench,
     "export-kernels": export_kernels,
     "gpu": gpu,
+    "gpu-day": gpu_day,
     "grid": grid,
     "soak": soak,
     "cards": cards,

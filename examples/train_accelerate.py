@@ -6,8 +6,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from slapo_zoo import AutoScheduledModel
-from slapo_zoo.model.trainer import prepare
+from slapo_zoo import AutoScheduledModel, prepare
 
 
 def main(checkpoint):

@@ -4,8 +4,7 @@ import sys
 
 import torch
 
-from slapo_zoo import AutoScheduledModel
-from slapo_zoo import init_target_engine
+from slapo_zoo import AutoScheduledModel, init_target_engine
 
 CONFIG = {  # or the path of a JSON file
     "train_micro_batch_size_per_gpu": 2,

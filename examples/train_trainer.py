@@ -5,8 +5,7 @@ import sys
 import torch
 from transformers import TrainingArguments
 
-from slapo_zoo import AutoScheduledModel
-from slapo_zoo.model.trainer import ScheduledTrainer
+from slapo_zoo import AutoScheduledModel, ScheduledTrainer
 
 
 def main(checkpoint, steps=4):

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from slapo_zoo.dispatch.registry import in_triton, operator, runs_triton
+from slapo_zoo.kernels.dropout import dropout
 from slapo_zoo.kernels.dropout_mask import mask_like
 
 
@@ -38,7 +39,7 @@ def activation(
     """
     recomputes = kind == "silu" and not x.is_cuda  # as fast on a CPU, and act(x) is not kept
     if not runs_triton(name, x) and not recomputes:
-        return _plain(kind, x, bias, up, mask_like(x, keep, seeds, p))
+        return dropout(_plain(kind, x, bias, up), keep, seeds, p)
     rows = (None if t is None else t.reshape(-1, x.shape[-1]) for t in (x, up, keep))
     x_MN, up_MN, keep_MN = rows
     return _forward(x_MN, bias, up_MN, keep_MN, seeds, p, kind).view(x.shape)
@@ -52,13 +53,10 @@ def _act(kind: str, x: Tensor) -> Tensor:
     return functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
-def _plain(
-    kind: str, x: Tensor, bias: Tensor | None, up: Tensor | None, mask: Tensor | None
-) -> Tensor:
+def _plain(kind: str, x: Tensor, bias: Tensor | None, up: Tensor | None) -> Tensor:
     """Torch's own operators, whose gradients and fusions are torch's."""
     y = _act(kind, x if bias is None else x + bias)
-    y = y if up is None else y * up
-    return y if mask is None else y * mask
+    return y if up is None else y * up
 
 
 def _through_act(kind: str, dy: Tensor, h: Tensor, ours: bool) -> Tensor:

@@ -41,10 +41,12 @@ def _mask(m, n, M, N, ok, keep, seeds, cell, threshold, scale, MASK: tl.constexp
     """The dropout mask of a tile; a cell is `cell` rows of x."""
     if MASK == "keep":
         at = m[:, None].to(tl.int64) * N + n[None, :]
-        return tl.load(keep + at, mask=ok, other=0.0).to(tl.float32)
-    key = tl.load(seeds + m // cell, mask=m < M, other=0)
-    counter = (m % cell)[:, None].to(tl.int64) * N + n[None, :]
-    return scaled_keep(counter, key[:, None], threshold, scale)
+        found = tl.load(keep + at, mask=ok, other=0.0).to(tl.float32)
+    else:  # no `return` above: what follows one is compiled too, without seeds
+        key = tl.load(seeds + m // cell, mask=m < M, other=0)
+        counter = (m % cell)[:, None].to(tl.int64) * N + n[None, :]
+        found = scaled_keep(counter, key[:, None], threshold, scale)
+    return found
 
 
 @triton.jit
@@ -159,14 +161,3 @@ def backward(
 
 def _contiguous(*tensors: Tensor | None) -> list:
     return [None if t is None else t.contiguous() for t in tensors]
-
-
-_SIZES = {"M": "i32", "N": "i32", "cell": "i32", "threshold": "i32", "scale": "fp32"}
-_BF16 = dict.fromkeys(("y", "dx", "dup", "dy", "x", "bias", "up", "keep"), "*bf16")
-AOT = [  # kernel, types of its arguments, constants
-    (kernel, _BF16 | {"seeds": "*i64", "dbias": "*fp32", "rows": "i32"} | _SIZES,
-     {"KIND": kind, "BIAS": not gated, "UP": gated, "MASK": mask, "BLOCK_M": BLOCK_M,
-      "BLOCK_N": BLOCK_N, "num_warps": 4, "enable_fp_fusion": True})
-    for kernel in (_forward_kernel, _backward_kernel)
-    for kind, gated, mask in (("gelu", False, "none"), ("gelu_tanh", True, "seeds"), ("relu", False, "keep"), ("silu", True, "none"))
-]  # fmt: skip

@@ -8,6 +8,8 @@ a tile holds, one partial sum per head, row and block of queries, added in a fix
 # pyright: reportCallIssue=false, reportArgumentType=false
 # A launch takes options that the signature of the kernel has not, and plain numbers as constants.
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -35,9 +37,10 @@ def _store(base, rows, count, stride, x, HEAD: tl.constexpr, BLOCK_D: tl.constex
 def _scores(
     q, k, i, j, row, head, table, classes, key_mask, S, T, C, window, scale,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of scores in fp32, -inf where a query does not see a key; and the classes of its distances."""
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     ok = (i[:, None] < S) & (j[None, :] < T)
     kind = tl.zeros(s.shape, tl.int32)
     if TABLE:
@@ -48,9 +51,12 @@ def _scores(
         ok = ok & (distance <= 0)
         if WINDOW:
             ok = ok & (distance > -window)
-    if KEYS:
+    if KEYS == "keys":
         real = tl.load(key_mask + row * T + j, mask=j < T, other=0)
         ok = ok & (real != 0)[None, :]
+    elif KEYS == "pairs":
+        at = (row.to(tl.int64) * S + i)[:, None] * T + j[None, :]
+        ok = ok & (tl.load(key_mask + at, mask=ok, other=0) != 0)
     return tl.where(ok, s, float("-inf")), kind
 
 
@@ -60,8 +66,10 @@ def _keep(i, j, cell, keep, seeds, S, T, threshold, scale, MASK: tl.constexpr):
     at = i[:, None].to(tl.int64) * T + j[None, :]
     if MASK == "keep":
         ok = (i[:, None] < S) & (j[None, :] < T)
-        return tl.load(keep + cell.to(tl.int64) * S * T + at, mask=ok, other=0.0).to(tl.float32)
-    return scaled_keep(at, tl.load(seeds + cell), threshold, scale)
+        found = tl.load(keep + cell.to(tl.int64) * S * T + at, mask=ok, other=0.0).to(tl.float32)
+    else:  # no `return` above: what follows one is compiled too, without seeds
+        found = scaled_keep(at, tl.load(seeds + cell), threshold, scale)
+    return found
 
 
 @triton.jit
@@ -69,12 +77,13 @@ def _forward_kernel(
     out, log_sum, q, k, v, table, classes, key_mask, keep, seeds,
     S, T, H, C, window, scale, threshold, keep_scale,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, KEYS: tl.constexpr,
-    MASK: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    MASK: tl.constexpr, PRECISION: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    cell = tl.program_id(1)
+    cell = tl.program_id(0)  # the axis that may be longer than 65,535
     row, head = cell // H, cell % H
     stride = H * HEAD
-    start = tl.program_id(0) * BM
+    start = tl.program_id(1) * BM
     i = start + tl.arange(0, BM)
     own_q = (row.to(tl.int64) * S * H + head) * HEAD
     own_k = (row.to(tl.int64) * T * H + head) * HEAD
@@ -91,7 +100,7 @@ def _forward_kernel(
         j = j0 + tl.arange(0, BN)
         k_tile = _load(k + own_k, j, T, stride, HEAD, BLOCK_D)
         s, _ = _scores(q_tile, k_tile, i, j, row, head, table, classes, key_mask, S, T, C, window,
-                       scale, CAUSAL, WINDOW, TABLE, KEYS)  # fmt: skip
+                       scale, CAUSAL, WINDOW, TABLE, KEYS, PRECISION)  # fmt: skip
         new = tl.maximum(highest, tl.max(s, 1))
         safe = tl.where(new == float("-inf"), 0.0, new)
         p = tl.exp(s - safe[:, None])
@@ -101,7 +110,7 @@ def _forward_kernel(
             p *= _keep(i, j, cell, keep, seeds, S, T, threshold, keep_scale, MASK)
         v_tile = _load(v + own_k, j, T, stride, HEAD, BLOCK_D)
         acc = acc * before[:, None]
-        acc += tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
+        acc += tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION)
         highest = new
     seen = total > 0
     _store(out + own_q, i, S, stride, acc / tl.where(seen, total, 1.0)[:, None], HEAD, BLOCK_D)
@@ -110,18 +119,32 @@ def _forward_kernel(
 
 
 @triton.jit
+def _delta_kernel(
+    delta, out, d_out, S, H, HEAD: tl.constexpr, BLOCK_D: tl.constexpr, BM: tl.constexpr
+):
+    """delta[row, head, query] = the sum of out * d_out over the columns, in one pass."""
+    cell = tl.program_id(0)
+    i = tl.program_id(1) * BM + tl.arange(0, BM)
+    own = ((cell // H).to(tl.int64) * S * H + cell % H) * HEAD
+    o = _load(out + own, i, S, H * HEAD, HEAD, BLOCK_D).to(tl.float32)
+    g = _load(d_out + own, i, S, H * HEAD, HEAD, BLOCK_D).to(tl.float32)
+    tl.store(delta + cell * S + i, tl.sum(o * g, 1), mask=i < S)
+
+
+@triton.jit
 def _query_kernel(
     dq, d_table, d_out, delta, log_sum, q, k, v, table, classes, key_mask, keep, seeds,
     S, T, H, C, window, scale, threshold, keep_scale,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, KEYS: tl.constexpr,
-    MASK: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    MASK: tl.constexpr, PRECISION: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """dq of a block of queries, and its part of the table's gradient."""
-    cell = tl.program_id(1)
+    cell = tl.program_id(0)  # the axis that may be longer than 65,535
     row, head = cell // H, cell % H
     stride = H * HEAD
-    start = tl.program_id(0) * BM
+    start = tl.program_id(1) * BM
     i = start + tl.arange(0, BM)
     own_q = (row.to(tl.int64) * S * H + head) * HEAD
     own_k = (row.to(tl.int64) * T * H + head) * HEAD
@@ -141,23 +164,23 @@ def _query_kernel(
         j = j0 + tl.arange(0, BN)
         k_tile = _load(k + own_k, j, T, stride, HEAD, BLOCK_D)
         s, kind = _scores(q_tile, k_tile, i, j, row, head, table, classes, key_mask, S, T, C,
-                          window, scale, CAUSAL, WINDOW, TABLE, KEYS)  # fmt: skip
+                          window, scale, CAUSAL, WINDOW, TABLE, KEYS, PRECISION)  # fmt: skip
         p = tl.exp(s - lse[:, None])
         v_tile = _load(v + own_k, j, T, stride, HEAD, BLOCK_D)
-        dp = tl.dot(g, tl.trans(v_tile), input_precision="ieee")
+        dp = tl.dot(g, tl.trans(v_tile), input_precision=PRECISION)
         if MASK != "none":
             dp *= _keep(i, j, cell, keep, seeds, S, T, threshold, keep_scale, MASK)
         ds = p * (dp - d[:, None])
-        acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision="ieee")
+        acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision=PRECISION)
         if TABLE:  # a tile far from the diagonal holds one class, one near it a few
             low = tl.load(classes + tl.maximum(j0 - (start + BM - 1), 1 - S) + S - 1)
             high = tl.load(classes + tl.minimum(j0 + BN - 1 - start, T - 1) + S - 1)
             for at in range(low, high + 1):
-                part = tl.sum(tl.sum(tl.where(kind == at, ds, 0.0), 1), 0)
+                part = tl.sum(tl.where(kind == at, ds, 0.0))
                 histogram += tl.where(c == at, part, 0.0)
     _store(dq + own_q, i, S, stride, acc * scale, HEAD, BLOCK_D)
     if TABLE:
-        at = (cell * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * C + c
+        at = (cell * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * C + c
         tl.store(d_table + at, histogram, mask=c < C)
 
 
@@ -166,13 +189,14 @@ def _key_kernel(
     dk, dv, d_out, delta, log_sum, q, k, v, table, classes, key_mask, keep, seeds,
     S, T, H, C, window, scale, threshold, keep_scale,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, KEYS: tl.constexpr,
-    MASK: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    MASK: tl.constexpr, PRECISION: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys."""
-    cell = tl.program_id(1)
+    cell = tl.program_id(0)  # the axis that may be longer than 65,535
     row, head = cell // H, cell % H
     stride = H * HEAD
-    start = tl.program_id(0) * BN
+    start = tl.program_id(1) * BN
     j = start + tl.arange(0, BN)
     own_q = (row.to(tl.int64) * S * H + head) * HEAD
     own_k = (row.to(tl.int64) * T * H + head) * HEAD
@@ -192,23 +216,23 @@ def _key_kernel(
         lse = tl.load(log_sum + cell * S + i, mask=i < S, other=0.0)
         d = tl.load(delta + cell * S + i, mask=i < S, other=0.0)
         s, _ = _scores(q_tile, k_tile, i, j, row, head, table, classes, key_mask, S, T, C, window,
-                       scale, CAUSAL, WINDOW, TABLE, KEYS)  # fmt: skip
+                       scale, CAUSAL, WINDOW, TABLE, KEYS, PRECISION)  # fmt: skip
         p = tl.exp(s - lse[:, None])
-        dp = tl.dot(g, tl.trans(v_tile), input_precision="ieee")
+        dp = tl.dot(g, tl.trans(v_tile), input_precision=PRECISION)
         kept = p
         if MASK != "none":
             mask = _keep(i, j, cell, keep, seeds, S, T, threshold, keep_scale, MASK)
             kept = p * mask
             dp *= mask
-        acc_v += tl.dot(tl.trans(kept.to(g.dtype)), g, input_precision="ieee")
+        acc_v += tl.dot(tl.trans(kept.to(g.dtype)), g, input_precision=PRECISION)
         ds = p * (dp - d[:, None])
-        acc_k += tl.dot(tl.trans(ds.to(q_tile.dtype)), q_tile, input_precision="ieee")
+        acc_k += tl.dot(tl.trans(ds.to(q_tile.dtype)), q_tile, input_precision=PRECISION)
     _store(dk + own_k, j, T, stride, acc_k * scale, HEAD, BLOCK_D)
     _store(dv + own_k, j, T, stride, acc_v, HEAD, BLOCK_D)
 
 
 def _options(q: Tensor, k: Tensor, table, classes, key_mask, keep, seeds, p, scale, causal, window):
-    """(tensors after v, sizes), and the constants."""
+    """(tensors after v, sizes), and the constants of each kernel."""
     (_, S, H, D), T = q.shape, k.shape[1]
     mask = "keep" if keep is not None else "seeds" if seeds is not None and p > 0 else "none"
     tensors = [
@@ -219,16 +243,34 @@ def _options(q: Tensor, k: Tensor, table, classes, key_mask, keep, seeds, p, sca
     C = 0 if table is None else table.shape[1]
     sizes = (S, T, H, C, window, scale, *threshold_and_scale(p))
     flags = {"CAUSAL": causal, "WINDOW": bool(window), "TABLE": table is not None,
-             "KEYS": key_mask is not None, "MASK": mask}  # fmt: skip
-    return (*tensors, *sizes), flags | tiles(D, table is not None or mask == "seeds")
+             "KEYS": ("none", "", "keys", "pairs")[0 if key_mask is None else key_mask.ndim],
+             "MASK": mask}  # fmt: skip
+    flags["PRECISION"] = "ieee"
+    plain = table is None and key_mask is None and mask == "none"
+    return (*tensors, *sizes), {
+        kernel: flags | tiles(kernel, D, table is not None, plain)
+        for kernel in ("forward", "query", "key")
+    }
 
 
-def tiles(head_size: int, many_registers: bool) -> dict[str, int]:
-    """Tiles that no supported chip spills; a table or hashed dropout takes twice the warps."""
+def tiles(kernel: str, head_size: int, table: bool, plain: bool) -> dict[str, Any]:
+    """Tiles that no supported chip spills, found by compiling (`ci/bench.py launches`).
+
+    Args:
+        kernel: forward, query or key.
+        head_size: D.
+        table: whether distances have a bias, whose gradient the query kernel sums.
+        plain: no table, no mask, no dropout.
+    """
     block = max(triton.next_power_of_2(head_size), 16)
-    warps = 8 if block > 64 or many_registers else 4
-    small = block > 64 or many_registers
-    sizes = {"BM": 64, "BN": 32 if small else 64, "HEAD": head_size, "BLOCK_D": block}
+    BM, BN, warps = 64, 32, 8
+    if kernel == "query" and table:
+        BM, warps = 32, 8 if block > 64 else 4
+    elif kernel == "key" and block > 64:
+        BM, BN = 32, 16
+    elif kernel == "forward" and plain and block <= 64:
+        BN, warps = 64, 4
+    sizes = {"BM": BM, "BN": BN, "HEAD": head_size, "BLOCK_D": block}
     return sizes | {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": True}
 
 
@@ -254,8 +296,9 @@ def forward(
         args, options = _options(
             q, k, table, classes, key_mask, keep, seeds, p, scale, causal, window
         )
-        grid = (triton.cdiv(S, options["BM"]), B * H)
-        _forward_kernel[grid](out, log_sum, q, k, v, *args, **options)
+        own = options["forward"]
+        grid = (B * H, triton.cdiv(S, own["BM"]))
+        _forward_kernel[grid](out, log_sum, q, k, v, *args, **own)
     return out, log_sum
 
 
@@ -280,29 +323,20 @@ def backward(
     d_out, q, k, v = (t.contiguous() for t in (d_out, q, k, v))
     (B, S, H, _), T = q.shape, k.shape[1]
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    delta = (out.float() * d_out.float()).sum(-1).transpose(1, 2).contiguous()
+    delta = torch.empty_like(log_sum)
     args, options = _options(q, k, table, classes, key_mask, keep, seeds, p, scale, causal, window)
-    blocks, C = triton.cdiv(S, options["BM"]), 0 if table is None else table.shape[1]
+    by_query, by_key = options["query"], options["key"]
+    blocks, C = triton.cdiv(S, by_query["BM"]), 0 if table is None else table.shape[1]
     partial = q.new_empty((B, H, blocks, C), dtype=torch.float32)
     if q.numel():
         given = (d_out, delta, log_sum, q, k, v, *args)
+        sizes = {name: by_query[name] for name in ("HEAD", "BLOCK_D")}
+        grid = (B * H, triton.cdiv(S, 64))
+        _delta_kernel[grid](
+            delta, out.contiguous(), d_out, S, H, **sizes, BM=64, num_warps=4, enable_fp_fusion=True
+        )
         classes_block = max(triton.next_power_of_2(C), 1)
-        _query_kernel[(blocks, B * H)](dq, partial, *given, **options, BLOCK_C=classes_block)
-        _key_kernel[(triton.cdiv(T, options["BN"]), B * H)](dk, dv, *given, **options)
+        _query_kernel[(B * H, blocks)](dq, partial, *given, **by_query, BLOCK_C=classes_block)
+        _key_kernel[(B * H, triton.cdiv(T, by_key["BN"]))](dk, dv, *given, **by_key)
     d_table = q.new_empty((0, 0)) if table is None else partial.sum((0, 2)).to(table.dtype)
     return dq, dk, dv, d_table
-
-
-_TYPES = dict.fromkeys(("q", "k", "v", "out", "d_out", "dq", "dk", "dv", "table"), "*bf16")
-_TYPES |= dict.fromkeys(("log_sum", "delta", "d_table"), "*fp32")
-_TYPES |= {"classes": "*i32", "key_mask": "*u8", "keep": "*bf16", "seeds": "*i64"}
-_TYPES |= dict.fromkeys(("S", "T", "H", "C", "window", "threshold"), "i32")
-_TYPES |= dict.fromkeys(("scale", "keep_scale"), "fp32")
-AOT = [
-    (kernel, _TYPES,
-     {"CAUSAL": local, "WINDOW": local, "TABLE": not local, "KEYS": not local,
-      "MASK": "none" if local else "seeds", **tiles(head_size, not local)}
-     | ({"BLOCK_C": 32} if kernel is _query_kernel else {}))
-    for kernel in (_forward_kernel, _query_kernel, _key_kernel)
-    for local, head_size in ((True, 64), (True, 128), (False, 64))
-]  # fmt: skip

@@ -178,10 +178,3 @@ def backward(
     grid = (triton.cdiv(M, BLOCK_M), grid[1])
     _gradient_kernel[grid](*args, TRAINING=training, ADD=has_residual, **options)
     return dx, dw.to(weight.dtype), db.to(weight.dtype), d_residual
-
-
-_TYPES = dict.fromkeys(("x", "y", "dx", "dy", "residual", "d_residual", "weight", "bias"), "*bf16")
-_TYPES |= dict.fromkeys(("means", "squares", "rstds", "dw", "db"), "*fp32")
-_TYPES |= {"M": "i32", "C": "i32", "rows": "i32"}
-AOT = [(kernel, _TYPES, {"ADD": True, "TRAINING": True, **_blocks(BLOCK_C)})
-       for kernel in (_statistics_kernel, _apply_kernel, _sums_kernel, _gradient_kernel)]  # fmt: skip

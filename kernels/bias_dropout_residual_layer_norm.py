@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from slapo_zoo.dispatch.registry import kernel, runs_triton
+from slapo_zoo.kernels.dropout import dropout
 from slapo_zoo.kernels.dropout_mask import dropout_of, mask_like
 from slapo_zoo.kernels.layer_norm import reference as layer_norm_reference
 from slapo_zoo.kernels.norm import MOST_COLUMNS, norm, summed
@@ -84,7 +85,9 @@ def bias_dropout_residual_layer_norm(
     """
     name = "bias_dropout_residual_layer_norm"
     if (x.is_cuda and not runs_triton(name, x)) or x.shape[-1] > MOST_COLUMNS:
-        z = summed(x, x_bias, residual, mask_like(x, keep, seeds, p))
+        if keep is None and seeds is not None:
+            x, x_bias = dropout(x if x_bias is None else x + x_bias, None, seeds, p), None
+        z = summed(x, x_bias, residual, keep)
         return functional.layer_norm(z, z.shape[-1:], weight, bias, eps), z
     args = (x_bias, residual, keep, seeds, p)
     return norm(x, weight, bias, eps, False, *args)

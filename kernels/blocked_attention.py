@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slapo_zoo.dispatch.registry import in_triton, operator
+from slapo_zoo.dispatch.registry import TRITON_DTYPES, in_triton, operator
+from slapo_zoo.kernels.dropout import dropout
 from slapo_zoo.parallel.random_stream import is_kept
 
 CACHE = 1 << 23  # bytes of scores at a time on a CPU
+LARGEST_HEAD = 128  # columns; tiles of more spill
 
 
 class Shape(NamedTuple):
@@ -61,15 +63,48 @@ def attention(
         window: how many keys a causal query sees, itself included; 0 for all.
         table: [H, C], a bias per head and class of distance.
         classes: [S + T - 1], int32, the class of distance d = j - i at d + S - 1; it never falls.
-        key_mask: [B, T], False where a key is padding.
+        key_mask: [B, T], False where a key is padding, or [B, S, T], False where a query does not see it.
         keep: [B, H, S, T], a dropout mask, see dropout_mask.
         seeds: [B * H], see dropout_mask.
         p: see dropout_mask.
         wide: multiply q by k in fp32 on a CPU too, whatever their dtype.
     """
+    if q.device.type != "cpu" and cannot(q):
+        given = (table, classes, key_mask, keep, seeds, p)
+        return in_one_piece(q, k, v, scale, causal, window, *given)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     args = (table, classes, key_mask, keep, seeds, p, scale, causal, window, wide)
     return _forward(q, k, v, *args)[0].transpose(1, 2)
+
+
+def cannot(q: Tensor) -> str:
+    """Why the Triton kernels cannot serve queries [..., D], or the empty string."""
+    if q.dtype not in TRITON_DTYPES:
+        return f"{str(q.dtype)[6:]} has no Triton kernel"
+    if q.dtype == torch.float32 and q.device.type != "cpu":
+        return "float32 has no products on tensor cores that keep its precision: registers spill"
+    wide = q.shape[-1] > LARGEST_HEAD
+    return f"heads of {q.shape[-1]} columns spill, {LARGEST_HEAD} is the most" if wide else ""
+
+
+def in_one_piece(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int, table: Tensor | None,
+    classes: Tensor | None, key_mask: Tensor | None, keep: Tensor | None, seeds: Tensor | None, p: float,
+) -> Tensor:  # fmt: skip
+    """As `attention`, with all weights in memory, which the backward then does not make again."""
+    scores = q @ k.transpose(-1, -2)
+    scores = scores if scale == 1.0 else scores * scale
+    (S, T), least = scores.shape[-2:], torch.finfo(scores.dtype).min
+    if table is not None and classes is not None:
+        scores = scores + table.to(scores.dtype)[:, classes.long()].unfold(-1, T, 1).flip(1)
+    if causal:
+        hidden = torch.ones(S, T, dtype=torch.bool, device=q.device).triu(T - S + 1)
+        hidden = hidden | torch.ones_like(hidden).tril(T - S - window) if window else hidden
+        scores = scores.masked_fill(hidden, least)
+    if key_mask is not None:
+        by_query = key_mask[:, None] if key_mask.ndim == 2 else key_mask
+        scores = scores.masked_fill(~by_query[:, None], least)
+    return dropout(scores.softmax(-1), keep, seeds, p) @ v
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -228,13 +263,14 @@ class _Blocks:
             runs = self.diagonal.unfold(-1, keys.stop - keys.start, 1)
             by_row.add_(runs[:, first : first + rows.stop - rows.start].flip(1))
         if causal:
-            i = torch.arange(rows.start, rows.stop)[:, None] + (T - S)
-            j = torch.arange(keys.start, keys.stop)[None]
+            i = torch.arange(rows.start, rows.stop, device=s.device)[:, None] + (T - S)
+            j = torch.arange(keys.start, keys.stop, device=s.device)[None]
             hidden = j > i if not window else (j > i) | (j <= i - window)
             s.masked_fill_(hidden, -torch.inf)
         if self.key_mask is None:
             return torch.softmax(s, -1)
-        by_row.masked_fill_(~self.key_mask[:, None, None, keys], -torch.inf)
+        by_query = self.key_mask[:, None] if self.key_mask.ndim == 2 else self.key_mask[:, rows]
+        by_row.masked_fill_(~by_query[:, None, :, keys], -torch.inf)
         found = torch.softmax(s, -1)
         return found.masked_fill_(found[..., :1].isnan(), 0.0)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from slapo_zoo.parallel.device_seeds import split_cells
 from slapo_zoo.parallel.random_stream import hashed_cells
 
 
@@ -32,17 +33,26 @@ def mask_like(x: Tensor, keep: Tensor | None, seeds: Tensor | None, p: float) ->
 def dropout_of(module: Any, x: Tensor, cells: int = 0) -> dict[str, Any]:
     """What a dropout module is about to draw for x, as the arguments `keep`, `seeds` and `p`.
 
-    A module whose forward was replaced (by a schedule, with a random stream of its own) is asked for
-    its mask; a plain one on a GPU gets one seed per cell from torch's generator. Nothing in eval().
+    A schedule gives a module a forward with a random stream of its own, which says what it `draws`:
+    a mask on a CPU, seeds elsewhere. Another forward is asked for its mask; a plain module on a GPU gets one
+    seed per cell from torch's generator. Nothing in eval().
 
     Args:
         module: nn.Dropout.
         x: what is dropped; only its shape, dtype and device count.
-        cells: number of cells; by default the rows of x.
+        cells: number of cells; by default what the stream has, or the rows of x.
     """
     if not module.training or module.p == 0.0:
         return {}
-    if "forward" in module.__dict__ or not x.is_cuda:
+    forward = module.__dict__.get("forward")
+    if draws := getattr(forward, "draws", None):
+        found = draws(x)
+        if cells and "seeds" in found:
+            parts = cells // max(len(found["seeds"]), 1)
+            size = x.numel() // max(cells, 1)
+            found = {**found, "seeds": split_cells(found["seeds"], parts, size)}
+        return found
+    if forward is not None or not x.is_cuda:
         return {"keep": module(x.detach().new_ones(()).expand(x.shape))}
     return new_seeds(cells or x.shape[0], module.p, x.device)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from slapo_zoo.dispatch.registry import kernel
+from slapo_zoo.kernels.dropout import dropout
 from slapo_zoo.kernels.dropout_mask import dropout_of, mask_like
 from slapo_zoo.kernels.layer_norm import layer_norm
 from slapo_zoo.kernels.layer_norm import reference as layer_norm_reference
@@ -75,8 +76,7 @@ def _forward(
     z = z + module.token_type_embeddings(token_type_ids)
     z = z + module.position_embeddings(position_ids)
     y = layer_norm(z, module.LayerNorm.weight, module.LayerNorm.bias, module.LayerNorm.eps)
-    mask = mask_like(y, **{"keep": None, "seeds": None, "p": 0.0} | dropout_of(module.dropout, y))
-    return y if mask is None else y * mask
+    return dropout(y, **dropout_of(module.dropout, y))
 
 
 @kernel(
@@ -120,5 +120,4 @@ def embedding_layer_norm(
     if kind is not None and kinds is not None:
         z = z + functional.embedding(kinds, kind)
     y = layer_norm(z, weight, bias, eps)
-    mask = mask_like(y, keep, seeds, p)
-    return y if mask is None else y * mask
+    return dropout(y, keep, seeds, p)

@@ -163,7 +163,7 @@ def _times(t: Tensor, d: Tensor) -> Tensor:
     `loss.backward()` has d = 1, and t needs no pass over it; on a GPU to ask would be to wait.
     """
     is_traced = torch.compiler.is_compiling() or type(d) is not Tensor
-    if not is_traced and not d.is_cuda and d.item() == 1.0:
+    if not is_traced and d.device.type == "cpu" and d.item() == 1.0:
         return t
     if t.dtype == d.dtype:
         return t * d
@@ -203,12 +203,12 @@ def _mean_loss(
     dw = None
     db = x.new_zeros(len(weight) * n if bias is not None else 0, dtype=wide)
     at = None
-    if not x.is_cuda:  # rows that do not count cost nothing; on a GPU counting them would wait
+    if x.device.type == "cpu":  # rows that do not count cost nothing; a GPU would be waited for
         at = (target >= 0).nonzero()[:, 0]
         at = None if len(at) == len(target) else at
     kept_x, kept_target = (x, target) if at is None else (x[at], target[at])
     kept_dx = dx if at is None or not graded else x.new_empty(kept_x.shape)
-    chunk = torch.empty((min(rows, len(kept_x)), len(weight)), dtype=x.dtype, device=x.device)
+    chunk = cross_entropy.padded_columns(x, min(rows, len(kept_x)), len(weight))
     for i in range(0, len(kept_x), rows):
         part = slice(i, i + rows)
         logits = products.mm_into(chunk[: len(kept_x[part])], kept_x[part], weight.t())
@@ -243,8 +243,8 @@ def _loss_and_gradient_(
     counts, V = target >= 0, logits.shape[1]
     if in_triton(logits):
         found = cross_entropy.statistics(logits, target)
-        d = torch.tensor([1.0, smoothing - 1.0, -smoothing / V], device=logits.device)
-        d = scale * d[:, None] * counts
+        each = scale * counts
+        d = torch.stack([each, each * (smoothing - 1.0), each * (-smoothing / V)])
         losses = cross_entropy.row_losses(found, counts, smoothing, V)
         return losses.sum(), cross_entropy.gradient_(logits, target, found[0], d)
     total = logits.new_zeros((), dtype=cross_entropy.wide_dtype(logits))
@@ -268,7 +268,7 @@ def _rows_in_cache_(
     if smoothing:
         softmax.sub_(smoothing / V)
     softmax.scatter_add_(1, at, torch.full_like(picked, smoothing - 1.0)[:, None])
-    if not bool(counts.all()):  # never on a CPU, where such rows were left out
+    if logits.device.type != "cpu":  # there such rows were left out
         softmax.mul_(counts[:, None])
     torch.mul(softmax, scale, out=logits)
     return losses.sum()

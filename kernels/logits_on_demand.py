@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.nn import functional
 
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.parallel.known import IGNORED, known, places
 
 _TENSOR: Any = torch.Tensor  # its attributes are descriptors, which type checkers do not know
 _KNOWN = {
@@ -22,10 +24,11 @@ _KNOWN = {
     _TENSOR.is_cuda.__get__, _TENSOR.layout.__get__, torch.Tensor.size, torch.Tensor.dim,
     torch.Tensor.numel, torch.Tensor.is_floating_point, torch.Tensor.__len__,
     _TENSOR.requires_grad.__get__, _TENSOR.grad_fn.__get__, _TENSOR.is_leaf.__get__,
-    torch.Tensor.register_hook,
 }  # fmt: skip
 _CASTS = {torch.Tensor.float, torch.Tensor.to, torch.Tensor.contiguous}
 _VIEWS = (torch.Tensor.view, torch.Tensor.reshape)
+_ENGINES = ("torch.distributed.", "deepspeed.", "megatron.", "accelerate.")
+_OF_GRADIENT = (torch.Tensor.retain_grad, torch.Tensor.register_hook)
 
 
 @dataclass
@@ -55,7 +58,9 @@ class Head:
         from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 
         if self.before is not None or self.group is not None:
-            at = (target != ignore_index).nonzero()[:, 0]
+            at = places(
+                target != ignore_index, known().targets if ignore_index == IGNORED else None
+            )
             rows, target = rows.index_select(0, at), target[at]
         rows = rows if self.before is None else self.before(rows)
         weight, bias = self.linear.weight, self.linear.bias
@@ -99,6 +104,7 @@ class LogitsOnDemand(torch.Tensor):
     parent: "LogitsOnDemand | None"
     make: Callable[[Tensor], Tensor]
     made: Tensor | None
+    made_version: int
     read: Tensor | None
     passed_by: bool
     version: int
@@ -121,7 +127,7 @@ class LogitsOnDemand(torch.Tensor):
         return _Deferred.apply(source, head.linear.weight, rows, head, dtype, make, parent)  # pyright: ignore[reportReturnType]
 
     def divided(self, vocab_size: int, group: Any) -> Tensor:
-        """The same, of a head whose vocabulary is divided and whose rows' gradient is summed."""
+        """The same, of a head whose vocabulary is sharded and whose rows' gradient is summed."""
         if group is None:
             return self
         head = replace(self.head, vocab_size=vocab_size, group=group, summed=True)
@@ -132,8 +138,8 @@ class LogitsOnDemand(torch.Tensor):
         if self.made is None:
             self._require_same_weights()
             with torch.enable_grad():  # a loss may use them after a metric did
-                source = self.rows if self.parent is None else self.parent.tensor()
-                self.made = _whole(self.make(source), self.head)
+                self.made = self._of_rows() if self.parent is None else self._of_parent(self.parent)
+            self.made_version = self.made._version
             with torch._C.DisableTorchFunctionSubclass():
                 hooks = self._backward_hooks or {}
             for hook in hooks.values():
@@ -142,14 +148,37 @@ class LogitsOnDemand(torch.Tensor):
 
     def numbers(self) -> Tensor:
         """The same below autograd, where no graph can be made; the graph goes through `_Deferred`."""
+        if self.changed():
+            problem = "an operation in place has changed them, and this use cannot see its gradient"
+            hint = "use the tensor that the operation returned"
+            raise SlapoError("output", "logits", problem, hint)
         if self.made is not None:
             return self.made.detach()
         if self.read is None:
             self._require_same_weights()
-            source = self.rows.detach() if self.parent is None else self.parent.numbers()
             with torch.no_grad():
-                self.read = _whole(self.make(source), self.head)
+                parent = self.parent
+                self.read = self._of_rows() if parent is None else self.make(parent.numbers())
         return self.read
+
+    def changed(self) -> bool:
+        """Whether they, or the logits that they were made of, were changed in place."""
+        mine = self.made is not None and self.made._version != self.made_version
+        return mine or (self.parent is not None and self.parent.changed())
+
+    def _of_rows(self) -> Tensor:
+        return _whole(self.make(self.rows), self.head)
+
+    def _of_parent(self, parent: "LogitsOnDemand") -> Tensor:
+        """A copy that was asked for before the parent changed holds what the parent was then."""
+        whole = parent.tensor()
+        made = self.make(whole)
+        if parent.changed() and made.untyped_storage()._cdata != whole.untyped_storage()._cdata:
+            return self.make(parent._as_before())
+        return made
+
+    def _as_before(self) -> Tensor:
+        return self._of_rows() if self.parent is None else self.make(self.parent._as_before())
 
     def _require_same_weights(self) -> None:
         if self.head.linear.weight._version != self.version:
@@ -170,17 +199,20 @@ class LogitsOnDemand(torch.Tensor):
         return nobody and (self.parent is None or self.parent.untouched())
 
     @classmethod
+    @_disable_dynamo  # a compiled loss gets the logits, made before its graph begins
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func` on the rows where that means the same, else on the logits."""
         kwargs, x = kwargs or {}, args[0] if args else None
         with torch._C.DisableTorchFunctionSubclass():
             if func in _KNOWN:
                 return func(*args, **kwargs)
-            if func is torch.Tensor.retain_grad and x.passed_by:  # pyright: ignore[reportOptionalMemberAccess]
+            if func is torch.Tensor.register_hook and _is_of_an_engine(*args, **kwargs):
+                return func(*args, **kwargs)
+            if func in _OF_GRADIENT and x.passed_by:  # pyright: ignore[reportOptionalMemberAccess]
                 hint = 'load with kernels="reference"'
                 problem = "their loss was made without them: they will have no gradient"
-                raise SlapoError("output", "logits.retain_grad()", problem, hint)
-            if isinstance(x, LogitsOnDemand) and x.untouched():
+                raise SlapoError("output", f"logits.{func.__name__}()", problem, hint)
+            if isinstance(x, LogitsOnDemand) and torch.is_grad_enabled() and x.untouched():
                 if (found := _on_rows(func, x, args[1:], kwargs)) is not None:
                     return found
                 if func is functional.cross_entropy and _common(x, *args[1:], **kwargs):
@@ -205,17 +237,22 @@ class _Deferred(torch.autograd.Function):
         logits = wrap(LogitsOnDemand, shape, dtype=dtype, device=rows.device)
         logits.rows, logits.head, logits.make, logits.made = rows, head, make, None
         logits.read, logits.parent, logits.version = None, parent, weight._version
-        logits.passed_by = False
+        logits.passed_by, logits.made_version = False, 0
         ctx.save_for_backward(rows)
         ctx.parts = head, make, parent
+        ctx.dtype = None if parent is None else parent.dtype
         return logits
 
     @staticmethod
     def backward(ctx: Any, d_logits):  # pyright: ignore[reportIncompatibleMethodOverride]
         (rows,), (head, make, parent) = ctx.saved_tensors, ctx.parts
-        source = (rows if parent is None else parent.tensor()).detach().requires_grad_()
+        if parent is None:
+            source = rows.detach().requires_grad_()
+        else:  # a cast or a view asks for no values
+            shape = (*parent.rows.shape[:-1], head.vocab_size)
+            source = rows.new_empty(shape, dtype=ctx.dtype).requires_grad_()
         with torch.enable_grad():
-            logits = _whole(make(source), head)
+            logits = _whole(make(source), head) if parent is None else make(source)
         torch.autograd.backward(logits, d_logits)  # the head's parameters get their share here
         return source.grad, *[None] * 6
 
@@ -251,7 +288,9 @@ def _on_rows(func: Any, x: LogitsOnDemand, rest: tuple, kwargs: dict) -> Tensor 
         sizes = tuple(rest[0]) if isinstance(rest[0], tuple | list) else rest
         same = sizes[-1] == x.head.vocab_size and all(isinstance(s, int) for s in sizes)
         found = (x.rows.reshape(*sizes[:-1], x.rows.shape[-1]), x.dtype) if same else None
-    elif func is torch.Tensor.__getitem__ and keeps_last_axis(rest[0], x.ndim):
+    elif (
+        func is torch.Tensor.__getitem__ and _is_slice(rest[0]) and keeps_last_axis(rest[0], x.ndim)
+    ):
         found = x.rows[rest[0]], x.dtype
     else:
         found = None
@@ -260,6 +299,17 @@ def _on_rows(func: Any, x: LogitsOnDemand, rest: tuple, kwargs: dict) -> Tensor 
     return LogitsOnDemand._new(
         found[0], x.head, found[1], lambda logits: func(logits, *rest, **kwargs), x
     )
+
+
+def _is_of_an_engine(_x: Any, hook: Any) -> bool:
+    """Whether it only wants to know when a backward begins, as FSDP2 and DeepSpeed do."""
+    return str(getattr(hook, "__module__", "")).startswith(_ENGINES)
+
+
+def _is_slice(index: Any) -> bool:
+    """Whether it is a view: an index tensor could change before the logits are made."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(isinstance(part, slice | int) or part is None or part is Ellipsis for part in parts)
 
 
 def _cast_to(func: Any, x: Tensor, rest: tuple, kwargs: dict) -> torch.dtype | None:

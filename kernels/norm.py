@@ -14,7 +14,12 @@ from torch import Tensor
 from slapo_zoo.dispatch.registry import in_triton, operator
 from slapo_zoo.kernels.dropout_mask import mask_like
 
-MOST_COLUMNS = 16384  # a row is held in registers
+MOST_COLUMNS = 8192  # a row is held in registers: of longer ones they spill
+
+
+def fits_registers(columns: int, x_bias: bool) -> bool:
+    """Whether the backward holds its sums over rows of so many columns; a bias of x is a third one."""
+    return columns <= (MOST_COLUMNS // 2 if x_bias else MOST_COLUMNS)
 
 
 def norm(
@@ -43,6 +48,8 @@ def norm(
         seeds: see dropout_mask.
         p: see dropout_mask.
     """
+    if x_bias is not None and not fits_registers(x.shape[-1], True):
+        x, x_bias = x + x_bias, None
     rows = (None if t is None else t.reshape(-1, x.shape[-1]) for t in (x, residual, keep))
     x_MN, residual_MN, keep_MN = rows
     arguments = (x_MN, weight, bias, x_bias, residual_MN, keep_MN, seeds, p, eps, rms)

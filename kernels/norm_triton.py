@@ -19,10 +19,12 @@ PROGRAMS = (
 def _mask(m, n, at, ok, M, N, keep, seeds, cell, threshold, scale, MASK: tl.constexpr):
     """The dropout mask of a tile; a cell is `cell` rows."""
     if MASK == "keep":
-        return tl.load(keep + at, mask=ok, other=0.0).to(tl.float32)
-    key = tl.load(seeds + m // cell, mask=m < M, other=0)
-    counter = (m % cell)[:, None].to(tl.int64) * N + n[None, :]
-    return scaled_keep(counter, key[:, None], threshold, scale)
+        found = tl.load(keep + at, mask=ok, other=0.0).to(tl.float32)
+    else:  # no `return` above: what follows one is compiled too, without seeds
+        key = tl.load(seeds + m // cell, mask=m < M, other=0)
+        counter = (m % cell)[:, None].to(tl.int64) * N + n[None, :]
+        found = scaled_keep(counter, key[:, None], threshold, scale)
+    return found
 
 
 @triton.jit
@@ -191,21 +193,3 @@ def backward(
 
 def _contiguous(*tensors: Tensor | None) -> list:
     return [None if t is None else t.contiguous() for t in tensors]
-
-
-_TYPES = dict.fromkeys(("y", "z", "x", "weight", "bias", "x_bias", "residual", "keep", "d_sum", "dx", "dy", "dz"), "*bf16")  # fmt: skip
-_TYPES |= dict.fromkeys(("means", "rstds", "dw", "db", "dx_bias"), "*fp32") | {"seeds": "*i64"}
-_TYPES |= {
-    "M": "i32",
-    "N": "i32",
-    "cell": "i32",
-    "threshold": "i32",
-    "scale": "fp32",
-    "eps": "fp32",
-}
-AOT = [  # kernel, types of its arguments, constants
-    (kernel, _TYPES, {"RMS": rms, "BIAS": not rms, "X_BIAS": add, "RESIDUAL": add, "DZ": add,
-                      "MASK": "seeds" if add else "none", **tile(N)})
-    for kernel in (_forward_kernel, _backward_kernel)
-    for N, rms, add in ((768, False, False), (1024, True, False), (1024, False, True), (4096, False, True))
-]  # fmt: skip

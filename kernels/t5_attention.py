@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.dispatch.registry import kernel, runs_triton
-from slapo_zoo.kernels.blocked_attention import attention
+from slapo_zoo.kernels.blocked_attention import attention, in_one_piece
 from slapo_zoo.kernels.dropout_mask import hides_only_padding, keys_of, mask_like, new_seeds
 
 SHAPES = [(1, 2, 5, 5, 16, False), (2, 3, 37, 37, 8, True), (1, 2, 150, 150, 16, False),
@@ -133,6 +133,9 @@ def _dropout(module: Any, q: Tensor, k: Tensor) -> dict[str, Any]:
     if core is None or not module.dropout:
         return new_seeds(B * H, module.dropout, q.device)
     weights = q.detach().new_empty(()).expand(B, H, S, k.shape[2])
+    if core.stream.hashes(q.device):
+        seeds = core.stream.seeds(weights, core.site, core.heads)
+        return {"seeds": seeds, "p": module.dropout}
     return {"keep": core.stream.keep_mask(weights, module.dropout, core.site, core.heads)}
 
 
@@ -176,26 +179,9 @@ def t5_attention(
         )
     size = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * q.dtype.itemsize
     if not runs_triton("t5_attention", q) and size <= MATERIALISED:
-        return _in_one_piece(q, k, v, table, classes, causal, key_mask, keep, seeds, p)
+        return in_one_piece(q, k, v, 1.0, causal, 0, table, classes, key_mask, keep, seeds, p)
     args = (table, classes, key_mask, keep, seeds, p, False)
     return attention(q, k, v, 1.0, causal, 0, *args)
-
-
-def _in_one_piece(q, k, v, table, classes, causal, key_mask, keep, seeds, p) -> Tensor:
-    """Weights that fit the caches are kept for the backward: cheaper than making them twice."""
-    scores = q @ k.transpose(-1, -2)
-    S, T = scores.shape[-2:]
-    if table is not None:
-        bias = table.to(scores.dtype)[:, classes.long()].unfold(-1, T, 1).flip(1)
-        scores = scores + bias
-    if causal:
-        hidden = torch.ones(S, T, dtype=torch.bool, device=q.device).triu(T - S + 1)
-        scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
-    if key_mask is not None:
-        scores = scores.masked_fill(~key_mask[:, None, None], torch.finfo(scores.dtype).min)
-    weights = scores.softmax(-1)
-    mask = mask_like(weights, keep, seeds, p)
-    return (weights if mask is None else weights * mask) @ v
 
 
 def _by_class(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.dispatch.registry import register_kernel
+from slapo_zoo.parallel.known import known, places
 
 SHAPES = [(1, 5, 16), (3, 7, 24), (2, 33, 16)]
 SERVES = ("BertEncoder", "RobertaEncoder", "AlbertTransformer")
@@ -42,7 +43,8 @@ def unpadded(x: Tensor, real: Tensor, layers: Callable[[Tensor], Tensor]) -> Ten
     """
     if torch.compiler.is_compiling():  # no shape may depend on data
         return reference(x, real, layers)
-    at = real.flatten().nonzero()[:, 0]
+    counts = known().real
+    at = places(real.flatten(), None if counts is None else sum(counts))
     y = layers(x.flatten(0, 1).index_select(0, at)[None])[0]
     return y.new_zeros((real.numel(), y.shape[-1])).index_copy(0, at, y).view(*real.shape, -1)
 
@@ -60,7 +62,7 @@ def _install(site: Any, **options: Any) -> None:
     def forward(
         module: Any, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any
     ) -> Any:
-        real = state.real_tokens
+        real = state.forward.real_tokens
         if real is None or hidden_states.shape[:2] != real.shape:
             return own(module, hidden_states, attention_mask, **kwargs)
         outputs = []

@@ -1,4 +1,4 @@
-"""vocab_parallel_cross_entropy: the loss of logits whose vocabulary is divided over ranks.
+"""vocab_parallel_cross_entropy: the loss of logits whose vocabulary is sharded over ranks.
 
 One collective of 12 bytes per row and rank; the logits are read once for the loss and once for the
 gradient, and nothing else of their size is kept. N rows, V classes.
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_zoo.parallel import collectives
 from slapo_zoo.dispatch.registry import kernel
 from slapo_zoo.kernels import cross_entropy
-from slapo_zoo.parallel.placement import Placement
+from slapo_zoo.parallel import collectives
 from slapo_zoo.parallel.local_tensors import require_indices
+from slapo_zoo.parallel.placement import Placement
 
 SHAPES = [(1, 40), (21, 131), (64, 1025), (0, 40)]
 

@@ -1,4 +1,4 @@
-"""vocab_parallel_linear_cross_entropy: the loss of a head whose vocabulary is divided, without its logits.
+"""vocab_parallel_linear_cross_entropy: the loss of a head whose vocabulary is sharded, without its logits.
 
 N rows, H hidden size, V classes over n ranks.
 """
@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_zoo.parallel import collectives
 from slapo_zoo.dispatch import cpu_matmul as products
 from slapo_zoo.dispatch.registry import kernel, operator
 from slapo_zoo.kernels import cross_entropy
 from slapo_zoo.kernels.linear_cross_entropy import plus_product
 from slapo_zoo.kernels.vocab_parallel_cross_entropy import join, local_targets
 from slapo_zoo.kernels.vocab_parallel_cross_entropy import reference as logits_reference
+from slapo_zoo.parallel import collectives
 
 SHAPES = [(1, 16, 40), (21, 24, 131), (130, 16, 97), (0, 16, 40)]
 
@@ -106,7 +106,10 @@ def _gradients(ctx: Any, d_statistics: Tensor, _: Any) -> tuple:
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, width: int) -> Tensor:
     """Of the classes that are no padding, which lie in front."""
     w = weight[:width].t()
-    return products.mm(x, w, None if bias is None else bias[:width])
+    if x.device.type == "cpu":
+        return products.mm(x, w, None if bias is None else bias[:width])
+    out = products.mm_into(cross_entropy.padded_columns(x, len(x), width), x, w)
+    return out if bias is None else out.add_(bias[:width])
 
 
 def _fits(x: Tensor, rows: int, graded: bool) -> bool:

@@ -1,6 +1,6 @@
 """GPT-2. Conv1D stores [in, out]; n is the size of mesh dim tp.
 
-D hidden, F ffn, V vocabulary, P positions; heads are divided whole and may be uneven.
+D hidden, F ffn, V vocabulary, P positions; heads are sharded whole and may be uneven.
 """
 
 from slapo_zoo.zoo.knobs import tunable

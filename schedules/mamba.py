@@ -1,4 +1,4 @@
-"""Mamba: no attention; the channels of a mixer are divided, and run through convolution and scan on their own.
+"""Mamba: no attention; the channels of a mixer are sharded, and run through convolution and scan on their own.
 
 D hidden, I = expand * D channels, R time step rank, N states, K kernel, V vocabulary; n is the size of mesh dim tp.
 Only x_proj looks at all channels: its sum over ranks is used by each rank's channels, so dy is summed too.

@@ -1,7 +1,7 @@
-"""Wide ResNet: the channels inside each bottleneck are divided; norms count the rows of all dp ranks.
+"""Wide ResNet: the channels inside each bottleneck are sharded; norms count the rows of all dp ranks.
 
 C channels of a block's input, W of its inside, O of its output (4 planes); n is the size of mesh dim tp and
-divides W. conv2 takes this rank's channels and its sum over ranks is divided again by channels, after the stride
+divides W. conv2 takes this rank's channels and its sum over ranks is sharded again by channels, after the stride
 where it is smaller; so conv1, conv2, conv3 and the two norms between them are all divided.
 """
 

@@ -7,8 +7,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slapo_zoo.model.auto import AutoScheduledModel as AutoScheduledModel
-    from slapo_zoo.parallel.emulation import emulate as emulate
     from slapo_zoo.errors import ArchitectureError as ArchitectureError
     from slapo_zoo.errors import CardError as CardError
     from slapo_zoo.errors import MeshError as MeshError
@@ -16,60 +14,137 @@ if TYPE_CHECKING:
     from slapo_zoo.errors import ScheduleError as ScheduleError
     from slapo_zoo.errors import SlapoError as SlapoError
     from slapo_zoo.errors import WeightsError as WeightsError
-    from slapo_zoo.parallel.mesh import Mesh as Mesh
-    from slapo_zoo.model.checkpoint import async_save_checkpoint as async_save_checkpoint
-    from slapo_zoo.model.checkpoint import load_checkpoint as load_checkpoint
-    from slapo_zoo.model.checkpoint import save_checkpoint as save_checkpoint
+    from slapo_zoo.hf.meta import analyze_tie_weights as analyze_tie_weights
+    from slapo_zoo.hf.meta import init_empty_weights as init_empty_weights
+    from slapo_zoo.language.graph.pattern import ModulePattern as ModulePattern
+    from slapo_zoo.language.graph.pattern import Pattern as Pattern
+    from slapo_zoo.language.graph.pattern import call_module as call_module
+    from slapo_zoo.language.graph.trace import trace as trace
+    from slapo_zoo.language.graph.trace import trace_module as trace_module
+    from slapo_zoo.language.graph.traced import is_module_list as is_module_list
+    from slapo_zoo.language.primitives.checkpoint import checkpoint as checkpoint
+    from slapo_zoo.language.primitives.registry import list_primitives as list_primitives
+    from slapo_zoo.language.primitives.registry import register_primitive as register_primitive
+    from slapo_zoo.language.primitives.shard import shard_rule as shard_rule
+    from slapo_zoo.language.primitives.sync_ops import sync_op as sync_op
     from slapo_zoo.language.schedule import Schedule as Schedule
+    from slapo_zoo.language.schedule import Selection as Selection
+    from slapo_zoo.language.schedule import from_json as from_json
+    from slapo_zoo.model.auto import AutoScheduledModel as AutoScheduledModel
+    from slapo_zoo.model.build import ScheduleMetadata as ScheduleMetadata
+    from slapo_zoo.model.build import build as build
+    from slapo_zoo.model.build import consolidate_model as consolidate_model
+    from slapo_zoo.model.build import create_schedule as create_schedule
+    from slapo_zoo.model.checkpoint import async_save_checkpoint as async_save_checkpoint
+    from slapo_zoo.model.checkpoint import save_checkpoint as save_checkpoint
+    from slapo_zoo.model.checkpoint_load import load_checkpoint as load_checkpoint
+    from slapo_zoo.model.dialects import get_dialect_cls as get_dialect_cls
+    from slapo_zoo.model.dialects import init_target_engine as init_target_engine
+    from slapo_zoo.model.dialects import register_dialect as register_dialect
+    from slapo_zoo.model.numerics import NumericsError as NumericsError
+    from slapo_zoo.model.numerics import NumericsWarning as NumericsWarning
+    from slapo_zoo.model.numerics import NumericsWatch as NumericsWatch
+    from slapo_zoo.model.optimizers import OptimizerWarning as OptimizerWarning
+    from slapo_zoo.model.optimizers import whole_matrices as whole_matrices
+    from slapo_zoo.model.sampler import MeshSampler as MeshSampler
+    from slapo_zoo.model.sampler import broadcast_batch as broadcast_batch
+    from slapo_zoo.model.scaler import GradScaler as GradScaler
+    from slapo_zoo.model.trainer import ScheduledTrainer as ScheduledTrainer
+    from slapo_zoo.model.trainer import prepare as prepare
+    from slapo_zoo.parallel.emulation import emulate as emulate
+    from slapo_zoo.parallel.launch import run_local as run_local
+    from slapo_zoo.parallel.mesh import Mesh as Mesh
+    from slapo_zoo.parallel.process_group import init_distributed as init_distributed
+    from slapo_zoo.parallel.process_group import shutdown_distributed as shutdown_distributed
+    from slapo_zoo.parallel.seeds import get_cuda_rng_tracker as get_cuda_rng_tracker
+    from slapo_zoo.parallel.seeds import get_logger as get_logger
+    from slapo_zoo.parallel.seeds import is_random_seed_set as is_random_seed_set
+    from slapo_zoo.parallel.seeds import set_random_seed as set_random_seed
     from slapo_zoo.tune.database import Database as Database
+    from slapo_zoo.tune.planner.hardware import Hardware as Hardware
+    from slapo_zoo.tune.planner.hardware import data_sheet as data_sheet
+    from slapo_zoo.tune.planner.hardware import find_hardware as find_hardware
+    from slapo_zoo.tune.planner.layout import Layout as Layout
+    from slapo_zoo.tune.planner.search import Planner as Planner
     from slapo_zoo.tune.space import Space as Space
     from slapo_zoo.tune.symbol import Symbol as Symbol
+    from slapo_zoo.tune.tuner import Limits as Limits
+    from slapo_zoo.tune.tuner import Tuner as Tuner
     from slapo_zoo.verify.context import Verify as Verify
+    from slapo_zoo.verify.core import verify as verify
+    from slapo_zoo.weights.reshard import reshard as reshard
+    from slapo_zoo.zoo.options import extend as extend
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "AutoScheduledModel": "model.auto",
+    "extend": "zoo.options",
+    "verify": "verify",
     "ArchitectureError": "errors",
+    "CardError": "errors",
     "MeshError": "errors",
     "RankError": "errors",
     "ScheduleError": "errors",
     "SlapoError": "errors",
     "WeightsError": "errors",
-    "Mesh": "parallel.mesh",
-    "Schedule": "language.schedule",
-    "ScheduleMetadata": "model.build",
     "analyze_tie_weights": "hf.meta",
+    "init_empty_weights": "hf.meta",
+    "ModulePattern": "language.graph.pattern",
+    "Pattern": "language.graph.pattern",
+    "call_module": "language.graph.pattern",
+    "trace": "language.graph.trace",
+    "trace_module": "language.graph.trace",
+    "is_module_list": "language.graph.traced",
+    "checkpoint": "language.primitives.checkpoint",
+    "list_primitives": "language.primitives.registry",
+    "register_primitive": "language.primitives.registry",
+    "shard_rule": "language.primitives.shard",
+    "sync_op": "language.primitives.sync_ops",
+    "Schedule": "language.schedule",
+    "Selection": "language.schedule",
+    "from_json": "language.schedule",
+    "AutoScheduledModel": "model.auto",
+    "ScheduleMetadata": "model.build",
     "build": "model.build",
     "consolidate_model": "model.build",
     "create_schedule": "model.build",
-    "CardError": "errors",
-    "emulate": "parallel.emulation",
-    "get_cuda_rng_tracker": "parallel.seeds",
-    "get_dialect_cls": "model.dialects",
-    "get_logger": "parallel.seeds",
-    "call_module": "language.graph.pattern",
-    "checkpoint": "language.primitives.checkpoint",
-    "list_primitives": "language.primitives.registry",
-    "ModulePattern": "language.graph.pattern",
-    "Pattern": "language.graph.pattern",
-    "register_primitive": "language.primitives.registry",
-    "trace": "language.graph.trace",
-    "trace_module": "language.graph.trace",
-    "init_empty_weights": "hf.meta",
-    "init_target_engine": "model.dialects",
-    "is_module_list": "language.graph.traced",
-    "is_random_seed_set": "parallel.seeds",
     "async_save_checkpoint": "model.checkpoint",
-    "Verify": "verify.context",
+    "load_checkpoint": "model.checkpoint_load",
+    "save_checkpoint": "model.checkpoint",
+    "get_dialect_cls": "model.dialects",
+    "init_target_engine": "model.dialects",
+    "register_dialect": "model.dialects",
+    "NumericsError": "model.numerics",
+    "NumericsWarning": "model.numerics",
+    "GradScaler": "model.scaler",
+    "NumericsWatch": "model.numerics",
+    "OptimizerWarning": "model.optimizers",
+    "whole_matrices": "model.optimizers",
+    "MeshSampler": "model.sampler",
+    "broadcast_batch": "model.sampler",
+    "ScheduledTrainer": "model.trainer",
+    "prepare": "model.trainer",
+    "emulate": "parallel.emulation",
+    "run_local": "parallel.launch",
+    "Mesh": "parallel.mesh",
+    "init_distributed": "parallel.process_group",
+    "shutdown_distributed": "parallel.process_group",
+    "get_cuda_rng_tracker": "parallel.seeds",
+    "get_logger": "parallel.seeds",
+    "is_random_seed_set": "parallel.seeds",
+    "set_random_seed": "parallel.seeds",
     "Database": "tune.database",
+    "Hardware": "tune.planner.hardware",
+    "data_sheet": "tune.planner.hardware",
+    "find_hardware": "tune.planner.hardware",
+    "Layout": "tune.planner.layout",
+    "Planner": "tune.planner.search",
     "Space": "tune.space",
     "Symbol": "tune.symbol",
-    "load_checkpoint": "model.checkpoint",
-    "save_checkpoint": "model.checkpoint",
-    "set_random_seed": "parallel.seeds",
-    "shard_rule": "language.primitives.shard",
-    "sync_op": "language.primitives.sync",
+    "Limits": "tune.tuner",
+    "Tuner": "tune.tuner",
+    "Verify": "verify.context",
+    "reshard": "weights.reshard",
 }
 __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -91,7 +91,7 @@ def cells(
 ) -> list[dict[str, Any]]:
     """One row per layout, recomputation and pipeline rank."""
     config, tokens = config_of(family, size), SIZES[size][3]
-    planner = Planner(config, HARDWARE["cpu"], tokens, torch.float32)
+    planner = Planner(config, HARDWARE["cpu"], tokens, "fp32")
     rows = []
     for name, (tp, pp) in layouts.items():
         count = MICRO_BATCHES if pp > 1 else 1

@@ -41,8 +41,7 @@ def seconds(width: int, rows: int, layers: int, rounds: int) -> dict[str, list[f
 def _stepper(width: int, layers: int, overlap: bool) -> nn.Module:
     import torch.distributed as dist
 
-    from slapo_zoo import Mesh
-    from slapo_zoo import Schedule
+    from slapo_zoo import Mesh, Schedule
 
     model = nn.Sequential(*(Mlp(width) for _ in range(layers)))
     sch: Any = Schedule(model, Mesh(tp=2, rank=dist.get_rank()))

@@ -151,8 +151,8 @@ def stage_seconds(
     The choices take turns, so that a slow phase of the machine meets all of them.
     """
     from slapo_zoo import AutoScheduledModel
-    from slapo_zoo.pipeline.unit_costs import usual_tokens
     from slapo_zoo.hf.example_inputs import random_batch
+    from slapo_zoo.pipeline.unit_costs import usual_tokens
 
     tokens = usual_tokens(config)
     models = []
@@ -208,8 +208,8 @@ def step_time(per_stage: Sequence[dict[str, float]]) -> float:
 def cuts(quick: bool) -> list[dict[str, Any]]:
     """Automatic cuts against all choices of cuts."""
     from slapo_zoo import Mesh
-    from slapo_zoo.zoo.outline import Outline
     from slapo_zoo.zoo.apply import block_paths
+    from slapo_zoo.zoo.outline import Outline
 
     rows = []
     for name, (config, pp) in uneven_models(quick).items():

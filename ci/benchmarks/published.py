@@ -1,15 +1,25 @@
-"""The published multi-node figures of Slapo beside the planner's: simulated; not measured.
+"""Published training runs beside the planner's figures: simulated; not measured.
+
+First the runs of `benchmarks.runs`, whose models and layouts are known: errors per source. Then the multi-node
+figures of Slapo.
 
 Published are samples/s of three systems on 16, 32 and 64 V100 (awslabs/slapo, benchmark/plot/multi_node.py),
 without a model. Assumed here, from the plot of the same figure and the run scripts of the authors' fork
 (chhzh123/slapo): a GPT of 10B parameters, rows of 1024 tokens, 256 of them a step and 4 a micro-batch, float16,
-tp=8, pp=2, 1F1B. The devices are those of EC2 p3dn.24xlarge by its data sheet. No constant is fitted to the figures, so look at
-how each column grows rather than at its height: the planner counts every operation of plain eager code as a
-pass over memory of its own, while all three systems ran fused kernels.
+tp=8, pp=2, 1F1B. The devices are those of EC2 p3dn.24xlarge by its data sheet. No constant is fitted
+to the figures.
 """
 
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from benchmarks.runs import SOURCES, Run, planner_of
+
+ONLY = ""  # one of the sources
+GIB = 2**30
+PICTURE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "published.png"
 PUBLISHED = {  # devices: samples per second
     16: {"Megatron-LM": 9.21, "DeepSpeed": 9.75, "Slapo": 11.29},
     32: {"Megatron-LM": 16.69, "DeepSpeed": 19.14, "Slapo": 22.01},
@@ -27,7 +37,6 @@ AS_SCRIPT, FASTEST = "simulated, tp=8 pp=2", "simulated, fastest"
 
 def make_planner(size: dict[str, Any]) -> Any:
     """Of the assumed model on the assumed devices."""
-    import torch
     from transformers import GPT2Config
 
     from slapo_zoo.tune.planner.hardware import GIB, data_sheet
@@ -39,8 +48,8 @@ def make_planner(size: dict[str, Any]) -> Any:
     )  # fmt: skip
     config.loss_type = "ForCausalLMLoss"
     # 32 GiB a device; 100 Gb/s a node, shared by its eight devices
-    p3dn = data_sheet("V100, p3dn.24xlarge", 125e12, 0.9e12, 150e9, 12.5e9 / 8, 32 * GIB)
-    return Planner(config, p3dn, SEQ_LEN, torch.float16)
+    p3dn = data_sheet("V100, p3dn.24xlarge", 125e12, 0.9e12, 150e9, 12.5e9 / 8, 32 * GIB, 16e9, 80)
+    return Planner(config, p3dn, SEQ_LEN, "fp16", "megatron")
 
 
 def simulate(planner: Any, gpus: int) -> dict[str, tuple[float, str]]:
@@ -68,8 +77,97 @@ def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
                "efficiency at 64": r[64] / r[16] / 4} for name, r in rates.items()]  # fmt: skip
     layouts = [{"what": name, "GPUs": gpus, "layout": layout}
                for gpus, of in found.items() for name, (_, layout) in of.items()]  # fmt: skip
-    return {
+    return judged(quick) | {
         "samples/s: published, and simulated (not measured)": speed,
         "growth: published, and simulated (not measured)": growth,
         "simulated layouts": layouts,
     }
+
+
+def judge(runs: list[Run]) -> list[dict[str, Any]]:
+    """(run, what the planner forecasts) of every run; those of a model one after the other."""
+    found = []
+    for run in sorted(runs, key=lambda r: (r.size, r.layout.tp)):
+        planner = planner_of(run.size, run.node_network)
+        step = planner.forecast(run.layout)
+        limit = planner.hardware.memory - planner.hardware.reserved
+        parts = step.ranks[step.fullest]
+        held = (parts.weights + parts.gradients + parts.optimizer + parts.activations) / GIB
+        found.append({
+            "run": run, "seconds": step.step.seconds, "memory": held,
+            "refused": bool(run.seconds) and step.memory > limit,
+        })  # fmt: skip
+    return found
+
+
+def scores(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Errors of one source, in shares of what was measured."""
+    timed = [f for f in found if f["run"].seconds]
+    off = [f["seconds"] / f["run"].seconds - 1 for f in timed]
+    sized = [abs(f["memory"] / f["run"].memory - 1) for f in found if f["run"].memory]
+    return {
+        "rows": len(timed), "mean error": statistics.mean(map(abs, off)), "worst": max(off, key=abs),
+        "rank correlation": rank_correlation([f["seconds"] for f in timed], [f["run"].seconds for f in timed]),
+        "memory, mean error": statistics.mean(sized) if sized else None,
+        "ran, but refused": sum(f["refused"] for f in timed),
+    }  # fmt: skip
+
+
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Spearman's."""
+    ranks = [[sorted(x).index(v) for v in x] for x in (a, b)]
+    return statistics.correlation(*ranks) if len(a) > 1 else 1.0
+
+
+def regrets(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of every model with several measured layouts: how much longer our pick ran than the fastest."""
+    groups: dict[Any, list[dict[str, Any]]] = {}
+    for f in found:
+        rows = f["run"].layout.dp * f["run"].layout.rows * f["run"].layout.micro_batches
+        groups.setdefault((f["run"].source, f["run"].size, f["run"].gpus, rows), []).append(f)
+    several = {key: group for key, group in groups.items() if len(group) > 2}
+    rows = []
+    for (source, size, gpus, _), group in several.items():
+        pick = min(group, key=lambda f: f["seconds"])["run"]
+        best = min(f["run"].seconds for f in group)
+        ranks = rank_correlation([f["seconds"] for f in group], [f["run"].seconds for f in group])
+        rows.append({
+            "what": f"{source}: {size.blocks} x {size.width}, {gpus} GPUs", "layouts": len(group),
+            "rank correlation": ranks, "our pick": str(pick.layout), "it took s": pick.seconds,
+            "fastest s": best, "regret": pick.seconds / best - 1,
+        })  # fmt: skip
+    return rows
+
+
+def draw(found: list[dict[str, Any]]) -> None:
+    """One point a row, by source: docs/benchmarks/published.png."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 5))
+    for source in dict.fromkeys(f["run"].source for f in found):
+        mine = [f for f in found if f["run"].source == source and f["run"].seconds]
+        axes.loglog([f["run"].seconds for f in mine], [f["seconds"] for f in mine], ".", ms=4,
+                    label=f"{source} ({len(mine)})")  # fmt: skip
+    ends = axes.get_xlim()
+    axes.plot(ends, ends, "k-", lw=0.7)
+    axes.set(xlabel="measured and published, seconds of a step", ylabel="simulated",
+             title="A training step: simulated, and as others measured it")  # fmt: skip
+    axes.legend()
+    figure.savefig(PICTURE, dpi=120, bbox_inches="tight")
+    plt.close(figure)
+
+
+def judged(quick: bool) -> dict[str, list[dict[str, Any]]]:
+    """Tables of errors: all rows, and one row per source."""
+    names = [ONLY] if ONLY else ["korthikanti"] if quick else list(SOURCES)
+    found = {name: judge([*SOURCES[name]()][: 2 if quick else None]) for name in names}
+    rows = [{"what": f[0]["run"].source} | scores(f) for f in found.values()]
+    if set(found) == set(SOURCES):
+        draw([f for one in found.values() for f in one])
+    picks = regrets(found.get("multi", []))
+    return {
+        "simulated beside what others measured; constants fitted to single-node rows alone": rows,
+    } | ({"our pick among the layouts that were measured": picks} if picks else {})

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import slapo_zoo
-from slapo_zoo import Mesh
-from slapo_zoo import Schedule
+from slapo_zoo import Mesh, Schedule
 
 LIMIT_S = 3.0  # of the largest
 MOST_GROWTH = 1.5  # seconds per layer, largest against smallest; quadratic would be 4

@@ -33,6 +33,7 @@ def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
             write(shape(name, quick), Path(folder), seed=0)
             work = Work(folder, batch_size=2, seq_len=16 if quick else 128)
             label = f"{name}, tiny" if quick else f"{name}, 4 layers of base width"
+            print(f"{label}: minutes of measurement ...", flush=True)
             results[label] = side_by_side(work, 2 if quick else 7)
         write_report(results, place, command)  # what is there is kept if a later family fails
     tables: dict[str, list[dict[str, Any]]] = {}

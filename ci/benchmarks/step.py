@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from slapo_zoo.dispatch.registry import MEASURED, UNMEASURED, slug
 from slapo_zoo.dispatch.benchmark import GAIN
+from slapo_zoo.dispatch.tables import MEASURED, UNMEASURED, slug
 
 ONLY = ""
 REPEATS, MOST_SECONDS = 7, 8.0
@@ -116,8 +116,7 @@ def build(case: Case, dtype: torch.dtype, ours: bool, unpadded: bool = True) -> 
     """A model that trains; ours with the kernels of "auto", in a padded case with or without UNPADDED."""
     config = config_of(case)
     if ours:
-        from slapo_zoo import AutoScheduledModel
-        from slapo_zoo import Mesh
+        from slapo_zoo import AutoScheduledModel, Mesh
         from slapo_zoo.zoo.outline import Outline
 
         kernels: Any = "auto"

@@ -75,6 +75,7 @@ def pull(reference: Reference, with_python: bool = False) -> Pulled:
     pinned = reference if reference.is_pinned else _resolve(reference)
     patterns = [*ALLOWED, files.PYTHON] if with_python else ALLOWED
     with readable(str(reference)):
+        _check_sizes(pinned, patterns)
         folder = Path(
             snapshot_download(pinned.repo_id, revision=pinned.revision, allow_patterns=patterns)
         )
@@ -83,6 +84,19 @@ def pull(reference: Reference, with_python: bool = False) -> Pulled:
         hint = "check the name; a schedule in Python wants trust_remote_code=True and a sha"
         raise CardError("card", str(reference), f"{wanted} is missing", hint)
     return Pulled(folder, folder.parent.parent, pinned)
+
+
+def _check_sizes(pinned: Reference, names: list[str]) -> None:
+    """CardError for files that are too large to be a card's, before a byte of them is fetched."""
+    from huggingface_hub import HfApi, constants
+
+    if constants.is_offline_mode():  # what is in the cache is there already
+        return
+    info = HfApi().model_info(pinned.repo_id, revision=pinned.revision, files_metadata=True)
+    for file in info.siblings or []:
+        if file.rfilename in names and not 0 <= (file.size or 0) <= files.MAX_FILE:
+            problem = f"{file.rfilename} has {file.size} bytes, expected at most {files.MAX_FILE}"
+            raise CardError("card", str(pinned), problem, "a card is small; nothing was fetched")
 
 
 def push(

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_zoo.hf import models as hf
-from slapo_zoo.zoo.expressions import Named
 from slapo_zoo.cards.card import Card
 from slapo_zoo.cards.program import Program
 from slapo_zoo.cards.schema import PUBLISHABLE
-from slapo_zoo.language.directive import Directive
 from slapo_zoo.errors import CardError
-from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.zoo.outline import Outline
+from slapo_zoo.hf import models as hf
+from slapo_zoo.language.directive import Directive
 from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.zoo.expressions import Named
+from slapo_zoo.zoo.outline import Outline
 from slapo_zoo.zoo.table import Table, table_for
 
 

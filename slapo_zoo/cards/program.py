@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slapo_zoo.zoo import expressions as arithmetic
 from slapo_zoo.cards import strict_json
 from slapo_zoo.cards.schema import PUBLISHABLE, schema, validator
 from slapo_zoo.errors import CardError, ScheduleError
 from slapo_zoo.language.schedule import FORMAT, Step, from_json
+from slapo_zoo.zoo import expressions as arithmetic
 
 MESH_NUMBERS = ("tp", "pp", "dp", "stages")
 
@@ -48,6 +48,7 @@ class Program:
             tuple((p, name, arguments) for p, name, arguments in document["steps"]),
         )  # fmt: skip
         program._check_arithmetic(where)
+        program._check_steps(where)
         return program
 
     def document(self) -> dict[str, Any]:
@@ -139,6 +140,21 @@ class Program:
                 arithmetic.parse_comparison(text)
         except ScheduleError as error:
             raise _card_error(error, where) from None
+
+    def _check_steps(self, where: str) -> None:
+        """Every directive can be made; what it means on a model is seen when it is replayed."""
+        steps = [[p, n, {k: _filled(v) for k, v in a.items()}] for p, n, a in self.steps]
+        try:
+            from_json(json.dumps({"format": FORMAT, "steps": steps}))
+        except (ScheduleError, TypeError) as error:
+            raise _card_error(error, where) from None
+
+
+def _filled(value: Any) -> Any:
+    """With a number in the place of every sum."""
+    if isinstance(value, Mapping):
+        return 1
+    return [_filled(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _check(document: Any, where: str) -> None:

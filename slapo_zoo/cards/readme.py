@@ -1,12 +1,14 @@
 """README.md of a card: rendered from one template, read with the plainest YAML there is."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from typing import Any
 
 from slapo_zoo.errors import CardError
 
+MAX_METADATA, MAX_DEPTH = 2**16, 16
+_BRACKET = re.compile(r"[\[{\]}]")
 _BLOCK = re.compile(r"\A---\r?\n(.*?)\n---\r?\n", re.DOTALL)
 _FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _CODE = re.compile(r"`[^`\n]*`")
@@ -45,21 +47,28 @@ def metadata_of(data: bytes, where: str = "README.md") -> dict[str, Any]:
     return _yaml(block[1], where)
 
 
+def _depth(text: str) -> int:
+    """Deepest nesting of brackets, strings and comments included; no parser runs before this."""
+    depth = deepest = 0
+    for bracket in _BRACKET.findall(text):
+        depth = max(0, depth + (1 if bracket in "[{" else -1))
+        deepest = max(deepest, depth)
+    return deepest
+
+
 def _yaml(text: str, where: str) -> dict[str, Any]:
     import yaml
 
     def fail(problem: str) -> CardError:
         return CardError(where, "metadata", problem, "plain YAML: no tags, anchors, repeated keys")
 
+    if len(text) > MAX_METADATA:
+        raise fail(f"{len(text)} characters, expected at most {MAX_METADATA}")
+    if _depth(text) > MAX_DEPTH:
+        raise fail(f"nested deeper than {MAX_DEPTH}")
     try:
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-                raise fail("found an anchor or an alias")
-            if getattr(event, "tag", None):
-                raise fail(f"found the tag {event.tag!r:.80}")
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        _refuse_twice(node, fail)
-        document = yaml.safe_load(text)
+        events = list(_plain_events(text, fail))
+        document = _document(events, fail)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         if isinstance(error, CardError):
             raise
@@ -69,17 +78,60 @@ def _yaml(text: str, where: str) -> dict[str, Any]:
     return document
 
 
-def _refuse_twice(node: Any, fail: Any, depth: int = 0) -> None:
+def _plain_events(text: str, fail: Any) -> Iterator[Any]:
+    """What the parser finds, refused at the first thing that plain YAML has not."""
     import yaml
 
-    if depth > 16:
-        raise fail("nested deeper than 16")
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise fail(f"nested deeper than {MAX_DEPTH}")
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise fail("found an anchor or an alias")
+        if getattr(event, "tag", None):
+            raise fail(f"found the tag {event.tag!r:.80}")
+        yield event
+
+
+def _document(events: list[Any], fail: Any) -> Any:
+    """The value of the events, made without reading the text again."""
+    from yaml.composer import Composer
+    from yaml.constructor import SafeConstructor
+    from yaml.resolver import Resolver
+
+    class Loader(Composer, SafeConstructor, Resolver):
+        def __init__(self) -> None:
+            for base in (Composer, SafeConstructor, Resolver):
+                base.__init__(self)
+            self.left = events[::-1]
+
+        def check_event(self, *kinds: Any) -> bool:
+            return bool(self.left) and (not kinds or isinstance(self.left[-1], kinds))
+
+        def peek_event(self) -> Any:
+            return self.left[-1]
+
+        def get_event(self) -> Any:
+            return self.left.pop()
+
+    loader = Loader()
+    node = loader.get_single_node()
+    _refuse_twice(node, fail)
+    return None if node is None else loader.construct_document(node)
+
+
+def _refuse_twice(node: Any, fail: Any) -> None:
+    import yaml
+
+    inside = []
     if isinstance(node, yaml.MappingNode):
-        keys = [key.value for key, _ in node.value]
-        if len({str(key) for key in keys}) < len(keys):
+        keys = {str(key.value) for key, _ in node.value}
+        if len(keys) < len(node.value):
             raise fail("a key stands there twice")
-        for _, value in node.value:
-            _refuse_twice(value, fail, depth + 1)
+        inside = [value for _, value in node.value]
     elif isinstance(node, yaml.SequenceNode):
-        for value in node.value:
-            _refuse_twice(value, fail, depth + 1)
+        inside = node.value
+    for value in inside:
+        _refuse_twice(value, fail)

@@ -6,13 +6,14 @@ what a stranger's file may call.
 
 import dataclasses
 import json
+import types
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
-from slapo_zoo.zoo.expressions import MAX_TEXT
 from slapo_zoo.language.directive import PRIMITIVES
 from slapo_zoo.language.schedule import FORMAT
+from slapo_zoo.zoo.expressions import MAX_TEXT
 
 # primitive --> the arguments that are left out, because they may be live objects
 PUBLISHABLE: dict[str, tuple[str, ...]] = {
@@ -32,6 +33,11 @@ PUBLISHABLE: dict[str, tuple[str, ...]] = {
     "unfused": (),
 }
 MAX_STEPS = 10_000
+# Where fewer integers make sense than there are.
+LEAST = {("shard", "axis"): 0, ("shard", "unit"): 1, ("shard", "together"): 1,
+         ("shard_attribute", "unit"): 1, ("shard_attribute", "together"): 1,
+         ("core_attention", "num_heads"): 1, ("core_attention", "together"): 1,
+         ("cut_pipeline_stage", "call"): 0}  # fmt: skip
 END = r"$(?!\n)"  # `$` alone lets a line end through
 # A path is names and globs; few of these, because each multiplies what a match has to try.
 PATH: dict[str, Any] = {
@@ -43,6 +49,12 @@ NAME: dict[str, Any] = {
     "type": "string",
     "pattern": r"^[A-Za-z0-9_.+>-]{0,120}" + END,
     "not": {"pattern": "__"},
+}
+SUM: dict[str, Any] = {
+    "type": "object",
+    "properties": {"=": {"type": "string", "maxLength": MAX_TEXT}},
+    "required": ["="],
+    "additionalProperties": False,
 }
 _VALUE: dict[str, Any] = {
     "type": ["integer", "number", "boolean", "null", "string", "object", "array"],
@@ -103,11 +115,25 @@ def _arguments_of(name: str, left_out: tuple[str, ...]) -> dict[str, Any]:
     cls: Any = PRIMITIVES[name]
     fields = [f for f in dataclasses.fields(cls) if f.name not in left_out]
     needed = [f.name for f in fields if f.default is dataclasses.MISSING]
-    arguments = _object({f.name: {"$ref": "#/$defs/value"} for f in fields}, needed)
+    kinds = get_type_hints(cls)
+    arguments = _object({f.name: _of_kind(kinds[f.name], (name, f.name)) for f in fields}, needed)
     return {
         "if": {"prefixItems": [True, {"const": name}]},
         "then": {"prefixItems": [True, True, arguments]},
     }
+
+
+def _of_kind(kind: Any, field: tuple[str, str]) -> dict[str, Any]:
+    """The schema of an argument, from the annotation of its field."""
+    if isinstance(kind, types.UnionType):
+        options = [_of_kind(one, field) for one in get_args(kind) if one is not types.NoneType]
+        return {"anyOf": [*options, {"type": "null"}]}
+    if kind is int:
+        limits = {"minimum": LEAST.get(field, -(2**31)), "maximum": 2**31}
+        return {"anyOf": [{"type": "integer", **limits}, SUM]}
+    if get_origin(kind) is tuple and get_args(kind)[0] is int:
+        return {"type": "array", "maxItems": 64, "items": _of_kind(int, field)}
+    return {bool: {"type": "boolean"}, str: NAME}.get(kind, {"$ref": "#/$defs/value"})
 
 
 @cache
@@ -121,5 +147,8 @@ def schema() -> dict[str, Any]:
 def validator() -> Any:
     """Checks a document against the schema."""
     from jsonschema import Draft202012Validator
+    from jsonschema.validators import extend
 
-    return Draft202012Validator(schema())
+    # JSON Schema counts 1.0 as an integer; a directive does not.
+    checker = Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda _, v: type(v) is int)
+    return extend(Draft202012Validator, type_checker=checker)(schema())

@@ -8,7 +8,7 @@ from typing import Any
 from slapo_zoo.errors import CardError
 
 MAX_BYTES, MAX_DEPTH, MAX_STRING, MAX_INTEGER = 2**20, 16, 4096, 2**53
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_ESCAPE = re.compile(r"\\.", re.DOTALL)
 _BRACKET = re.compile(r"[\[{\]}]")
 
 
@@ -46,11 +46,11 @@ def _parse(data: bytes) -> Any:
 
 
 def _pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(items)
-    if len(found) < len(items):
-        names = [name for name, _ in items]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise RefusedError(f"the key {twice!r:.80} stands there twice")
+    found: dict[str, Any] = {}
+    for name, value in items:
+        if name in found:
+            raise RefusedError(f"the key {name!r:.80} stands there twice")
+        found[name] = value
     return found
 
 
@@ -70,9 +70,13 @@ def _constant(name: str) -> Any:
 
 
 def _depth(text: str) -> int:
-    """Deepest nesting of brackets outside strings; no parser runs before this."""
+    """Deepest nesting of brackets outside strings; no parser runs before this.
+
+    One pass: an escape may hide a quote, and then every second part between quotes is a string.
+    """
     depth = deepest = 0
-    for bracket in _BRACKET.findall(_STRING.sub("", text)):
+    outside = " ".join(_ESCAPE.sub("", text).split('"')[::2])
+    for bracket in _BRACKET.findall(outside):
         depth += 1 if bracket in "[{" else -1
         deepest = max(deepest, depth)
     return deepest

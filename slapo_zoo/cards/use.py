@@ -6,16 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from slapo_zoo.cards import files
+from slapo_zoo.cards import files, strict_json
 from slapo_zoo.cards.card import Card, read_card
 from slapo_zoo.cards.check import require_correct
 from slapo_zoo.cards.hub import Reference, pull
 from slapo_zoo.cards.make import structure_of
 from slapo_zoo.cards.program import Program
 from slapo_zoo.errors import CardError
+from slapo_zoo.language.schedule import Step, from_json
+from slapo_zoo.parallel.agreement import together
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.seeds import get_logger
-from slapo_zoo.parallel.agreement import together
 
 
 def load_card(name: str) -> Card:
@@ -32,11 +33,6 @@ def load_card(name: str) -> Card:
         say = get_logger("slapo_zoo").info
         say("%s is the commit %s; name it to be sure of it", name, pulled.reference.revision)
     return card
-
-
-def is_card(schedule: Any) -> bool:
-    """Whether `schedule=` names a card; "zoo" and "auto" are words of the loader."""
-    return isinstance(schedule, str | Path) and str(schedule) not in ("zoo", "auto")
 
 
 def steps_for(
@@ -69,6 +65,24 @@ def steps_for(
     check_structure(program, config, cls)
     require_correct(program, config, mesh, verify, knobs)
     return steps
+
+
+def plain_steps(name: str, mesh: Mesh) -> list[Step] | None:
+    """The steps of a file that `Schedule.to_json` wrote; None for anything else, such as a card.
+
+    It holds a schedule for one mesh, and no constraints: its author knows what it is for.
+    """
+    if not name.endswith(".json"):
+        return None
+
+    def first() -> str:
+        folder = Path(name).absolute().parent
+        return files.read(folder, Path(name).name).decode() if mesh.rank == 0 else ""
+
+    text = together(mesh, "schedule file", first)[0]
+    document = strict_json.parse(text.encode(), name)
+    is_card = isinstance(document, dict) and document.keys() - {"format", "steps"}
+    return None if is_card else from_json(text)
 
 
 def check_structure(program: Program, config: Any, cls: type) -> None:

@@ -15,6 +15,14 @@ OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_R
                 "MASTER_PORT", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")  # fmt: skip
 
 
+def apart_environment() -> dict[str, str]:
+    """The environment of a process that belongs to no launcher and sees no GPU."""
+    env = {k: v for k, v in os.environ.items() if k not in OF_LAUNCHERS and "ELASTIC" not in k}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    return env
+
+
 def verify_apart(request: dict[str, Any]) -> dict[str, Any]:
     """The document of a verification that ran in a fresh process, on the CPU.
 
@@ -24,13 +32,10 @@ def verify_apart(request: dict[str, Any]) -> dict[str, Any]:
     Raises:
         SlapoError: what that process raised, or that it ended without a report.
     """
-    env = {k: v for k, v in os.environ.items() if k not in OF_LAUNCHERS and "ELASTIC" not in k}
-    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     try:
         done = subprocess.run(
             [sys.executable, "-m", "slapo_zoo.verify.child"], input=json.dumps(request),
-            capture_output=True, text=True, env=env, timeout=TIMEOUT_S, check=False,
+            capture_output=True, text=True, env=apart_environment(), timeout=TIMEOUT_S, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         problem = f"no report after {TIMEOUT_S:.0f} s"

@@ -13,19 +13,25 @@ import sysconfig
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.syntax import Syntax
 
-from slapo_zoo.parallel.launch import run_local
+from slapo_zoo.cli.data.batches import Batches
+from slapo_zoo.cli.data.language import Causal
+from slapo_zoo.cli.data.rows import Packed
+from slapo_zoo.cli.data.text_files import DataError
 from slapo_zoo.cli.errors import readable_errors
 from slapo_zoo.cli.training.display import ledger_table, progress_bar, silence
-from slapo_zoo.cli.training.loop import TrainOptions, fit, gather_ledgers, load
-from slapo_zoo.cli.training.text import Batches, DataError, pack
+from slapo_zoo.cli.training.inputs import Inputs, require_rows
+from slapo_zoo.cli.training.loop import fit, gather_ledgers, load
+from slapo_zoo.cli.training.options import TrainOptions
+from slapo_zoo.parallel.launch import run_local
 
 TEXT_BYTES = 2_500_000
 VOCAB_SIZE = 4099  # a prime: no number of ranks divides it
@@ -93,8 +99,8 @@ def write_checkpoint(folder: Path, tokenizer: Any) -> int:
 def train_alone(options: TrainOptions, batches: Batches) -> list[float]:
     """The model in one process: the left column."""
     model = load(options)
-    with progress_bar("one process", options.steps, lines=2) as on_step:
-        return fit(model, batches, options, on_step)
+    with progress_bar("one process", options.steps, every=max(1, options.steps // 2)) as on_step:
+        return fit(model, Inputs(batches), options, on_step)
 
 
 def train_beside(options: TrainOptions, batches: Batches, alone: list[float]) -> list[float]:
@@ -103,17 +109,17 @@ def train_beside(options: TrainOptions, batches: Batches, alone: list[float]) ->
     ledgers = gather_ledgers(model)
     if model.mesh.rank != 0:
         with silence() as on_step:
-            losses = fit(model, batches, options, on_step)
+            losses = fit(model, Inputs(batches), options, on_step)
     else:
         console.print(ledger_table(model.mesh, ledgers), "")
         console.print(f"[bold]{'step':>5}{'one process':>14}{'tp=2 x pp=2':>14}{'difference':>13}")
         with progress_bar("four processes", options.steps, 0, console) as on_step:
 
-            def show(step: int, loss: float, norm: float) -> None:
-                console.print(loss_line(step, alone[step], loss))
-                on_step(step, loss, norm)
+            def show(step: int, record: Mapping[str, float]) -> None:
+                console.print(loss_line(step, alone[step], record["loss"]))
+                on_step(step, record)
 
-            losses = fit(model, batches, options, show)
+            losses = fit(model, Inputs(batches), options, show)
     model.save_pretrained(options.output)
     return losses
 
@@ -174,7 +180,11 @@ def make_inputs(folder: Path) -> tuple[Any, Batches]:
         f"checkpoint  GPT-2, 4 blocks of width 128, {number / 1e6:.2f}M parameters, dropout 0.1\n"
         f"training    AdamW, gradient norm at most 1, {BATCH_SIZE} rows of {SEQ_LEN} tokens a step\n"
     )
-    return tokenizer, Batches(pack(tokenizer, texts, SEQ_LEN, BATCH_SIZE), BATCH_SIZE, seed=0)
+    task = Causal(tokenizer, SEQ_LEN)
+    tokens = task.encode({"text": texts})["input_ids"]
+    rows = Packed(tokens, np.array(list(map(len, tokens))), SEQ_LEN)
+    require_rows(rows, BATCH_SIZE, TrainOptions("", seq_len=SEQ_LEN))
+    return tokenizer, Batches(rows, task, BATCH_SIZE, seed=0)
 
 
 def run(steps: int = 40) -> int:

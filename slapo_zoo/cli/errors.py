@@ -21,12 +21,36 @@ def readable_errors(state: SimpleNamespace | None = None) -> Iterator[None]:
             raise
         report(error)
         sys.exit(2)
+    except SystemExit as stop:
+        _say_why(stop)
+        raise
     except OSError as error:  # a full disk, a folder that is not there, a file that is ours to read
         if getattr(state, "debug", False) or error.filename is None:
             raise
         hint = "check the path, the rights and the space there"
         report(SlapoError(str(error.filename), "", error.strerror or str(error), hint))
         sys.exit(2)
+    except Exception as error:
+        if getattr(state, "debug", False) or not is_of_the_network(error):
+            raise
+        hint = "check the connection; HF_HUB_OFFLINE=1 uses what was fetched before"
+        problem = f"no answer ({type(error).__name__}: {str(error).strip() or 'no words'})"
+        report(SlapoError("network", "the Hub", problem, hint))
+        sys.exit(2)
+
+
+NETWORK = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
+
+
+def is_of_the_network(error: BaseException) -> bool:
+    """Whether a client of HTTP raised it: no route, no name, a refused or lost connection."""
+    return type(error).__module__.partition(".")[0] in NETWORK
+
+
+def _say_why(stop: SystemExit) -> None:
+    """A stop that was asked for says how to go on; once, not on every rank."""
+    if type(stop) is not SystemExit and os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"{stop}\n")
 
 
 def check_new_file(path: Path | None, option: str) -> None:

@@ -8,8 +8,12 @@ import typer
 
 from slapo_zoo.cli.commands import card
 from slapo_zoo.cli.commands.bench import bench
+from slapo_zoo.cli.commands.check import check
+from slapo_zoo.cli.commands.coverage import coverage
 from slapo_zoo.cli.commands.demo import demo
+from slapo_zoo.cli.commands.derive import derive
 from slapo_zoo.cli.commands.families import list_families
+from slapo_zoo.cli.commands.init import init
 from slapo_zoo.cli.commands.plan import plan
 from slapo_zoo.cli.commands.plan_search import calibrate
 from slapo_zoo.cli.commands.reshard import reshard
@@ -17,20 +21,25 @@ from slapo_zoo.cli.commands.show import show
 from slapo_zoo.cli.commands.train import train
 from slapo_zoo.cli.commands.tune import tune
 from slapo_zoo.cli.commands.verify import verify
-from slapo_zoo.cli.commands.version import show_version
+from slapo_zoo.cli.commands.version import print_version, show_version
 from slapo_zoo.cli.errors import readable_errors
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+SETTINGS = {"help_option_names": ["-h", "--help"]}
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=SETTINGS)
 app.add_typer(card.app, name="card")
 app.command("list")(list_families)
 app.command("plan")(plan)
 app.command("calibrate")(calibrate)
 app.command("show")(show)
 app.command("reshard")(reshard)
+app.command("check")(check)
+app.command("init")(init)
 app.command("train")(train)
 app.command("bench")(bench)
 app.command("tune")(tune)
 app.command("verify")(verify)
+app.command("derive")(derive)
+app.command("coverage")(coverage)
 app.command("demo")(demo)
 app.command("version")(show_version)
 
@@ -42,6 +51,9 @@ def options(
     local_rank: Annotated[
         int, typer.Option("--local_rank", hidden=True)
     ] = 0,  # the deepspeed launcher
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=print_version, help="Print it.")
+    ] = False,
 ) -> None:
     """Pre-scheduled HuggingFace models: tensor-, pipeline- and data-parallel in one call."""
     context.obj.debug = debug

@@ -1,24 +1,33 @@
 """Every kernel beside what it replaces: eager, torch.compile, and Liger on a GPU; forward and backward.
 
 All alternatives of a row run in turn in one process, so ratios hold on a busy machine too. It
-writes `hub_cards/bench/<device>.json`, from which the dispatch table is read.
+writes `<device>.json` into the user's cache folder, from which the dispatch table is read.
 """
 
 import json
+import logging
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from slapo_zoo.dispatch.registry import KERNELS, MEASURED, UNMEASURED, bucket, force, load_kernels, slug
-
-KEPT = (
-    0.98  # a kernel becomes the default where its p50 is at least so good as the best alternative
+from slapo_zoo.dispatch.baselines import EXPERT, PLAIN, liger
+from slapo_zoo.dispatch.registry import KERNELS, bucket, force, load_kernels
+from slapo_zoo.dispatch.tables import (
+    KEPT,
+    UNMEASURED,
+    Table,
+    capability,
+    forget,
+    own_table,
+    slug,
+    user_folder,
 )
+
 GAIN = 1.02  # and it must beat what transformers runs: a kernel that changes nothing is no default
 REPEATS, SECONDS = 15, 1.5
 FLUSH = 256 << 20  # bytes written between two runs on a GPU, more than its L2
@@ -44,102 +53,8 @@ SHAPES: dict[str, list[tuple]] = {
     "batch_norm_relu_add": [(2, 64, 16, 16), (8, 256, 28, 28), (64, 256, 56, 56)],
 }  # fmt: skip
 SAME_ON_CPU = ("bias_relu", "layer_norm", "embedding_layer_norm")  # torch's own operations there
-NO_LIGER = "Liger has none"
-
-
-def _gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
-    """gelu_new is eight operations in transformers 5.23, the exact one a single one."""
-    if approximate == "none":
-        return functional.gelu(x + bias)
-    return KERNELS["bias_gelu"].reference(x, bias, approximate)  # pyright: ignore[reportOptionalCall]
-
-
-def _embed(
-    ids,
-    position_ids,
-    kinds,
-    word,
-    position,
-    kind,
-    weight,
-    bias,
-    eps=1e-12,
-    padding_idx=-1,
-    p=0.0,
-    **_,
-):
-    z = functional.embedding(ids, word, padding_idx) + functional.embedding(kinds, kind)
-    z = z + functional.embedding(position_ids, position)
-    return functional.dropout(functional.layer_norm(z, z.shape[-1:], weight, bias, eps), p)
-
-
-def _parallel(logits: Tensor, target: Tensor, vocab_size: int, **options: Any) -> Tensor:
-    from slapo_zoo.parallel.vocab_parallel import vocab_parallel_cross_entropy
-
-    logits = logits.float()  # as the losses of transformers do
-    return vocab_parallel_cross_entropy(logits, target, vocab_size, None, **options)
-
-
-def _linear(x, weight, target, bias=None, label_smoothing=0.0, num_items: Any = 1, **_) -> Tensor:
-    logits = functional.linear(x, weight, bias).float()
-    options = {"label_smoothing": label_smoothing, "reduction": "sum"}
-    return functional.cross_entropy(logits, target, **options) / num_items
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
-    out = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
-    return out.transpose(1, 2)
-
-
-def _batch_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return functional.relu(functional.batch_norm(x, None, None, weight, bias, True) + residual)
-
-
-# What transformers (or this package, for the divided loss) runs today; other kernels: their reference.
-PLAIN: dict[str, Callable[..., Any]] = {
-    "bias_gelu": _gelu,
-    "bias_relu": lambda x, bias: functional.relu(x + bias),
-    "relu_dropout": lambda x, p=0.0, **_: functional.dropout(functional.relu(x), p),
-    "swiglu": lambda gate, up: functional.silu(gate) * up,
-    "layer_norm": lambda x, weight, bias: functional.layer_norm(x, x.shape[-1:], weight, bias),
-    "bias_dropout_residual_layer_norm": lambda x, residual, weight, bias, x_bias, p=0.0, **_: (
-        functional.layer_norm(
-            functional.dropout(x + x_bias, p) + residual, x.shape[-1:], weight, bias
-        )
-    ),
-    "embedding_layer_norm": _embed,
-    "linear_cross_entropy": _linear,
-    "vocab_parallel_cross_entropy": _parallel,
-    "vocab_parallel_linear_cross_entropy": lambda x, weight, target, vocab_size, bias=None, **options: (
-        _parallel(functional.linear(x, weight, bias), target, vocab_size, **options)
-    ),
-    "linear": functional.linear,
-    "short_attention": _sdpa,
-    "batch_norm_relu_add": _batch_norm,
-}
-
-
-def liger() -> dict[str, Callable[..., Any]]:
-    """What Liger has for the same arguments; it runs on a GPU only."""
-    from liger_kernel.transformers import functional as lf
-
-    def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
-        return lf.liger_layer_norm(x, weight, bias, eps)
-
-    def rms(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-        return lf.liger_rms_norm(x, weight, eps)
-
-    def linear(x, weight, target, bias=None, label_smoothing=0.0, num_items=1, **_) -> Tensor:
-        options = {"label_smoothing": label_smoothing, "reduction": "sum"}
-        total: Any = lf.liger_fused_linear_cross_entropy(x, weight, target, bias, **options)
-        return total / num_items
-
-    return {
-        "layer_norm": norm,
-        "rms_norm": rms,
-        "swiglu": lf.liger_swiglu,
-        "linear_cross_entropy": linear,
-    }
+NO_LIGER = "no such kernel in Liger, or no Liger"
+OTHERS = ("eager", "expert", "compile", "liger")
 
 
 def arguments(name: str, shape: tuple, dtype: torch.dtype, device: str) -> dict[str, Any]:
@@ -211,22 +126,19 @@ def _once(run: Callable[[], None], waste: Tensor) -> float:
 def alternatives(name: str, given: dict[str, Any], device: str, compile: bool) -> dict[str, Any]:
     """Name -> step, or the reason why there is none."""
     kernel: Any = KERNELS[name]
-    found: dict[str, Any] = {
-        "eager": step(PLAIN.get(name, kernel.reference), given),
-        "ours": step(kernel.entry, given),
-    }
+    plain = PLAIN.get(name, kernel.reference)
+    found: dict[str, Any] = {"eager": step(plain, given), "ours": step(kernel.entry, given)}
+    found["expert"] = step(EXPERT[name], given) if name in EXPERT else "what eager is"
+    found["compile"] = UNMEASURED
     if compile:
         torch._dynamo.reset()
-        found["compile"] = step(
-            torch.compile(PLAIN.get(name, kernel.reference), dynamic=False), given
-        )
-    else:
-        found["compile"] = UNMEASURED
-    if device != "cuda":
-        found["liger"] = UNMEASURED
-    else:
-        function: Any = liger().get(name)
-        found["liger"] = NO_LIGER if function is None else step(function, given)
+        try:
+            found["compile"] = step(torch.compile(plain, dynamic=False), given)
+        except Exception as error:  # what does not compile is no rival; the row stands
+            found["compile"] = f"{type(error).__name__}: {str(error)[:200]}"
+    function: Any = liger().get(name) if device == "cuda" else None
+    liger_has_none = NO_LIGER if device == "cuda" else UNMEASURED
+    found["liger"] = liger_has_none if function is None else step(function, given)
     return found
 
 
@@ -243,7 +155,7 @@ def measure(
     p20, p50, p80 = (ours[int(q * (len(ours) - 1))] for q in (0.2, 0.5, 0.8))
     row: dict[str, Any] = {"what": name, "shape": "x".join(map(str, shape)), "dtype": str(dtype)[6:],
                            "p20 ms": p20, "p50 ms": p50, "p80 ms": p80}  # fmt: skip
-    for other in ("eager", "compile", "liger"):
+    for other in OTHERS:
         middle = times[other][(len(times[other]) - 1) // 2] if other in times else None
         row[f"{other} / ours"] = found[other] if middle is None else middle / p50
     first = next(t for t in given.values() if isinstance(t, Tensor) and t.is_floating_point())
@@ -259,7 +171,7 @@ def dispatch(rows: list[dict[str, Any]], path: str) -> tuple[dict[str, str], dic
     """
     ratios: dict[str, list[float]] = {}
     for row in rows:
-        found = [row[f"{other} / ours"] for other in ("eager", "liger")]
+        found = [row.get(f"{other} / ours") for other in ("eager", "expert", "liger")]
         found = [ratio for ratio in found if isinstance(ratio, float)]
         ratios.setdefault(row["bucket"], []).extend(found)
     least = {key: round(min(found), 3) for key, found in ratios.items() if found}
@@ -269,20 +181,29 @@ def dispatch(rows: list[dict[str, Any]], path: str) -> tuple[dict[str, str], dic
     return {key: path if key in good else "torch" for key in ratios}, least
 
 
-def write(device: str, rows: list[dict[str, Any]]) -> Path:
-    """The file of a device: figures, and the table that follows from them."""
-    file = MEASURED / f"{slug(device)}.json"
+def write(device: str, rows: list[dict[str, Any]], folder: Path | None = None) -> Path:
+    """The file of a device: figures, and the table that follows from them.
+
+    Args:
+        device: its name.
+        rows: of `measure`; those of other shapes that the file holds stay.
+        folder: None takes the user's cache folder, never the installed package.
+    """
+    file = (folder or user_folder()) / f"{slug(device)}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    versions = {"torch": torch.__version__, "command": "slapo-zoo bench kernels"}
+    about = {"torch": torch.__version__, "command": "slapo-zoo bench kernels"}
     kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}  # whole steps too
     new = {(row["what"], row["shape"], row["dtype"]) for row in rows}
     older = (r for r in kept.get("rows", []) if (r["what"], r["shape"], r["dtype"]) not in new)
     rows = sorted([*older, *rows], key=lambda row: (row["what"], row["dtype"], row["shape"]))
     table, least = dispatch(rows, "ours" if device == "cpu" else "triton")
-    content = kept | {"device": device, **versions, "rows": rows}
+    content = kept | {"device": device, "capability": capability(device), **about, "rows": rows}
     for title, found in (("dispatch", table), ("ratios", least)):  # whole steps weigh kernels too
         content[title] = _of_steps(kept.get(title, {}), rows) | found
-    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    whole = file.with_suffix(f".{os.getpid()}")  # a run that is cut short leaves what was there
+    whole.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    whole.replace(file)
+    forget()
     return file
 
 
@@ -297,19 +218,83 @@ def _middle(shapes: list[tuple]) -> list[tuple]:
     return shapes[1::2]
 
 
-def run(quick: bool, only: str = "") -> dict[str, list[dict[str, Any]]]:
-    """All kernels in fp32 and bf16, on the GPU if there is one; `only`: beginnings of names."""
-    load_kernels()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows = []
+def cases(quick: bool, only: str, device: str) -> list[tuple[str, tuple, torch.dtype]]:
+    """What a run measures, in order: (kernel, shape, dtype)."""
+    found: list[tuple[str, tuple, torch.dtype]] = []
     for name, shapes in SHAPES.items():
         if not name.startswith(tuple(only.split(","))) or (device == "cpu" and name in SAME_ON_CPU):
             continue
         for shape in shapes[:1] if quick else shapes[1:] if device == "cuda" else _middle(shapes):
-            for dtype in (torch.float32, torch.bfloat16):
-                rows.append(measure(name, shape, dtype, device, compile=not quick))
+            found += [(name, shape, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    return found
+
+
+def run(
+    quick: bool, only: str = "", folder: Path | None = None, again: bool = True
+) -> dict[str, list[dict[str, Any]]]:
+    """All kernels in fp32 and bf16, on the GPU if there is one.
+
+    A row that fails is reported, and the others go on; each is kept as soon as it is measured.
+
+    Args:
+        quick: the first shape of each, and nothing is kept.
+        only: beginnings of names.
+        folder: of the table; None takes the user's cache folder.
+        again: measure rows that the table has already.
+    """
+    load_kernels()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    known = set() if quick or again else _known(name, folder)
+    rows = []
+    for what, shape, dtype in cases(quick, only, device):
+        if (what, "x".join(map(str, shape)), str(dtype)[6:]) in known:
+            continue
+        try:
+            row = measure(what, shape, dtype, device, compile=not quick)
+        except (
+            Exception
+        ) as error:  # out of memory, a kernel that does not compile: one row, not all
+            logging.getLogger("slapo_zoo").warning("%s %s %s: %s", what, shape, dtype, error)
+            continue
+        rows.append(row)
         if not quick:  # a run that is cut short keeps what it has
-            write(torch.cuda.get_device_name() if device == "cuda" else "cpu", rows)
+            write(name, [row], folder)
     for row in rows:
         row["beyond"] = []
-    return {f"kernels on {device}: time of the others, in times of ours": rows}
+    return {f"kernels on {device}: slowdown of the others against ours": rows}
+
+
+def quick_table(names: Sequence[str], device: str) -> Table:
+    """The table of this device with at least the second shape of some kernels, each measured once.
+
+    Args:
+        names: of the kernels; those without a benchmark are left out.
+        device: "cpu", or the name of the GPU.
+    """
+    kind = "cpu" if device == "cpu" else "cuda"
+    known = {row[0] for row in _known(device, None)}
+    for name, shape, dtype in cases(False, "", kind):
+        if name in names and name not in known and shape == SHAPES[name][1]:
+            row = _row(name, shape, dtype, kind, compile=False)
+            if row:
+                write(device, [row])
+    return own_table(device) or Table(device)
+
+
+def _row(
+    what: str, shape: tuple, dtype: torch.dtype, device: str, compile: bool
+) -> dict[str, Any] | None:
+    """One row; None where it fails: out of memory, or a kernel that does not compile."""
+    try:
+        return measure(what, shape, dtype, device, compile)
+    except Exception as error:
+        logging.getLogger("slapo_zoo").warning("%s %s %s: %s", what, shape, dtype, error)
+        return None
+
+
+def _known(device: str, folder: Path | None) -> set[tuple[str, str, str]]:
+    """The rows of a device's table."""
+    file = (folder or user_folder()) / f"{slug(device)}.json"
+    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return {(row["what"], row["shape"], row["dtype"]) for row in found.get("rows", [])}

@@ -1,26 +1,24 @@
 """Kernel registry: what `replace(name)` may put into a module, and which path runs on a device."""
 
 import importlib
-import json
 import os
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
+from functools import cache, lru_cache
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from slapo_zoo.dispatch.tables import UNMEASURED, changes, decide, table_of
 from slapo_zoo.errors import ScheduleError
 
 NAMESPACE = "slapo_zoo"  # of the operators, in torch.ops
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton runs on the CPU, slowly
-MEASURED = Path(__file__).parent / "hub_cards" / "bench"
-UNMEASURED = "unmeasured"
+TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # sums are fp32: too coarse for fp64
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,7 @@ class Kernel:
         """The path on a device ("cpu", or the name of a GPU), and why."""
         if device == "cpu":
             return self.paths.get("cpu", "torch"), "the best of what runs on a CPU"
-        table = dispatch_table(device)
-        if not any(key.startswith(f"{self.name}:") for key in table):
+        if not any(key.startswith(f"{self.name}:") for key in table_of(device).dispatch):
             return "torch", f"{UNMEASURED} on {device}"
         return "triton", "where it was measured not to be slower"
 
@@ -129,7 +126,7 @@ def kernel(
 @cache
 def load_kernels() -> dict[str, Kernel]:
     """Import every file of `kernels/`; each registers its own. Triton is not imported."""
-    package = importlib.import_module(f"{__package__}.kernels")
+    package = importlib.import_module("slapo_zoo.kernels")
     for found in pkgutil.iter_modules(package.__path__):
         if "triton" not in found.name:
             importlib.import_module(f"{package.__name__}.{found.name}")
@@ -167,8 +164,6 @@ def operator(
 
 
 _forced: list[str] = []
-_tables: dict[str, dict[str, str]] = {}
-_ratios: dict[str, dict[str, float]] = {}
 
 
 @contextmanager
@@ -183,46 +178,31 @@ def force(path: str) -> Iterator[None]:
 
 def runs_triton(name: str, x: Tensor) -> bool:
     """Whether the Triton path of a kernel runs for x: where it was measured not to be slower."""
-    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if x.dtype not in TRITON_DTYPES:
         return False
-    if INTERPRETED or not x.is_cuda:
+    if INTERPRETED or x.device.type == "cpu":
         return INTERPRETED
     if _forced:
         return _forced[-1] == "triton"
-    return dispatch_table(torch.cuda.get_device_name(x.device)).get(bucket(name, x)) == "triton"
+    device = torch.cuda.get_device_name(x.device) if x.is_cuda else x.device.type
+    return _decided(name, str(x.dtype)[6:], int(x.shape[-1]), device, changes())
+
+
+@lru_cache(maxsize=1024)
+def _decided(name: str, dtype: str, size: int, device: str, tables: int) -> bool:
+    """What `kernels="auto"` decided; where only the prior speaks, torch runs inside of the kernel."""
+    known = any(key.startswith(f"{name}:") for key in table_of(device).dispatch)
+    return known and decide(name, dtype, size, device).runs
 
 
 def in_triton(x: Tensor) -> bool:
     """Whether an operator's body, once it was called, uses Triton for x."""
-    return x.is_cuda or (INTERPRETED and x.dtype != torch.float64)
+    return x.dtype in TRITON_DTYPES and (x.is_cuda or INTERPRETED)
 
 
 def bucket(name: str, x: Tensor) -> str:
     """The key of the dispatch table: kernel, dtype and the last axis, up to a power of two."""
     return f"{name}:{str(x.dtype)[6:]}:{1 << (int(x.shape[-1]) - 1).bit_length()}"
-
-
-def dispatch_table(device: str) -> dict[str, str]:
-    """What was measured on a device: bucket --> what runs; empty if nothing was.
-
-    "triton", or on a CPU "ours", where the kernel did not lose; else "torch".
-    """
-    if device not in _tables:
-        file = MEASURED / f"{slug(device)}.json"
-        found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        _tables[device], _ratios[device] = found.get("dispatch", {}), found.get("ratios", {})
-    return _tables[device]
-
-
-def measured_ratio(device: str, key: str) -> float:
-    """How many times as long as the kernel the best alternative took in a bucket; NaN if unknown."""
-    dispatch_table(device)
-    return _ratios[device].get(key, float("nan"))
-
-
-def slug(device: str) -> str:
-    """The name of a device as a file name: "NVIDIA H200" --> nvidia-h200."""
-    return "-".join("".join(c if c.isalnum() else " " for c in device.lower()).split())
 
 
 @dataclass(frozen=True)

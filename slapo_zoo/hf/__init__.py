@@ -1,1 +1,4 @@
-"""hf."""
+"""What is taken from `transformers`: the attention seam, classes and configs, tiny inputs, own models.
+
+Imports `parallel`.
+"""

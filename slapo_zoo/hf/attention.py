@@ -1,15 +1,18 @@
 """The attention seam: `transformers` calls our function, which calls the child `core_attn`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf import cpu_dropout_attention as dropped_attention
 from slapo_zoo.hf.attention_backends import BACKENDS, find_backend, implementation
-from slapo_zoo.errors import SlapoError
+from slapo_zoo.hf.padding import asks_nothing
+from slapo_zoo.parallel.known import known
 from slapo_zoo.parallel.random_stream import RandomStream, dropout, hashed_cells
 
 ATTRIBUTE = "core_attn"
@@ -26,7 +29,9 @@ def register_attention() -> None:
     for name, backend in BACKENDS.items():
         AttentionInterface.register(implementation(name), _attention)
         masks: Any = AttentionMaskInterface()
-        AttentionMaskInterface.register(implementation(name), masks[backend.mask])
+        make = masks[backend.mask]
+        make = asks_nothing(make) if backend.mask in ("sdpa", "eager") else make
+        AttentionMaskInterface.register(implementation(name), make)
 
 
 def _attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any):
@@ -41,6 +46,21 @@ def sdpa(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwa
     return BACKENDS["sdpa"].run(attention, q, k, v, mask, **kwargs)
 
 
+@dataclass(frozen=True)
+class DeviceDropout:
+    """Dropout by seeds, where the mask is hashed as it is used: see kernels/device_dropout.py.
+
+    Args:
+        serves: (q, mask, causal, number of keys) --> whether `attention` can be had.
+        attention: (q, k, v, mask, causal, scaling, seeds, p) --> [B, S, H, d].
+        plain: (x, seeds=, p=) --> x with elements dropped.
+    """
+
+    serves: Callable[[Tensor, Tensor | None, bool, int], bool]
+    attention: Callable[..., Tensor]
+    plain: Callable[..., Tensor]
+
+
 class CoreAttention(nn.Module):
     """softmax(q k' * scaling + mask) v, with dropout of the probabilities by global head.
 
@@ -49,14 +69,17 @@ class CoreAttention(nn.Module):
         site: path of this module.
         heads: global indices of the query heads that this rank holds.
         backend: of `attention_backends`, where nothing is dropped.
+        device: what drops on other devices than a CPU; without it masks are made in memory.
     """
 
     def __init__(
-        self, stream: RandomStream, site: str, heads: Sequence[int], backend: str = "sdpa"
-    ):
+        self, stream: RandomStream, site: str, heads: Sequence[int], backend: str = "sdpa",
+        device: DeviceDropout | None = None,
+    ):  # fmt: skip
         super().__init__()
         self.stream, self.site, self.heads = stream, site, heads
         self.name, self.backend = backend, find_backend(backend)
+        self.device_dropout = device
 
     def forward(
         self,
@@ -91,10 +114,13 @@ class CoreAttention(nn.Module):
         """All real tokens of the batch stand in one row: each sees those of its own batch row."""
         real: Any = self.stream.real_tokens
         p = p if self.training else 0.0
-        seeds = self.stream.cells(len(real), self.site, self.heads) if p else []
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+        device = self.device_dropout
+        if device and self.stream.hashes(q.device) and device.serves(q, None, False, 0):
+            return self._among_padding(device, q, k, v, p, scale)
+        seeds = self.stream.cells(len(real), self.site, self.heads) if p else []
         found, start, H = [], 0, q.shape[1]
-        for row, count in enumerate(real.sum(1).tolist()):
+        for row, count in enumerate(known().real or real.sum(1).tolist()):
             q_row, k_row, v_row = (x[:, :, start : start + count] for x in (q, k, v))
             start += count
             if p:
@@ -114,12 +140,36 @@ class CoreAttention(nn.Module):
                 found.append(self.backend.run(attention, q_row, k_row, v_row, None, **options)[0])
         return torch.cat(found, 1)
 
+    def _among_padding(
+        self, device: DeviceDropout, q: Tensor, k: Tensor, v: Tensor, p: float, scaling: float
+    ) -> Tensor:
+        """As `_within_rows`, without asking how long the rows are: attention alone sees the padding."""
+        real: Any = self.stream.real_tokens
+        at: Any = self.stream.real_at
+
+        def padded(x: Tensor) -> Tensor:
+            tokens = x[0].transpose(0, 1)
+            whole = tokens.new_zeros((real.numel(), *tokens.shape[1:])).index_copy(0, at, tokens)
+            return whole.view(*real.shape, *tokens.shape[1:]).transpose(1, 2)
+
+        groups = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (k, v))
+        q, k, v = padded(q), padded(k), padded(v)
+        seeds = self.stream.seeds(q, self.site, self.heads) if p else None
+        out = device.attention(q, k, v, real[:, None, None], False, scaling, seeds, p)
+        return out.flatten(0, 1).index_select(0, at)[None]
+
     def _dropped(self, q, k, v, mask, bias, p, scaling, causal, cap) -> Tensor:
         """The explicit form: torch's fused attention offers no way to choose the dropout mask."""
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
         S, T = q.shape[-2], k.shape[-2]
+        hashes, device = self.stream.hashes(q.device), self.device_dropout
+        explicit = bias is not None or cap is not None
+        if hashes and device and not explicit and device.serves(q, mask, causal, T):
+            seeds = self.stream.seeds(q, self.site, self.heads)
+            return device.attention(q, k, v, mask, causal, scaling, seeds, p)
         if mask is None and causal and S > 1:
             mask = torch.ones(S, T, dtype=torch.bool, device=q.device).tril()
         if mask is not None:
@@ -140,7 +190,11 @@ class CoreAttention(nn.Module):
         scores = scores if cap is None else (scores / cap).tanh() * cap
         scores = scores if mask is None else scores.add_(mask)
         probabilities = scores.softmax(-1)  # in fp32 inside, also for bf16 scores
-        probabilities = dropout(probabilities, p, self.stream, self.site, self.heads)
+        if hashes and device:
+            seeds = self.stream.seeds(probabilities, self.site, self.heads)
+            probabilities = device.plain(probabilities, seeds=seeds, p=p)
+        else:
+            probabilities = dropout(probabilities, p, self.stream, self.site, self.heads)
         return (probabilities @ v).transpose(1, 2).contiguous()
 
 

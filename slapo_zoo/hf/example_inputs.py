@@ -5,16 +5,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LANGUAGE_HEADS = ("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")
+from slapo_zoo.parallel.heads import FLAG, TAG, TOKEN, head_of
 
 
 def example_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor]:
     """An input of the model's kind: images for pixel_values, else tokens."""
     config = model.config
     if model.main_input_name == "pixel_values":
-        size = getattr(config, "image_size", 224)
-        return {"pixel_values": torch.zeros(batch_size, config.num_channels, size, size)}
-    choices = (2,) if "MultipleChoice" in type(model).__name__ else ()
+        of_images = getattr(config, "vision_config", config)
+        size, channels = (
+            getattr(of_images, "image_size", 224),
+            getattr(of_images, "num_channels", 3),
+        )
+        return {"pixel_values": torch.zeros(batch_size, channels, size, size)}
+    choices = (2,) if head_of(type(model).__name__).takes_choices else ()
     ids = torch.zeros((batch_size, *choices, seq_len), dtype=torch.int64)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     decodes = config.is_encoder_decoder and "Encoder" not in type(model).__name__
@@ -40,16 +44,14 @@ def training_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tenso
 
 def with_labels(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Labels of the kind that the model's head takes; none for a head without a loss."""
-    head = type(model).__name__
-    rows = torch.zeros(len(next(iter(batch.values()))), dtype=torch.int64)
-    if head.endswith(LANGUAGE_HEADS):
-        return {**batch, "labels": batch["input_ids"]}
-    if head.endswith("ForTokenClassification"):
-        return {**batch, "labels": torch.zeros_like(batch["input_ids"])}
-    if head.endswith("ForQuestionAnswering"):
-        return {**batch, "start_positions": rows, "end_positions": rows}
+    first = next(iter(batch.values()))
+    rows = torch.zeros(len(first), dtype=torch.int64)
+    labels = dict.fromkeys(head_of(type(model).__name__).labels, rows)
     if getattr(model.config, "problem_type", None) == "multi_label_classification":
-        return {**batch, "labels": torch.zeros(len(rows), model.config.num_labels)}
-    if head.endswith(("Classification", "MultipleChoice")):
-        return {**batch, "labels": rows}
-    return batch
+        return {**batch, **dict.fromkeys(labels, torch.zeros(len(rows), model.config.num_labels))}
+    for name, kind in head_of(type(model).__name__).labels.items():
+        if kind in (TAG, FLAG):
+            labels[name] = torch.zeros_like(batch["input_ids"])
+        elif kind == TOKEN:
+            labels[name] = batch["input_ids"]
+    return {**batch, **labels}

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from slapo_zoo.errors import ArchitectureError, SlapoError
 from slapo_zoo.hf import attention
 from slapo_zoo.hf.attention_backends import NAME
-from slapo_zoo.errors import ArchitectureError
 
 
 @cache
@@ -37,6 +37,8 @@ def resolve_class(config: Any, auto_class: Any = None) -> type:
 
     if auto_class is None:
         names = getattr(config, "architectures", None)
+        if names and not (isinstance(names, list | tuple) and isinstance(names[0], str)):
+            raise _no_model(f"architectures={names!r:.80}", "it is no list of names")
         auto_class = names[0] if names else "AutoModel"
     if isinstance(auto_class, str):
         beside_config = sys.modules[type(config).__module__]  # a model of our own
@@ -54,7 +56,15 @@ def resolve_class(config: Any, auto_class: Any = None) -> type:
             hint = "choose another auto_class"
             name = auto_class.__name__
             raise ArchitectureError("from_pretrained", name, problem, hint) from None
+    if not (isinstance(auto_class, type) and issubclass(auto_class, transformers.PreTrainedModel)):
+        name = getattr(auto_class, "__name__", repr(auto_class))
+        raise _no_model(f"auto_class={name!r:.80}", "it names no model class of transformers")
     return auto_class
+
+
+def _no_model(what: str, problem: str) -> ArchitectureError:
+    hint = "mend `architectures` of config.json, or pass auto_class=, e.g. AutoModelForCausalLM"
+    return ArchitectureError("from_pretrained", what, problem, hint)
 
 
 _BUILDING = threading.RLock()  # torch's default dtype and what transformers patches are global
@@ -87,10 +97,28 @@ def build_on_meta(cls: Any, config: Any, dtype: torch.dtype, own_attention: bool
     if own_attention:
         config._attn_implementation = NAME
     config.dtype = dtype  # a head that builds its base model by an Auto class asks the config
-    with torch.device("meta"), default_dtype(dtype), no_init_weights():
-        model = cls(config)
-    model.tie_weights()
+    try:
+        with torch.device("meta"), default_dtype(dtype), no_init_weights():
+            model = cls(config)
+        model.tie_weights()
+    except SlapoError:
+        raise
+    except Exception as error:  # whatever a value of config.json makes the class stumble over
+        what = str(error).strip().partition("\n")[0]
+        problem = f"it cannot be built from this config: {type(error).__name__}: {what:.200}"
+        hint = "check the values of config.json against those of a model that works"
+        raise ArchitectureError("from_pretrained", cls.__name__, problem, hint) from error
+    _forget_loose_ties(model)
     return model.train(False)
+
+
+def _forget_loose_ties(model: Any) -> None:
+    """Some classes list ties that `tie_weights` does not make (XLM-RoBERTa's causal head)."""
+    held = dict(model.named_parameters(remove_duplicate=False))
+    ties = getattr(model, "all_tied_weights_keys", None) or {}
+    loose = [a for a, b in ties.items() if a in held and b in held and held[a] is not held[b]]
+    if loose:
+        model.all_tied_weights_keys = {a: b for a, b in ties.items() if a not in loose}
 
 
 def count_parameters(config: Any, auto_class: Any) -> int:
@@ -108,10 +136,59 @@ def build_fake(cls: Any, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
     if str(config._attn_implementation).startswith(NAME):
         config._attn_implementation = NAME  # masks of other back ends look at data
     config.dtype = dtype
-    with mode, default_dtype(dtype), no_init_weights():
-        model = cls(config)
+    with torch.device("meta"), default_dtype(dtype), no_init_weights():
+        model = cls(config)  # beside the mode: some constructors look at numbers that they made
         model.tie_weights()
+    with mode, default_dtype(dtype):
+        _to_fakes(model)
+        for path, module in model.named_modules() if dtype.itemsize == 2 else ():
+            if stays_wide(model, path, module, dtype):
+                _widen(module)
     return mode, model.train(False)
+
+
+def _to_fakes(model: nn.Module) -> None:
+    """New tensors of the mode that is active, on the CPU; what is shared stays shared."""
+    made: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            new = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+        return made[id(tensor)]
+
+    for module in model.modules():
+        for held in (module._parameters, module._buffers, vars(module)):
+            found = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
+            held.update({name: fake(value) for name, value in found.items()})
+
+
+def _widen(module: nn.Module) -> None:
+    """Floating parameters and buffers in fp32, as new ones: fake tensors are not changed in place."""
+    for name, p in module._parameters.items():
+        if p is not None:
+            module._parameters[name] = nn.Parameter(p.detach().float(), p.requires_grad)
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_floating_point():
+            module._buffers[name] = buffer.float()
+
+
+def stays_wide(model: Any, path: str, module: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether a module computes in fp32 beside others in 16 bits: batch norms, and what the class says.
+
+    Args:
+        model: the whole one.
+        path: of the module.
+        module: itself.
+        dtype: in which the others compute.
+    """
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return True
+    names = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        names |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    return not names.isdisjoint(path.split("."))
 
 
 def tied_names(model: Any) -> dict[str, str]:

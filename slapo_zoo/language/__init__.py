@@ -1,1 +1,4 @@
-"""language."""
+"""The schedule language: Directive, Schedule, explain, the primitives and the graphs they rewrite.
+
+Imports `hf`, `dispatch` and lower.
+"""

@@ -2,27 +2,45 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from slapo_zoo.errors import ScheduleError
+from slapo_zoo.language.offload import Offloads, Pack
+from slapo_zoo.language.traffic import Traffic
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.paths import select_paths
 from slapo_zoo.parallel.placement import Placement
 from slapo_zoo.parallel.random_stream import RandomStream
-from slapo_zoo.language.traffic import Traffic
 
 
 @dataclass
 class Placed:
-    """A tensor that was divided: how, by which directive, and its shape before."""
+    """A tensor that was sharded: how, by which directive, and its shape before."""
 
     placement: Placement
     directive: "Directive"
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """What belongs to one forward: the call sets it, directives read it.
+
+    Args:
+        tokens_divided: the tokens are divided over tp.
+        real_tokens: [B, S], true where a token is no padding, if padding may be left out.
+        traffic: of a dry run that counts collectives.
+    """
+
+    tokens_divided: bool = False
+    real_tokens: Tensor | None = None
+    traffic: Traffic | None = None
 
 
 @dataclass
@@ -41,13 +59,25 @@ class State:
     overlap: dict[str, bool] = field(default_factory=dict)  # path of a sync --> as told
     sequence_gradients: set[str] = field(default_factory=set)
     sequence_parallel: bool = False  # some directive divides tokens
-    tokens_divided: bool = False  # they are divided in the current forward
-    traffic: Traffic | None = None  # of a rehearsal that counts
     unpads: bool = False  # some kernel leaves padding out
-    real_tokens: Tensor | None = None  # [B, S] of the current forward, where it may
+    compute_dtype: torch.dtype | None = None  # where it is not that of the parameters
+    forward: ForwardContext = ForwardContext()  # of the current one
+    offloads: Offloads = field(default_factory=Offloads)
+    keeps: list[Pack] = field(default_factory=list)  # of what runs now: see Offloads.call
+    # at a forward: what makes contexts around its recomputation
+    recomputing: Callable[[], Callable[[], AbstractContextManager]] = lambda: nullcontext
 
     def __post_init__(self):
         self.index()
+
+    @contextmanager
+    def within(self, forward: ForwardContext) -> Iterator[None]:
+        """Within it, that forward is the current one, as in its recomputation."""
+        before, self.forward = self.forward, forward
+        try:
+            yield
+        finally:
+            self.forward = before
 
     def index(self) -> None:
         """Remember which modules own which parameter, so that ties survive re-creation."""
@@ -103,7 +133,7 @@ class Site:
 
     def group(self, directive: Any) -> Any:
         """The process group of a directive's mesh dim; None when its size is 1."""
-        group, traffic = self.mesh.group(directive.mesh_dim), self.state.traffic
+        group, traffic = self.mesh.group(directive.mesh_dim), self.state.forward.traffic
         if traffic is None:
             return group
         return traffic.listen(group, directive.mesh_dim, self.path, directive)
@@ -122,7 +152,7 @@ class Site:
         return [*self.module._parameters, *self.module._buffers]
 
     def placed(self, tensor_name: str) -> Placed | None:
-        """How a tensor of this module was divided so far, or None."""
+        """How a tensor of this module was sharded so far, or None."""
         return self.state.placed.get(self.name(tensor_name))
 
 

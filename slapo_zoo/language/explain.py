@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slapo_zoo.language.directive import Directive, State
 from slapo_zoo.errors import ScheduleError
+from slapo_zoo.language.directive import Directive, ForwardContext, State
 from slapo_zoo.language.gradients import buckets
-from slapo_zoo.parallel.mesh import MESH_DIMS
 from slapo_zoo.language.traffic import Traffic, Transfer
+from slapo_zoo.parallel.mesh import MESH_DIMS
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _common(paths: list[str]) -> str:
 def explain(
     state: State, landed: Iterable[tuple[Sequence[str], Directive]], batch: Mapping[str, Any]
 ) -> Explanation:
-    """Rehearse one training step of a scheduled model on fake tensors; nothing is changed or sent.
+    """Dry-run one training step of a scheduled model on fake tensors; nothing is changed or sent.
 
     Args:
         state: of the schedule.
@@ -106,10 +106,10 @@ def explain(
     if all(state.mesh.size(mesh_dim) == 1 for mesh_dim in MESH_DIMS):
         return Explanation(done, [])
     named = list(state.model.named_parameters())
-    return Explanation(done, [*_rehearse(state, batch), *after_backward(state, named)])
+    return Explanation(done, [*_dry_run(state, batch), *after_backward(state, named)])
 
 
-def _rehearse(state: State, batch: Mapping[str, Any]) -> list[Transfer]:
+def _dry_run(state: State, batch: Mapping[str, Any]) -> list[Transfer]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     model: Any = state.model
@@ -121,31 +121,32 @@ def _rehearse(state: State, batch: Mapping[str, Any]) -> list[Transfer]:
             raise ScheduleError("(the model)", "explain", problem, hint)
         whole, mine = runtime.pipeline.whole().state, runtime.pipeline.holds
         whole.sequence_parallel = state.sequence_parallel
-        return [found for found in _rehearse(whole, batch) if mine(found.path)]
+        return [found for found in _dry_run(whole, batch) if mine(found.path)]
     forward = partial(runtime.own_forward, model) if runtime else model
     parameters = signature(runtime.own_forward if runtime else model.forward).parameters
     if "use_cache" in parameters:  # as in a training step: a recomputation would fill it again
         batch = {**batch, "use_cache": False}
     mode, traffic = FakeTensorMode(allow_non_fake_inputs=True), Traffic()
-    with rehearsing(state, traffic), mode, _fake_tensors(model), torch.enable_grad():
+    with in_dry_run(state, traffic), mode, _fake_tensors(model), torch.enable_grad():
         inputs = {k: _fake(v) if isinstance(v, Tensor) else v for k, v in batch.items()}
         traffic.backward(forward(**inputs))
     return traffic.transfers
 
 
 @contextmanager
-def rehearsing(state: State, traffic: Traffic) -> Iterator[None]:
+def in_dry_run(state: State, traffic: Traffic) -> Iterator[None]:
     """Within it, the collectives of a live schedule are noted, not sent, and its model trains."""
-    before = state.mesh, state.traffic, state.tokens_divided
+    before = state.mesh
     modes, position = {m: m.training for m in state.model.modules()}, state.random.position()
-    state.mesh, state.traffic = replace(state.mesh, rehearsal=True), traffic
-    state.tokens_divided = state.sequence_parallel
+    state.mesh = replace(state.mesh, dry_run=True)
+    forward = ForwardContext(state.sequence_parallel, traffic=traffic)
     state.model.train()
     try:
-        with torch.random.fork_rng(devices=[]), state.random.at(*position):
+        drawing = torch.random.fork_rng(devices=[]), state.random.at(*position)
+        with drawing[0], drawing[1], state.within(forward):
             yield
     finally:
-        state.mesh, state.traffic, state.tokens_divided = before
+        state.mesh = before
         for module, training in modes.items():
             module.training = training
 

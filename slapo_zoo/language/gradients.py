@@ -2,14 +2,15 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo_zoo.language.directive import State
+from slapo_zoo.parallel.local_tensors import dp_copies, held_here, is_divided
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.parallel.local_tensors import held_here, is_divided
 
 BUCKET_BYTES = 32 << 20  # large enough to amortise a collective, small beside a model
 NORM_ROW = 4096  # elements
@@ -45,18 +46,84 @@ def all_reduce_gradients(
     """
     if group is None:
         return
-    for bucket in buckets(list(parameters)):
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-        here = [held_here(grad) for grad in grads]
-        held = here[0].new_tensor([p.grad is not None for p in bucket])  # 1, or 0 where missing
-        flat = torch.cat([*(grad.reshape(-1) for grad in here), held])
-        dist.all_reduce(flat, group=group)
-        *parts, held = flat.split([*(grad.numel() for grad in here), len(bucket)])
-        for i, (p, grad, mine, part) in enumerate(zip(bucket, grads, here, parts, strict=True)):
-            if p.grad is None and not held[i]:
-                continue
-            mine.copy_(part.view_as(mine))
-            p.grad = grad
+    under_way = [FlatSum(bucket, group) for bucket in buckets(list(parameters))]
+    for one in under_way:
+        one.finish()
+
+
+class FlatSum:
+    """The sum over a group of the gradients of a few parameters, under way in one collective.
+
+    rewrite:  p.grad  -->  a view of one flat tensor, where it was summed; it is copied there at most
+              once, and not back. Where it is such a view already, nothing is copied.
+
+    Args:
+        parameters: of one dtype.
+        group: their gradients are the sum over it.
+        factor: times this; 1 / size gives the average.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], group: Any, factor: float = 1.0):
+        self.parameters = parameters
+        grads = [p.grad if p.grad is None else held_here(p.grad) for p in parameters]
+        self.present = [grad is not None for grad in grads]
+        sizes = [held_here(p).numel() for p in parameters]
+        self.starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.flat = self._shared(grads) if all(self.present) else None
+        if self.flat is None:
+            like = held_here(parameters[0])
+            self.flat = like.new_empty(sum(sizes) + len(sizes), requires_grad=False)
+            pieces = [torch.zeros_like(held_here(p)) if g is None else g
+                      for p, g in zip(parameters, grads, strict=True)]  # fmt: skip
+            for part, piece in zip(self._parts(), pieces, strict=True):
+                torch.mul(piece, factor, out=part) if factor != 1.0 else part.copy_(piece)
+            self._point()
+        elif factor != 1.0:
+            self.flat.mul_(factor)
+        self.held = self.flat[-len(sizes) :]  # 1, or 0 where missing
+        if all(self.present):
+            self.held.fill_(1.0)
+        else:
+            for place, is_there in zip(self.held, self.present, strict=True):
+                place.fill_(float(is_there))  # a copied list would be waited for
+        self.work = dist.all_reduce(self.flat, group=group, async_op=True)
+
+    def _shared(self, grads: list[Any]) -> Tensor | None:
+        """The flat tensor that an earlier sum has left them in, or None."""
+        base = grads[0]._base
+        if base is None or base.ndim != 1 or base.dtype != grads[0].dtype:
+            return None
+        same = all(g._base is base and g.storage_offset() == start and g.stride() == _strides(p)
+                   for g, start, p in zip(grads, self.starts, self.parameters, strict=True))  # fmt: skip
+        return base if same and base.numel() == sum(g.numel() + 1 for g in grads) else None
+
+    def _parts(self) -> list[Tensor]:
+        """A view in the flat tensor for each parameter, laid out as the parameter is."""
+        assert self.flat is not None  # noqa: S101 - set by then
+        both = zip(self.parameters, self.starts, strict=True)
+        return [self.flat.as_strided(held_here(p).shape, _strides(p), start) for p, start in both]
+
+    def _point(self) -> None:
+        """`.grad` of those that have one is its view; gradients elsewhere in use get a copy later."""
+        for p, part in zip(self.parameters, self._parts(), strict=True):
+            if p.grad is not None and not is_divided(p.grad) and p.grad._base is None:
+                p.grad = part
+
+    def finish(self) -> None:
+        """Wait for it; `.grad` of each parameter is the sum."""
+        self.work.wait()
+        held = self.present if all(self.present) else self.held.tolist()
+        for p, part, some in zip(self.parameters, self._parts(), held, strict=True):
+            if p.grad is None and some:
+                p.grad = torch.zeros_like(p) if is_divided(p) else part
+            if p.grad is not None and held_here(p.grad).data_ptr() != part.data_ptr():
+                held_here(p.grad).copy_(part)
+
+
+def _strides(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Of a parameter without gaps its own, else those of a contiguous tensor."""
+    here = held_here(parameter)
+    return torch.empty_like(here, device="meta").stride()
 
 
 def buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
@@ -79,25 +146,26 @@ def global_norm(
 
     Args:
         named: local parameters.
-        state: of the schedule; tells which are divided over tp.
-        mesh: sums run over tp (divided parameters) and pp.
+        state: of the schedule; tells which are sharded over tp.
+        mesh: sums run over tp (sharded parameters) and pp.
         owned: names that this stage counts (a tied parameter counts on one stage).
     """
     divided, whole, device, dtype = [], [], torch.device("cpu"), torch.float32
-    any_divided_over_dp = False
+    named = list(named)
+    any_divided_over_dp = any(is_divided(p) for _, p in named)
     for name, p in named:
-        dtype = torch.promote_types(dtype, p.dtype)
-        device, any_divided_over_dp = p.device, any_divided_over_dp or is_divided(p)
+        dtype, device = torch.promote_types(dtype, p.dtype), p.device
         if p.grad is None or name not in owned:
             continue
+        copies = dp_copies(p, mesh.dp) if any_divided_over_dp else 1
+        grad = held_here(p.grad)
         placed = state.placed.get(name)
         if placed is None:
-            whole.append(held_here(p.grad))
+            whole.append(grad if copies == 1 else grad / copies**0.5)
             continue
-        replicas = placed.placement.replicas(
+        replicas = copies * placed.placement.replicas(
             placed.shape[placed.placement.axis], mesh.tp, mesh.coord("tp")
         )
-        grad = held_here(p.grad)
         divided.append(grad if replicas == 1 else grad / replicas**0.5)
     squares = torch.stack([_square(divided, device), _square(whole, device)])
     if any_divided_over_dp:

@@ -11,8 +11,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 import slapo_zoo.language.primitives as ps  # registers every primitive
-from slapo_zoo.language.directive import PRIMITIVES, Directive, Site, State, join, subtree
 from slapo_zoo.errors import ScheduleError
+from slapo_zoo.language.directive import PRIMITIVES, Directive, Site, State, join, subtree
 from slapo_zoo.language.explain import Explanation, explain
 from slapo_zoo.language.graph.examples import tiny_batch
 from slapo_zoo.language.graph.find import find
@@ -216,7 +216,7 @@ class Schedule(Selection):
     def explain(self, batch: Mapping[str, Any] | None = None) -> Explanation:
         """Per module: what was done, by which directive, and the collectives of a training step.
 
-        One step is rehearsed on tensors without data: nothing is computed, sent or changed, and no
+        One step is run dry, on fake tensors: nothing is computed, sent or changed, and no
         process group is needed. `print` it, or read `.transfers` and `.totals()`. Of a pipeline, the
         part of this rank's stages is told, without what the stages send to one another.
 
@@ -236,7 +236,7 @@ class Schedule(Selection):
     def undo(self) -> "Schedule":
         """Take back the last directive, where its primitive can (a pipeline cut).
 
-        Most directives change the model in place and drop what was there: half of a divided weight
+        Most directives change the model in place and drop what was there: half of a sharded weight
         is gone, a replaced module too. They are not undone but left out of a new schedule.
 
         Raises:

@@ -1,6 +1,6 @@
-"""Which collectives one training step causes, noted where a rehearsal would send them.
+"""Which collectives one training step causes, noted where a dry run would send them.
 
-A rehearsal runs the scheduled model on fake tensors, backward included, with groups that only change
+A dry run runs the scheduled model on fake tensors, backward included, with groups that only change
 shapes. Whatever calls a collective notes it, so nothing is predicted from a table: recomputation,
 the parallel loss and a third party's ops are counted as they run.
 """
@@ -36,7 +36,7 @@ class Transfer(NamedTuple):
 
 
 class Traffic:
-    """The transfers of one rehearsed step, in order."""
+    """The transfers of one dry-run step, in order."""
 
     def __init__(self) -> None:
         self.transfers: list[Transfer] = []
@@ -55,7 +55,7 @@ class Traffic:
         return group._replace(note=note)
 
     def backward(self, output: Any) -> None:
-        """The backward of a rehearsed forward: from the losses noted, and all else in its output."""
+        """The backward of a dry-run forward: from the losses noted, and all else in its output."""
         leaves: Iterable[Any] = tree_leaves(dict(output) if hasattr(output, "keys") else output)
         found = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
         terms = [x.float().sum() for x in (*self.losses, *found)]

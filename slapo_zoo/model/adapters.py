@@ -1,4 +1,4 @@
-"""LoRA adapters of peft on a divided model: each matrix is placed by the weight that it stands beside.
+"""LoRA adapters of peft on a sharded model: each matrix is placed by the weight that it stands beside.
 
 With y = W x + s B A x, h = A x of a few columns:
 
@@ -20,17 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slapo_zoo.parallel import gather as consolidate
-from slapo_zoo.language.directive import Directive, Placed, Site, State
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.language.directive import Directive, Placed, Site, State
+from slapo_zoo.language.primitives import ForkRng, Shard, SumGradient, Sync
+from slapo_zoo.parallel import gather as consolidate
+from slapo_zoo.parallel.agreement import together
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.paths import select
 from slapo_zoo.parallel.placement import Placement, TensorSpec
-from slapo_zoo.language.primitives import ForkRng, Shard, SumGradient, Sync
 from slapo_zoo.parallel.random_stream import mix
 from slapo_zoo.weights.adapter_files import CONFIG, open_adapter, save_adapter_files
 from slapo_zoo.weights.load import Target, load_tensors
-from slapo_zoo.parallel.agreement import together
 
 STEP = "add_adapter"
 PREFIX = "base_model.model."  # of the keys in the files of peft
@@ -72,7 +72,7 @@ def add_adapter(
     """
     together(model.mesh, STEP, lambda: _check_config(model, config))
     matrices: list[Matrix] = []
-    with _undone_on_error(model, name):
+    with _undone_on_error(model, name), whole_sizes(model):
         together(model.mesh, STEP, inject)
         together(model.mesh, STEP, lambda: matrices.extend(_matrices(model, name)))
         wanted = [key for keys in together(model.mesh, STEP, lambda: [m.key for m in matrices])
@@ -122,6 +122,22 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
     return consolidate.gather({k: t.detach() for k, t in local.items()}, specs, model.mesh)
 
 
+@contextmanager
+def whole_sizes(model: nn.Module) -> Iterator[None]:
+    """Within it, weights that dp ranks divide (`dp_shard=`) show their whole size, and hold nothing."""
+    shown: list[tuple[Any, str]] = []
+    for module in model.modules():
+        for leaf, p in module._parameters.items():
+            if hasattr(p, "whole_shape"):
+                module.__dict__[leaf] = p.new_empty(1).expand(p.whole_shape)  # pyright: ignore[reportOptionalMemberAccess]
+                shown.append((module, leaf))
+    try:
+        yield
+    finally:
+        for module, leaf in shown:
+            module.__dict__.pop(leaf, None)
+
+
 def _key(parameter: str, name: str) -> str:
     return PREFIX + parameter.replace(f".{name}.weight", ".weight")
 
@@ -148,7 +164,7 @@ def _check_config(model: Any, config: Any) -> None:
     if config.init_lora_weights not in INITS:
         strange.append(f"init_lora_weights={config.init_lora_weights!r}")
     if strange:
-        problem = f"it has no meaning on a divided model: {', '.join(strange)}"
+        problem = f"it has no meaning on a sharded model: {', '.join(strange)}"
         raise SlapoError(STEP, "adapter_config", problem, hint)
 
 
@@ -186,7 +202,7 @@ def _layers(model: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _matrices(model: Any, name: str) -> list[Matrix]:
-    """Both matrices of every layer, and how each is divided."""
+    """Both matrices of every layer, and how each is sharded."""
     state: State = model.schedule.state
     found = []
     for path, layer in _layers(model, name):
@@ -233,7 +249,7 @@ def _rule(
         return tuple(sums), tuple(sums)
     if placed.placement.pad or any(s.sync_op_or_fn != "all_reduce" for s in syncs):
         raise _refusal(
-            path, "an adapter beside a divided vocabulary, or such a sum, is not supported"
+            path, "an adapter beside a sharded vocabulary, or such a sum, is not supported"
         )
     how = placed.directive
     assert isinstance(how, Shard)  # noqa: S101 - only shard places tensors
@@ -303,9 +319,8 @@ def _place(model: Any, matrix: Matrix, value: Tensor) -> None:
     state.modules[path] = module
     state.owners[id(module.weight)] = [matrix.parameter]
     site = Site(path, module, state)
-    for directive in matrix.directives:
+    for directive in matrix.directives:  # a sum asks whether what stands before it has sharded
         directive.check(site)
-    for directive in matrix.directives:
         directive.apply(site)
     runtime = model._slapo
     runtime.owned.add(matrix.parameter)

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_zoo.model.dialects import init_target_engine
 from slapo_zoo.errors import ScheduleError
+from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.model.dialects import init_target_engine
+from slapo_zoo.parallel.local_tensors import local_part
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.random_stream import drawn_from, mix
-from slapo_zoo.language.schedule import Schedule
-from slapo_zoo.parallel.local_tensors import local_part
 
 
 @dataclass

@@ -8,7 +8,7 @@ appears by one rename, and nothing in it is a pickle.
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,22 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_zoo.parallel import gather as consolidate
-from slapo_zoo.model.data_parallel import Whole
-from slapo_zoo.parallel.process_group import rank_guard
 from slapo_zoo.errors import WeightsError
-from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.model.mixin import configs_of
+from slapo_zoo.model.current_specs import refresh_specs
+from slapo_zoo.model.data_parallel import Whole
+from slapo_zoo.model.saved_configs import configs_of
 from slapo_zoo.parallel import background
-from slapo_zoo.weights import optimizer as optimizers
-from slapo_zoo.weights.encode import decode, encode
-from slapo_zoo.weights.fill import canonical_names
-from slapo_zoo.weights.folder import open_checkpoint
-from slapo_zoo.weights.load import Target, load_tensors
-from slapo_zoo.weights.random_state import pack_states, restore_states, states_here
-from slapo_zoo.weights.save import save_folder
+from slapo_zoo.parallel import gather as consolidate
 from slapo_zoo.parallel.agreement import together
-from slapo_zoo.weights.training_state import FILE, read_state, write_state
+from slapo_zoo.parallel.process_group import rank_guard
+from slapo_zoo.weights import optimizer as optimizers
+from slapo_zoo.weights.checksums import save_in
+from slapo_zoo.weights.encode import encode
+from slapo_zoo.weights.fill import canonical_names
+from slapo_zoo.weights.load import Target
+from slapo_zoo.weights.random_state import pack_states, states_here
+from slapo_zoo.weights.save import save_folder
+from slapo_zoo.weights.training_state import OF_COPY, by_copy, write_state
 
 SAVE, LOAD = "save_checkpoint", "load_checkpoint"
 
@@ -42,13 +42,34 @@ class Resumed:
 
     Args:
         step: number of finished optimizer steps.
-        data_position: as given to `save_checkpoint`.
-        extra: as given to `save_checkpoint`.
+        data_positions: as given to `save_checkpoint`: one, or one for each dp rank if they differed.
+        extras: likewise.
+        copy: our dp coordinate; None on another number of dp ranks than was saved.
     """
 
     step: int = 0
-    data_position: Any = None
-    extra: Any = None
+    data_positions: tuple[Any, ...] = (None,)
+    extras: tuple[Any, ...] = (None,)
+    copy: int | None = 0
+
+    @property
+    def data_position(self) -> Any:
+        """What this dp rank gave to `save_checkpoint`; WeightsError where that means nothing here."""
+        return self._own("data_position", self.data_positions)
+
+    @property
+    def extra(self) -> Any:
+        """What this dp rank gave to `save_checkpoint`; WeightsError where that means nothing here."""
+        return self._own("extra", self.extras)
+
+    def _own(self, name: str, values: tuple[Any, ...]) -> Any:
+        if len(values) == 1:
+            return values[0]
+        if self.copy is None:
+            problem = f"each of {len(values)} data-parallel ranks had its own; there are more or fewer now"
+            hint = f"make yours from all of them: resumed.{name}s; or resume with dp={len(values)}"
+            raise WeightsError(LOAD, name, problem, hint)
+        return values[self.copy]
 
 
 def save_checkpoint(
@@ -60,6 +81,7 @@ def save_checkpoint(
     data_position: Any = None,
     extra: Any = None,
     max_shard_size: int | str = "5GB",
+    texts: Mapping[str, str] | None = None,
 ) -> None:
     """Write all that training needs to go on; a collective call on all ranks.
 
@@ -72,13 +94,17 @@ def save_checkpoint(
             parameters, or numbers.
         scheduler: of torch.optim.lr_scheduler, the same on every rank.
         step: number of finished optimizer steps.
-        data_position: where the data loader stands: numbers, texts, lists, dictionaries.
-        extra: more of your own.
+        data_position: where the data loader of this dp rank stands: numbers, texts, lists,
+            dictionaries; tp and pp peers pass the same.
+        extra: more of your own, likewise.
         max_shard_size: largest file, "5GB" or bytes.
+        texts: name --> content of small files that belong into the folder.
     """
     mine = {"step": step, "data_position": data_position, "extra": extra}
     with rank_guard(SAVE):
-        _prepared(model, folder, optimizer, scheduler, mine).write(max_shard_size)
+        save = _prepared(model, folder, optimizer, scheduler, mine)
+        save.texts = texts or {}
+        save.write(max_shard_size)
 
 
 def async_save_checkpoint(
@@ -112,14 +138,16 @@ def _prepared(
     model: Any, folder: Any, optimizer: Any, scheduler: Any, mine: dict[str, Any]
 ) -> "_Save":
     """All that a save will write is known, and the same on every rank."""
-    _refuse_adapters(model, SAVE)
+    refuse_adapters(model, SAVE)
     background.join()
+    refresh_specs(model, SAVE)
     save = _Save(model, folder, optimizer, scheduler, mine)
     save.merge(together(model.mesh, SAVE, save.describe))
     return save
 
 
-def _refuse_adapters(model: Any, step: str) -> None:
+def refuse_adapters(model: Any, step: str) -> None:
+    """A model with adapters has checkpoints of another kind."""
     if model._slapo.adapters:
         hint = "save the adapter by model.save_adapter, the optimizer by torch.save"
         raise WeightsError(step, "model", "a model with adapters is not saved whole", hint)
@@ -138,14 +166,15 @@ class _Save:
         self.write_configs = configs_of(model, folder)
         self.tensors: dict[str, Tensor] = {}
         self.state: dict[str, Any] = {}
+        self.texts: Mapping[str, str] = {}
 
-    def describe(self) -> tuple[str, Any, dict[str, str]]:
-        """What the other ranks need to know: our optimizer, and where our generators stand."""
+    def describe(self) -> tuple[str, Any, dict[str, str], dict[str, Any]]:
+        """What the other ranks need to know: our optimizer, generators, and place in the data."""
         mesh, record, keys = self.model.mesh, None, self.model._slapo.keys
         specs = self.model._slapo.specs
         local = consolidate.local_tensors(self.model, specs, mesh, grads=False)
         if self.optimizer is not None:
-            names = _names(self.model, self.whole)
+            names = names_of(self.model, self.whole)
             record, self.tensors = optimizers.collect(self.optimizer, names)
         self.tensors |= keys.to_files(local, specs, mesh)
         stream = self.model.schedule.state.random
@@ -153,24 +182,32 @@ class _Save:
         self.state = {
             "mesh": {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.dp},
             "random": {"seed": stream.seed, "step": stream.step},
+            "loss_scale": self.model._slapo.precision.state(),
             "scheduler": encode(scheduler, "scheduler"),
-            **{name: encode(value, name) for name, value in self.mine.items()},
         }
+        own = {name: encode(value, name) for name, value in self.mine.items()}
         digest = hashlib.sha256(json.dumps(record).encode()).hexdigest()
         is_first = mesh.coord("tp") == mesh.coord("dp") == 0
-        return digest, record if is_first else None, states_here(_device(self.model))
+        return digest, record if is_first else None, states_here(device_of(self.model)), own
 
-    def merge(self, found: Sequence[tuple[str, Any, dict[str, str]]]) -> None:
+    def merge(self, found: Sequence[tuple[str, Any, dict[str, str], dict[str, Any]]]) -> None:
         """From what all ranks said, the state of the whole training."""
         mesh = self.model.mesh
-        if differ := optimizers.disagreement([digest for digest, _, _ in found], mesh):
+        if differ := optimizers.disagreement([digest for digest, *_ in found], mesh):
             problem = f"ranks {differ} have another one than the first rank of their stage"
             raise WeightsError(SAVE, "optimizer", problem, "make it in the same way on every rank")
-        records = [record for _, record, _ in found if record is not None]
+        records = [record for _, record, *_ in found if record is not None]
         if records and len(records) != mesh.pp:
             raise WeightsError(SAVE, "optimizer", f"found on {len(records)} of {mesh.pp} stages")
         self.state["optimizer"] = optimizers.merge(records) if records else None
-        self.state["torch_random"] = pack_states([states for _, _, states in found])
+        self.state["torch_random"] = pack_states([states for _, _, states, _ in found])
+        own = [mine for *_, mine in found]
+        if differ := [rank for rank, mine in enumerate(own) if mine["step"] != own[0]["step"]]:
+            problem = f"rank {differ[0]} says {own[differ[0]]['step']}, rank 0 {own[0]['step']}"
+            raise WeightsError(SAVE, "step", problem, "all ranks save after the same step")
+        self.state["step"] = own[0]["step"]
+        for name in OF_COPY:
+            self.state[name] = by_copy(name, [mine[name] for mine in own], mesh, SAVE)
 
     def copy(self) -> None:
         """What training changes from here on is not what is written."""
@@ -185,85 +222,17 @@ class _Save:
         save_folder(
             self.folder, keys.file_specs(specs), self.tensors, mesh, write_extras=self._write_extras, max_shard_size=max_shard_size,
             beside={"optimizer": beside} if beside else None,
+            stamp=json.dumps({k: v for k, v in self.state.items() if k != "mesh"}),
         )  # fmt: skip
 
     def _write_extras(self, folder: Path) -> None:
         self.write_configs(folder)
-        write_state(folder, self.state)
+        write_state(folder, {"save": save_in(folder), **self.state})
+        for name, text in self.texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
 
 
-def load_checkpoint(
-    model: Any, folder: str | os.PathLike[str], optimizer: Any = None, scheduler: Any = None
-) -> Resumed:
-    """Go on where `save_checkpoint` was called, on this or any other (tp, pp, dp).
-
-    Weights, optimizer, scheduler and random streams are overwritten; all is checked on all ranks
-    before anything is.
-
-    Args:
-        model: of AutoScheduledModel, of the saved architecture and size.
-        folder: what `save_checkpoint` wrote.
-        optimizer: of the saved class and groups, over this rank's parameters.
-        scheduler: of the saved class.
-    """
-    _refuse_adapters(model, LOAD)
-    background.join()
-    load = _Load(model, Path(folder), optimizer, scheduler)
-    with rank_guard(LOAD):
-        together(model.mesh, LOAD, load.prepare)
-        together(model.mesh, LOAD, load.finish)
-    state = load.state
-    return Resumed(state["step"], decode(state["data_position"]), decode(state["extra"]))
-
-
-class _Load:
-    """The steps of one load on one rank; only the last one changes anything."""
-
-    def __init__(self, model: Any, path: Path, optimizer: Any, scheduler: Any):
-        self.model, self.path, self.scheduler = model, path, scheduler
-        self.whole = model._slapo.data_parallel.whole(model, optimizer)
-        self.optimizer = self.whole.optimizer
-        self.state: dict[str, Any] = {}
-        self.restored: optimizers.Restored | None = None
-
-    def prepare(self) -> None:
-        """Check what was saved against what is asked for, and read the optimizer's tensors."""
-        self.state = read_state(self.path)
-        for name in ("optimizer", "scheduler"):
-            if getattr(self, name) is not None and self.state[name] is None:
-                problem = f"the checkpoint was saved without {name}"
-                raise WeightsError(
-                    str(self.path / FILE), name, problem, "leave it out, or begin anew"
-                )
-        if self.optimizer is None:
-            return
-        runtime = self.model._slapo
-        specs = {spec.name: spec for spec in runtime.keys.renamed(runtime.specs)}
-        record, names = self.state["optimizer"], _names(self.model, self.whole)
-        self.restored = optimizers.Restored(self.optimizer, record, names, specs)
-        if targets := self.restored.targets:
-            with open_checkpoint(self.path, stem="optimizer") as checkpoint:
-                load_tensors(targets, checkpoint, {key: key for key in targets}, self.model.mesh)
-
-    def finish(self) -> None:
-        """Read the weights in place, then set all the rest."""
-        model, state = self.model, self.state
-        targets, source = _weights(model, self.whole)
-        with open_checkpoint(self.path) as checkpoint:
-            load_tensors(targets, checkpoint, source, model.mesh)
-        if self.restored is not None:
-            self.restored.apply()
-        self.whole.put_back()
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(decode(state["scheduler"]))
-        stream = model.schedule.state.random
-        stream.seed, stream.step = state["random"]["seed"], state["random"]["step"]
-        restore_states(
-            state["torch_random"], Mesh(**state["mesh"]), model.mesh, _device(model)
-        )  # fmt: skip
-
-
-def _weights(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, str]]:
+def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, str]]:
     """All parameters and persistent buffers of this rank, and the key of each."""
     runtime = model._slapo
     tensors, names = _held(model, whole)
@@ -290,11 +259,12 @@ def _held(model: Any, whole: Whole) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, canonical_names(tensors, runtime.schedule.state, runtime.specs)
 
 
-def _names(model: Any, whole: Whole) -> dict[int, str]:
+def names_of(model: Any, whole: Whole) -> dict[int, str]:
     """id of a parameter --> its name beside the model: the optimizer's tensors are in one piece."""
     tensors, names = _held(model, whole)
     return {id(tensor): model._slapo.keys.to_file(names[n]) for n, tensor in tensors.items()}
 
 
-def _device(model: Any) -> torch.device:
+def device_of(model: Any) -> torch.device:
+    """Where the parameters of this rank are."""
     return next(model.parameters()).device

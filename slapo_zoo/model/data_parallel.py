@@ -1,20 +1,20 @@
 """How a scheduled model runs and sums over dp: the seam where an engine takes over.
 
-The default runs the model as it is and sums gradients over dp after the last micro-batch. An engine
+The default runs the model as it is; hooks average its gradients over dp (`completion`). An engine
 is a subclass: it may run the model through a wrapper, sum during the backward, and keep parameters,
 gradients and optimizer divided over dp. What is saved is whole over dp, so engines read each other.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo_zoo.language import gradients
+from slapo_zoo.model.completion import Completion, others
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.pipeline.runtime import pipeline_step
 
@@ -36,22 +36,26 @@ class Whole:
 
 
 class DataParallel:
-    """Sums over dp after the last micro-batch, in a few large collectives."""
+    """The model runs as it is; hooks average gradients over dp while the last backward goes on."""
 
-    loss_scale: float = 1.0  # an engine that averages over dp gets losses that are dp times larger
+    loss_scale: float = 1.0  # what averages over dp gets losses that are dp times larger
+    clips_itself: bool = False  # an engine that steps within train_step has clipped by then
+    completion: Completion
 
     def run(self, model: Any, batch: dict[str, Any]) -> Any:
         """The output of the model's own forward."""
         return model._slapo.own_forward(model, **batch)
 
-    def new_gradients(self, parameters: list[nn.Parameter]) -> AbstractContextManager[None]:
-        """Where the gradients of one step are made and summed."""
-        return gradients.only_new(parameters)
-
     @contextmanager
-    def micro_batch(self, is_last: bool) -> Iterator[None]:
+    def new_gradients(self, parameters: list[nn.Parameter]) -> Iterator[None]:
+        """Where the gradients of one step are made and summed."""
+        in_hooks = any(others(p) for p in parameters)
+        with self.completion.one_step(in_hooks), gradients.only_new(parameters):
+            yield
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of one micro-batch."""
-        yield
+        return nullcontext() if is_last else self.completion.no_sync()
 
     def backward(self, loss: Tensor) -> None:
         """The backward of one micro-batch."""
@@ -62,16 +66,22 @@ class DataParallel:
         others: dict[str, Any], count: int,
     ) -> Tensor:  # fmt: skip
         """All micro-batches through the stages; this rank's share of the loss."""
-        return pipeline_step(pipeline, run, tensors, others, count)
+        before_last = self.completion.last_backward if _ends_once(pipeline) else None
+        with self.completion.no_sync():
+            loss = pipeline_step(
+                pipeline, scaled(run, self.loss_scale), tensors, others, count, before_last
+            )
+        return loss / self.loss_scale
 
     def sum_over_tp(self, named: dict[str, nn.Parameter], names: Iterable[str], group: Any) -> None:
-        """Sum the gradients that are partial over a group beside dp."""
+        """Sum the gradients that are partial over a group beside dp, unless the backward did it."""
         parameters = [named[name] for name in names if name in named]
-        gradients.all_reduce_gradients(parameters, group if parameters else None)
+        if parameters and not self.completion.over_tp:
+            gradients.all_reduce_gradients(parameters, group)
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
         """Sum all gradients over dp, where the backward has not done it."""
-        gradients.all_reduce_gradients(parameters, mesh.group("dp"))
+        self.completion.finish()
 
     def clip_grad_norm_(self, model: Any, max_norm: float) -> Tensor:
         """Scale all gradients so that the global 2-norm is at most `max_norm`; returns the norm."""
@@ -106,31 +116,44 @@ def within_engine(model: Any) -> Iterator[None]:
         runtime.within_engine = False
 
 
-def sum_partial_gradients_in_backward(model: Any) -> None:
-    """Hooks that sum gradients which are partial over tp, for engines that run the backward alone.
+def use_engine(model: Any, engine: DataParallel, divides: bool = False) -> None:
+    """Let an engine run a model and sum its gradients over dp.
 
-    rewrite:  p.grad += partial gradient  -->  p.grad += sum over the group
-
-    They are those of directives that mark a gradient as partial, of norms under sequence
-    parallelism, and of KV heads that neighbouring ranks share. The backwards of tp peers run alike.
+    Args:
+        model: of AutoScheduledModel.
+        engine: what takes the place of the default.
+        divides: its parameters are its own, and take no hooks.
     """
-    runtime, group = model._slapo, model.mesh.group("tp")
-    state, named = runtime.schedule.state, dict(model.named_parameters())
-    for name, own in runtime.replicas:
-        named[name].register_hook(_Sum(own))
-    for name in sorted(state.partial_gradients & named.keys()):
-        named[name].register_hook(_Sum(group))
-    for name in sorted((state.sequence_gradients - state.partial_gradients) & named.keys()):
-        named[name].register_hook(_Sum(group, lambda: state.tokens_divided))
+    runtime = model._slapo
+    engine.completion = runtime.completion
+    engine.completion.over_dp, engine.completion.divided_parameters = False, divides
+    engine.completion.guard.needed = not engine.clips_itself
+    runtime.data_parallel = engine
 
 
-class _Sum:
-    def __init__(self, group: Any, condition: Callable[[], bool] = lambda: True):
-        self.group, self.condition = group, condition
+def use_hooks(runtime: Any) -> None:
+    """Let hooks complete the gradients of a model: the default."""
+    engine = DataParallel()
+    runtime.completion = engine.completion = Completion(runtime)
+    engine.loss_scale = float(runtime.schedule.mesh.dp)
+    runtime.data_parallel = engine
 
-    def __call__(self, grad: Tensor) -> Tensor | None:
-        if self.group is None or not self.condition():
-            return None
-        total = grad.contiguous().clone()
-        dist.all_reduce(total, group=self.group)
-        return total
+
+def sum_partial_gradients_in_backward(model: Any) -> None:
+    """Hook the parameters of a model for an engine that runs the backward alone.
+
+    The backwards of tp peers run alike.
+    """
+    model._slapo.completion.over_dp = False
+    model._slapo.completion.prepare(model)
+
+
+def scaled(run: Callable[..., Any], scale: float) -> Callable[..., Any]:
+    """The loss of a micro-batch times `scale`: what averages over dp is asked for a sum."""
+    return run if scale == 1.0 else lambda *args: run(*args) * scale
+
+
+def _ends_once(pipeline: Any) -> bool:
+    """Whether a rank's last backward of a micro-batch is that of its only stage."""
+    places = pipeline.places
+    return places.num_stages == places.pp and places.custom is None

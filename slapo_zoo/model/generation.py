@@ -37,9 +37,12 @@ def with_source(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 def refuse_cache(batch: Mapping[str, Any]) -> None:
     """SlapoError for a KV cache in a forward of a pipeline."""
-    if found := [name for name in CACHES if batch.get(name) is not None]:
+    found = [name for name in CACHES if batch.get(name) is not None]
+    if found or batch.get("use_cache"):
         problem = "stages keep no KV cache, each forward runs the whole sequence"
-        raise SlapoError("forward", found[0], problem, "leave it out, or use pp=1")
+        raise SlapoError(
+            "forward", (found or ["use_cache=True"])[0], problem, "leave it out, or use pp=1"
+        )
 
 
 class Generates:
@@ -55,7 +58,8 @@ class Generates:
             kwargs["use_cache"] = False
         if model.mesh.tp * model.mesh.pp > 1:  # compiled graphs would hold our collectives
             kwargs.setdefault("disable_compile", True)
-        return super().generate(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        with model._slapo.precision.computing(model):
+            return super().generate(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
         """The encoder; of a model in stages, a stand-in that `generate` calls before it decodes."""

@@ -1,44 +1,41 @@
 """What a scheduled `transformers` model can do beyond its own class."""
 
-import copy
 import functools
-import inspect
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from slapo_zoo.model import adapters
-from slapo_zoo.parallel import gather as consolidate
-from slapo_zoo.parallel.process_group import rank_guard
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.model.generation import Generates, refuse_cache, with_source
-from slapo_zoo.model.input_errors import explained
-from slapo_zoo.model.batch_check import INTERVAL
-from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.pipeline.runtime import pipeline_forward
-from slapo_zoo.model.runtime import (
-    Runtime,
-    count_rows,
-    real_tokens,
-    refuse_divided,
-    takes_cache,
-    tokens_divide,
-)
+from slapo_zoo.language.copying import independent_copy
 from slapo_zoo.language.schedule import Schedule
-from slapo_zoo.model.train_step import train_step
-from slapo_zoo.parallel.vocab_parallel import VocabLogits
-from slapo_zoo.weights.carry import carry_tokenizer
+from slapo_zoo.model import adapters
+from slapo_zoo.model.batch_check import INTERVAL
+from slapo_zoo.model.current_specs import refresh_specs, written_as
+from slapo_zoo.model.forward import forward_of
+from slapo_zoo.model.generation import Generates
+from slapo_zoo.model.memory import Memory, memory
+from slapo_zoo.model.optimizers import note_divided
+from slapo_zoo.model.recompute import Recomputes
+from slapo_zoo.model.runtime import Runtime
+from slapo_zoo.model.saved_configs import extras_of
+from slapo_zoo.model.train_step import StepOptions, train_step
+from slapo_zoo.parallel import gather as consolidate
+from slapo_zoo.parallel.agreement import together
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.process_group import rank_guard
 from slapo_zoo.weights.ledger import Ledger
 from slapo_zoo.weights.memory import settle
 from slapo_zoo.weights.push import Push
 from slapo_zoo.weights.save import save_folder
-from slapo_zoo.parallel.agreement import together
+from slapo_zoo.zoo.hf_arguments import saved_stem
 
 
-class Scheduled(Generates):
+class Scheduled(Generates, Recomputes):
     """Mixed into the class of a scheduled model; parameters stay plain local tensors."""
 
     _slapo: Runtime
@@ -60,6 +57,43 @@ class Scheduled(Generates):
         """What loading read and how much memory it took."""
         return self._slapo.ledger
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """An independent copy on the same mesh: an average of weights, a frozen reference."""
+        runtime, model = self._slapo, cast(nn.Module, self)
+        memo.update({id(g): g for _, g in (*runtime.ties, *runtime.replicas)})
+        new = independent_copy(model, memo)
+        new.schedule.state.index()
+        owners = self.schedule.state.owners  # ties over stages are not seen in what is here
+        new.schedule.state.owners = {id(memo[k]): v for k, v in owners.items() if k in memo}
+        note_divided(new)
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickling is refused: half a model and its process groups make no file."""
+        problem = "a scheduled model is this rank's part, bound to its processes: no pickle"
+        hint = "model.save_pretrained(folder); or torch.save(model.consolidated_state_dict(), file)"
+        raise SlapoError(type(self).__name__, "pickle or torch.save", problem, hint)
+
+    @property
+    def accepts_loss_kwargs(self) -> Any:
+        """What a Trainer asks a model first; one that would wrap this model in DDP is told so."""
+        if self.mesh.world_size > 1 and not getattr(self, "_is_accelerate_prepared", False):
+            problem = "it would wrap a model that is sharded over ranks in DDP"
+            raise SlapoError("transformers.Trainer", "model", problem, "take ScheduledTrainer")
+        return self.unscheduled_class.accepts_loss_kwargs  # pyright: ignore[reportAttributeAccessIssue]
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *_: Any, **__: Any) -> Any:
+        """The embedding, as `transformers` returns it; another size is refused: load it anew."""
+        model: Any = self
+        size = model.config.get_text_config().vocab_size
+        if new_num_tokens is not None and new_num_tokens != size:
+            problem = f"found {new_num_tokens}, this model is sharded for a vocabulary of {size}"
+            hint = (
+                "resize the plain model of transformers, save_pretrained it, and load that folder"
+            )
+            raise SlapoError("resize_token_embeddings", "new_num_tokens", problem, hint)
+        return model.get_input_embeddings()
+
     def train(self, mode: bool = True) -> Any:
         """As torch's; weights that are still pages of a file become memory, since training writes.
 
@@ -78,11 +112,13 @@ class Scheduled(Generates):
         batch: Mapping[str, Any],
         micro_batches: int | None = None,
         return_logits: bool = False,
-        targets: Sequence[float] | None = None,
+        targets: Sequence[float | Tensor] | None = None,
+        loss_fn: Callable[[Any, dict[str, Any]], Tensor] | None = None,
+        scaler: Any = None,
     ) -> Any:
         """Forward and backward over the micro-batches; gradients are added to `.grad`.
 
-        Losses and gradients equal those of one process on the whole batch, however it is divided.
+        Losses and gradients equal those of one process on the whole batch, however it is sharded.
 
         Args:
             batch: keyword arguments of the forward with labels: this dp rank's rows; tp and pp
@@ -93,6 +129,11 @@ class Scheduled(Generates):
             targets: of each loss term on this dp rank, where gradients of several batches add up:
                 how many all of them have (`losses.count_targets`). The loss is then this batch's
                 share of the mean, and the shares add up as in one large batch.
+            loss_fn: a loss of your own: (output, batch) --> the mean over the rows that it is given,
+                a scalar. It sees each micro-batch, with what else the batch holds; the loss of the
+                step is the mean over micro-batches and dp ranks. With `targets=[n]` it returns a
+                sum instead, and the loss of the step is the sum of all over the sum of n.
+            scaler: a `slapo_zoo.GradScaler`: gradients are those of the scaled loss.
 
         Returns:
             the mean loss over the batch of all dp ranks, a scalar on every rank. With
@@ -103,8 +144,32 @@ class Scheduled(Generates):
             StageError: code of the model failed in a stage; names stage, module and micro-batch.
                 After any error gradients and random streams are those of before.
         """
-        with rank_guard("train_step"):
-            return train_step(self, batch, micro_batches, return_logits, targets)
+        model: Any = self
+        with rank_guard("train_step"), self._slapo.precision.step(model):
+            options = StepOptions(micro_batches, return_logits, targets, loss_fn, scaler)
+            return train_step(model, batch, options)
+
+    def memory(
+        self, optimizer: Any = None, batch: Mapping[str, Any] | None = None,
+        micro_batches: int | None = None,
+    ) -> Memory:  # fmt: skip
+        """Bytes that this rank holds by kind; prints as a table, with bytes per parameter.
+
+        Args:
+            optimizer: whose states count.
+            batch: as `train_step` takes it, on all ranks: what a step with it holds at its fullest
+                moment counts too. It is run once, and leaves no trace.
+            micro_batches: of that step.
+        """
+        with rank_guard("memory"):
+            return memory(self, optimizer, batch, micro_batches)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it, a backward adds up gradients on this dp rank only, as with torch's DDP.
+
+        The next backward outside averages all that has come together over dp.
+        """
+        return self._slapo.completion.no_sync()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that the global 2-norm is at most `max_norm`; returns the norm."""
@@ -115,13 +180,42 @@ class Scheduled(Generates):
     def consolidated_state_dict(self, grads: bool = False) -> dict[str, Tensor]:
         """Full tensors (or gradients) under their HuggingFace names on rank 0, {} elsewhere."""
         with rank_guard("consolidated_state_dict"):
+            refresh_specs(self, "consolidated_state_dict")
             local = consolidate.local_tensors(self, self._slapo.specs, self.mesh, grads)
             return consolidate.gather(local, self._slapo.specs, self.mesh)
+
+    def stream_weights(
+        self, dtype: Any = None, bucket: int | str = "512MB", ranks: Collection[int] = (0,)
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors as `save_pretrained` would write them: `for name, tensor in ...`, on all ranks.
+
+        A collective iteration: every rank runs it to its end, and gets pairs where it is in `ranks`.
+
+        Args:
+            dtype: of the floating tensors; None: as they are.
+            bucket: most bytes that are held beyond the model at a time ("512MB"); a tensor that is
+                larger comes alone.
+            ranks: which get the tensors.
+        """
+        from slapo_zoo.model.stream import stream_weights
+
+        return stream_weights(self, dtype, bucket, ranks)
+
+    def load_stream(self, stream: Iterable[tuple[str, Tensor]] | None, rank: int = 0) -> None:
+        """Take what `stream_weights` of any mesh gave into this model; a collective call.
+
+        Args:
+            stream: pairs of name and whole tensor; looked at on one rank only.
+            rank: which has them.
+        """
+        from slapo_zoo.model.stream import load_stream
+
+        load_stream(self, stream, rank)
 
     def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
         """Add a new LoRA adapter of peft and train it alone; a collective call on all ranks.
 
-        Its matrices are divided as the weights beside which they stand, and drawn alike for every
+        Its matrices are sharded as the weights beside which they stand, and drawn alike for every
         (tp, pp, dp). All that took peft's layers still does: `set_adapter`, `disable_adapters`.
 
         Args:
@@ -201,6 +295,7 @@ class Scheduled(Generates):
         save_directory: Any,
         max_shard_size: str = "5GB",
         push_to_hub: bool = False,
+        dtype: str | torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
         """Write a checkpoint that plain `transformers` loads; all ranks call it together.
@@ -211,24 +306,25 @@ class Scheduled(Generates):
             save_directory: the folder, on a file system that all ranks share.
             max_shard_size: largest file, "5GB" or bytes.
             push_to_hub: upload the saved model afterwards.
-            kwargs: repo_id, token, private, commit_message, ... as in `transformers`.
+            dtype: in which floating tensors are written; None: as they are.
+            kwargs: repo_id, token, private, commit_message, variant, ... as in `transformers`.
         """
         if self._slapo.adapters:
             self._save_adapter_alone(save_directory, push_to_hub)
             return
+        stem = saved_stem(kwargs, Push.ALLOWED if push_to_hub else ())
         push = Push(Path(save_directory), kwargs) if push_to_hub else None
-        if unknown := [name for name in kwargs if not push or name not in Push.ALLOWED]:
-            problem = "these arguments of transformers are not supported here"
-            raise SlapoError("save_pretrained", ", ".join(unknown), problem, "leave them out")
-        local = consolidate.local_tensors(self, self._slapo.specs, self.mesh, grads=False)
         keys = self._slapo.keys
         with rank_guard("save_pretrained"):
+            refresh_specs(self, "save_pretrained")
+            local = consolidate.local_tensors(self, self._slapo.specs, self.mesh, grads=False)
+            local, specs = written_as(dtype, keys.to_files(local, self._slapo.specs, self.mesh),
+                                      keys.file_specs(self._slapo.specs))  # fmt: skip
             _on_first(self.mesh, push and push.create)
             save_folder(
-                save_directory, keys.file_specs(self._slapo.specs),
-                keys.to_files(local, self._slapo.specs, self.mesh), self.mesh,
-                write_extras=_extras(self, save_directory, push is not None),
-                max_shard_size=max_shard_size,
+                save_directory, specs, local, self.mesh,
+                write_extras=extras_of(self, save_directory, push is not None, dtype),
+                max_shard_size=max_shard_size, stem=stem,
             )  # fmt: skip
             _on_first(self.mesh, push and push.upload)
 
@@ -281,83 +377,14 @@ def _on_first(mesh: Mesh, action: Callable[[], None] | None) -> None:
         together(mesh, "push_to_hub", action if mesh.rank == 0 else lambda: None)
 
 
-def _extras(model: Any, target: Any, published: bool) -> Callable[[Path], None]:
-    write_configs = configs_of(model, target)
-
-    def write(folder: Path) -> None:
-        write_configs(folder)
-        if published:
-            from slapo_zoo.cards.publish import write_beside
-
-            write_beside(model, folder)
-
-    return write
-
-
-def configs_of(model: Any, target: Any) -> Callable[[Path], None]:
-    """What writes config.json and generation_config.json as they are now, as `transformers` does.
-
-    The tokenizer files of the loaded folder come along where the target has none.
-    """
-    config = model.config.__class__.from_dict(model.config.to_dict())
-    config.architectures = [model.unscheduled_class.__name__]
-    config.dtype = next(model.parameters()).dtype
-    configs, source = [config], model._slapo.source
-    if getattr(model, "generation_config", None) is not None and model.can_generate():
-        configs.append(copy.deepcopy(model.generation_config))
-
-    def write(folder: Path) -> None:
-        for one in configs:
-            one.save_pretrained(folder)
-        carry_tokenizer(source, Path(target), folder)
-
-    return write
-
-
 @functools.cache
 def scheduled_class(cls: type) -> type:
     """The class of a scheduled model: `cls` with our methods, under its own name."""
 
     @functools.wraps(cls.forward)  # pyright: ignore[reportAttributeAccessIssue]
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _forward(self, args, kwargs)
+        return forward_of(self, args, kwargs)
 
     # object.__init_subclass__ of transformers reads annotations; the name serves its look-ups.
     own = {"forward": forward, "__module__": cls.__module__, "unscheduled_class": cls}
     return type(cls.__name__, (Scheduled, cls), own)
-
-
-def _forward(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The model's own forward; logits are full and every rank has the output."""
-    runtime: Runtime = model._slapo
-    if runtime.within_engine:
-        return runtime.own_forward(model, *args, **kwargs)
-    mesh = model.mesh
-    bound = inspect.signature(runtime.own_forward).bind_partial(model, *args)
-    batch = with_source({**dict(list(bound.arguments.items())[1:]), **kwargs})
-    stream = runtime.schedule.state.random
-    if model.training:
-        rows = count_rows(batch)
-        stream.step, stream.num_rows = stream.step + 1, rows
-        stream.first_row = rows * mesh.coord("dp")
-        if runtime.schedule.state.checkpointed:
-            batch["use_cache"] = False  # a recomputation would append to the cache once more
-    runtime.schedule.state.tokens_divided = tokens_divide(model, batch)
-    runtime.schedule.state.real_tokens = real_tokens(model, batch)
-    refuse_divided(model, batch, pp=mesh.pp)
-    run = functools.partial(_run_own, model, runtime)
-    if runtime.pipeline is None:
-        return run(batch)
-    refuse_cache(batch)
-    batch = {**batch, "use_cache": False} if takes_cache(runtime) else batch
-    with rank_guard("forward"):
-        return pipeline_forward(runtime.pipeline, run, batch)
-
-
-def _run_own(model: Any, runtime: Runtime, batch: Mapping[str, Any]) -> Any:
-    with explained(model, batch):
-        output = runtime.own_forward(model, **batch)
-    for name in list(output) if hasattr(output, "keys") else ():
-        if isinstance(output[name], VocabLogits):
-            output[name] = output[name].gathered()
-    return output

@@ -3,17 +3,23 @@
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from slapo_zoo.model.data_parallel import DataParallel
 from slapo_zoo.errors import MeshError
-from slapo_zoo.pipeline.runtime import Pipeline, split_batch
-from slapo_zoo.parallel.placement import TensorSpec
+from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.model.completion import Completion
+from slapo_zoo.model.data_parallel import DataParallel
+from slapo_zoo.model.outputs import shows_layers
+from slapo_zoo.model.precision import MixedPrecision
+from slapo_zoo.parallel.heads import SHIFTED, head_of
+from slapo_zoo.parallel.known import known
+from slapo_zoo.parallel.placement import TensorSpec
+from slapo_zoo.pipeline.runtime import MAIN_INPUTS, Pipeline, split_batch
 from slapo_zoo.weights.keys import KeyMap
 from slapo_zoo.weights.ledger import Ledger
 
@@ -33,15 +39,21 @@ class Runtime:
         adapters: the matrices of each adapter, by its name, that this stage holds.
         peft_config: what peft keeps at a model.
         ties: groups of parameters of this rank that stages share: (name, process group).
-        replicas: divided parameters that neighbouring tp ranks share: (name, process group).
+        replicas: sharded parameters that neighbouring tp ranks share: (name, process group).
         owned: names that this stage counts in norms and saves.
         source: the folder that was loaded.
         micro_batches: default of `train_step`.
         num_tokens: tokens of an input that is not text.
         whole_batch: options whose loss is no mean over rows.
+        undivided: the loss is no mean that parts of a batch add up to.
+        shifts_labels: whether the head compares each token with the label of the next; None tells it
+            by the name of the class.
         batch_statistics: whether micro-batches change the result.
         data_parallel: how it runs and sums over dp; an engine puts its own here.
+        completion: the hooks that complete gradients in any backward.
         within_engine: a call of the model comes from the engine around it.
+        recomputed: layers that `gradient_checkpointing_enable` lets recompute.
+        precision: in which it computes.
     """
 
     schedule: Schedule
@@ -59,19 +71,30 @@ class Runtime:
     micro_batches: int | None = None
     num_tokens: int | None = None
     whole_batch: tuple[str, ...] = ()
+    undivided: bool = False
+    shifts_labels: bool | None = None
     batch_statistics: bool = False
     data_parallel: DataParallel = field(default_factory=DataParallel)
+    completion: Completion = field(init=False)
     within_engine: bool = False
+    recomputed: list[str] = field(default_factory=list)
+    precision: MixedPrecision = field(default_factory=MixedPrecision)
+
+    def head_name(self, model: Any) -> str:
+        """A class name that tells whether labels are shifted: the model's own, or what was found."""
+        if self.shifts_labels is None:
+            return model.unscheduled_class.__name__
+        return SHIFTED if self.shifts_labels else ""
 
 
 def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
-    """Whether the tokens of a batch can be divided over tp, where the schedule asks for it.
+    """Whether the tokens of a batch can be sharded over tp, where the schedule asks for it.
 
     Every stack (encoder, decoder) must divide; otherwise this forward runs without sequence
     parallelism, with the same result.
     """
     runtime: Runtime = model._slapo
-    if not runtime.schedule.state.sequence_parallel:
+    if not runtime.schedule.state.sequence_parallel or shows_layers(model, batch):
         return False
     lengths = [runtime.num_tokens] if runtime.num_tokens else []
     names = {
@@ -95,28 +118,42 @@ def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
     return divide
 
 
+def set_forward(model: Any, batch: Mapping[str, Any], divided: bool) -> None:
+    """Tell the directives of the forward that comes: are its tokens divided, which ones are real?"""
+    state = model._slapo.schedule.state
+    state.forward = ForwardContext(divided)
+    state.forward = replace(state.forward, real_tokens=real_tokens(model, batch))
+
+
 def real_tokens(model: Any, batch: Mapping[str, Any]) -> Tensor | None:
     """Which tokens are real [B, S], where a kernel may leave the others out: nothing reads them.
 
-    That is where a loss over tokens ignores every label at padding.
+    That is where a loss over tokens ignores every label at padding. A training step has asked
+    already (`slapo_zoo.model.step_counts`).
     """
+    if not may_unpad(model, batch):
+        return None
+    mask, labels = batch["attention_mask"], batch["labels"]
+    real = mask.bool()
+    if known().asked:
+        return real if known().real is not None else None
+    ignored = bool((labels[~real] == -100).all()) and bool(real.any(1).all())
+    return real if ignored and int(real.sum()) <= WORTH_UNPADDING * real.numel() else None
+
+
+def may_unpad(model: Any, batch: Mapping[str, Any]) -> bool:
+    """Whether a kernel that leaves out padding may serve a batch, as far as its shapes tell."""
     state = model._slapo.schedule.state
     mask, labels = batch.get("attention_mask"), batch.get("labels")
     if not (state.unpads and model.training and isinstance(mask, Tensor) and mask.ndim == 2):
-        return None
-    over_tokens = model.unscheduled_class.__name__.endswith(
-        ("ForMaskedLM", "ForTokenClassification")
-    )
-    if not over_tokens or labels is None or labels.shape != mask.shape:
-        return None
+        return False
+    head = head_of(model.unscheduled_class.__name__)
+    if not head.ignores_padding or labels is None or labels.shape != mask.shape:
+        return False
     config = model.config
     shown = any(batch.get(name) or getattr(config, name, False)
                 for name in ("output_hidden_states", "output_attentions", "is_decoder"))  # fmt: skip
-    if shown or state.checkpointed or state.tokens_divided or model.mesh.pp > 1:
-        return None
-    real = mask.bool()
-    ignored = bool((labels[~real] == -100).all()) and bool(real.any(1).all())
-    return real if ignored and int(real.sum()) <= WORTH_UNPADDING * real.numel() else None
+    return not (shown or state.checkpointed or state.forward.tokens_divided or model.mesh.pp > 1)
 
 
 def takes_cache(runtime: Runtime) -> bool:
@@ -127,15 +164,18 @@ def takes_cache(runtime: Runtime) -> bool:
 def count_rows(batch: Mapping[str, Any]) -> int:
     """Rows of a batch, by its main input."""
     tensors, _ = split_batch(batch)
-    for name in ("input_ids", "inputs_embeds", "pixel_values"):
+    for name in MAIN_INPUTS:
         if name in tensors:
             return len(tensors[name])
     return len(next(iter(tensors.values()))) if tensors else 0
 
 
 def refuse_divided(model: Any, options: Mapping[str, Any], **parts: int) -> None:
-    """MeshError for an option whose loss is no mean over rows where the batch is divided."""
+    """MeshError for an option whose loss is no mean over rows where the batch is sharded."""
     divided = [f"{name}={count}" for name, count in parts.items() if count > 1]
+    if model._slapo.undivided and any(not part.startswith("pp=") for part in divided):
+        problem = f"parts of a batch do not add up to it, found {', '.join(divided)}"
+        raise MeshError("the model", "its loss", problem, "pass micro_batches=1 and use dp=1")
     for name in model._slapo.whole_batch if divided else ():
         given = options.get(name)
         if getattr(model.config, name, False) if given is None else given:

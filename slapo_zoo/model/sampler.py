@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.parallel.compat import group_device
 from slapo_zoo.parallel.mesh import Mesh
 
 
@@ -73,7 +74,7 @@ class MeshSampler:
 
 
 def broadcast_batch(
-    batch: Mapping[str, Any] | None, mesh: Mesh, device: torch.device | str = "cpu"
+    batch: Mapping[str, Any] | None, mesh: Mesh, device: torch.device | str | None = None
 ) -> dict[str, Any]:
     """The batch of the first tp and pp rank, on all of them: for data that only one rank can read.
 
@@ -82,8 +83,10 @@ def broadcast_batch(
     Args:
         batch: tensors and whatever can be pickled, by name.
         mesh: of the model.
-        device: where the others put the tensors; one that the process group can send from.
+        device: where all ranks put the tensors, e.g. the model's; None takes the one that the
+            process group serves: with nccl this rank's GPU.
     """
+    device = group_device() if device is None and mesh.world_size > 1 else device
     found = dict(batch) if batch is not None else None
     if mesh.tp > 1 and mesh.coord("pp") == 0:
         found = _broadcast(found, mesh, "tp", device)
@@ -95,7 +98,7 @@ def broadcast_batch(
 
 
 def _broadcast(
-    batch: dict[str, Any] | None, mesh: Mesh, mesh_dim: str, device: torch.device | str
+    batch: dict[str, Any] | None, mesh: Mesh, mesh_dim: str, device: torch.device | str | None
 ) -> dict[str, Any]:
     """Shapes first, then the tensors themselves."""
     first, group = mesh.at(**{mesh_dim: 0}), mesh.group(mesh_dim)
@@ -118,6 +121,6 @@ def _broadcast(
             continue
         mine[name] = torch.empty(shape, dtype=dtype, device=device)
         if is_first and batch is not None:
-            mine[name] = batch[name].contiguous()
+            mine[name] = batch[name].to(mine[name].device).contiguous()
         dist.broadcast(mine[name], first, group=group)
     return mine

@@ -4,78 +4,165 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo_zoo.model.data_parallel import DataParallel
 from slapo_zoo.errors import MeshError, SlapoError
-from slapo_zoo.model.input_errors import explained
+from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.model.batch_check import check_batch
-from slapo_zoo.parallel.loss_means import LABELS, GlobalMeans, count_targets
-from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.pipeline.runtime import ROWS, Pipeline, share_output, split_batch
+from slapo_zoo.model.completion import others
+from slapo_zoo.model.data_parallel import DataParallel
+from slapo_zoo.model.input_errors import explained
+from slapo_zoo.model.outputs import as_dict, refuse_outputs
+from slapo_zoo.model.own_loss import (
+    OwnLoss,
+    divisor_of,
+    for_loss_alone,
+    of_model,
+    require_gradients,
+)
 from slapo_zoo.model.runtime import (
     Runtime,
     count_rows,
-    real_tokens,
     refuse_divided,
+    set_forward,
     takes_cache,
     tokens_divide,
 )
+from slapo_zoo.model.step_counts import ask
+from slapo_zoo.parallel.known import knowing
+from slapo_zoo.parallel.loss_means import LABELS, GlobalMeans, count_targets
+from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.vocab_parallel import VocabLogits
+from slapo_zoo.pipeline.runtime import ROWS, Pipeline, share_output, split_batch
 
 
-def train_step(
-    model: Any, batch: Mapping[str, Any], micro_batches: int | None, return_logits: bool = False,
-    targets: Sequence[float] | None = None,
-) -> Any:  # fmt: skip
+@dataclass(frozen=True)
+class StepOptions:
+    """How one batch is trained on: see `Scheduled.train_step`."""
+
+    micro_batches: int | None = None
+    return_logits: bool = False
+    targets: Sequence[float | Tensor] | None = None
+    loss_fn: Callable[[Any, dict[str, Any]], Tensor] | None = None
+    scaler: Any = None
+
+
+def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> Any:
     """Forward and backward of one batch: see `Scheduled.train_step`."""
     runtime: Runtime = model._slapo
-    mesh, stream = model.mesh, runtime.schedule.state.random
-    tensors, others = split_batch(batch)
+    mesh, stream, targets = model.mesh, runtime.schedule.state.random, options.targets
+    require_gradients()
+    if options.loss_fn is not None:
+        batch = for_loss_alone(runtime.own_forward, batch)
+    tensors, whole = split_batch(batch)
     if takes_cache(runtime):
-        others["use_cache"] = False
+        whole["use_cache"] = False
     rows = count_rows(tensors)
     if not rows:
-        problem = f"found no tensor with rows among {list(batch)}"
-        raise SlapoError("train_step", "batch", problem, "pass input_ids and labels")
+        raise _no_rows(batch, mesh)
+    refuse_outputs(model, whole)
+    as_dict(model, whole)
     _require_head(model.unscheduled_class, batch)
-    count = _micro_batches(runtime, mesh, rows, micro_batches)
-    refuse_divided(model, others, micro_batches=count, pp=mesh.pp, dp=mesh.dp)
-    name = model.unscheduled_class.__name__
-    counts = count_targets(name, tensors) if targets is None else targets
-    totals = _over_dp(mesh, [*counts, float(rows)])
-    is_part = count * mesh.dp > 1 or targets is not None
-    runtime.schedule.state.tokens_divided = tokens_divide(model, {**tensors, **others})
-    first = _first_row(mesh, rows)
-    step, kept = stream.step + 1, LogitsKept() if return_logits else None
+    if options.loss_fn is None and mesh.pp > 1:
+        _require_labels(tensors)
+    count = _micro_batches(runtime, mesh, rows, options.micro_batches)
+    refuse_divided(model, whole, micro_batches=count, pp=mesh.pp, dp=mesh.dp)
+    name, device = runtime.head_name(model), next(iter(tensors.values())).device
+    if options.loss_fn is None:
+        items = whole.pop("num_items_in_batch", None)  # of transformers: on all dp ranks
+        targets = [items / mesh.dp] if items is not None and targets is None else targets
+    is_part = options.loss_fn is None and (count * mesh.dp > 1 or targets is not None)
+    counts = targets if targets is not None else count_targets(name, tensors) if is_part else []
+    divided = tokens_divide(model, of_model({**tensors, **whole}))
+    runtime.schedule.state.forward = ForwardContext(divided)
+    asked = ask(model, tensors, counts, rows)
+    step, kept = stream.step + 1, LogitsKept() if options.return_logits else None
     check_batch(mesh, tensors, step, model.input_check_interval)
-    tensors[ROWS] = torch.arange(first, first + rows, device=next(iter(tensors.values())).device)
+    tensors[ROWS] = asked.rows(rows)  # last: the pipeline's device is the first's
+    parts = count * mesh.dp
+    own = options.loss_fn and OwnLoss(options.loss_fn, divisor_of(targets, asked.totals, parts))
+    loss_of, scale = own or _loss, _loss_scale(options.scaler, device)
 
     def run(part: Mapping[str, Any], part_rows: Tensor) -> Tensor:
         """The loss of one micro-batch, its means taken over the whole batch."""
         place = stream.at(step, int(part_rows[0]), len(part_rows))
-        runtime.schedule.state.real_tokens = real_tokens(model, part)
-        means = GlobalMeans(totals[:-1]) if is_part else nullcontext()
-        with explained(model, part), place, means:
-            output = runtime.data_parallel.run(model, dict(part))
+        inputs = of_model(part)
+        means = GlobalMeans(asked.totals) if is_part else nullcontext()
+        numbers = asked.of_rows(int(part_rows[0]) - asked.first, len(part_rows), own is not None)
+        with explained(model, inputs), place, means, knowing(numbers):
+            set_forward(model, inputs, divided)
+            output = runtime.data_parallel.run(model, inputs)
+        runtime.completion.watch(output)
         if kept is not None:
             kept.add(int(part_rows[0]), output)
-        return _loss(output)
+        loss = loss_of(output, part) * runtime.precision.scale
+        return loss if scale is None else loss * scale
 
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = _trained(model, count, device)
     with runtime.data_parallel.new_gradients(list(parameters.values())):
-        if runtime.pipeline is not None:
-            loss = _pipelined(runtime, run, tensors, others, count)
-        else:
-            loss = _accumulate(runtime.data_parallel, run, tensors, others, count)
+        loss = _forward_and_backward(runtime, run, tensors, whole, count)
         _reduce(model, runtime, parameters)
-    loss = _share(loss, mesh)
+        loss = loss / runtime.precision.scale
+        runtime.precision.unscale(parameters.values(), mesh)
+    loss, trained = _share(loss if scale is None else loss / scale, mesh, bool(parameters))
+    runtime.completion.guard.complete(list(parameters.values()), trained)
     stream.step = step  # a step that failed has drawn nothing
     return loss if kept is None else kept.output(loss, runtime.pipeline)
+
+
+def _trained(model: Any, count: int, device: torch.device) -> dict[str, nn.Parameter]:
+    """The parameters that take gradients in this step, hooked and found fit for it."""
+    runtime: Runtime = model._slapo
+    if type(runtime.data_parallel) is DataParallel:
+        agree_on_frozen_ties(runtime, device)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    runtime.completion.prepare(model)
+    if type(runtime.data_parallel) is DataParallel:  # an engine's hooks are its own affair
+        _require_whole_step(model.mesh, parameters, count)
+    return parameters
+
+
+def _loss_scale(scaler: Any, device: torch.device) -> Tensor | None:
+    """What a GradScaler multiplies losses by; it learns the device too."""
+    return None if scaler is None else scaler.scale(torch.ones((), device=device))
+
+
+def agree_on_frozen_ties(runtime: Runtime, device: torch.device) -> None:
+    """A weight that stages share is frozen where its first stage, which names it, has it frozen."""
+    named = dict(runtime.schedule.model.named_parameters()) if runtime.ties else {}
+    for name, group in runtime.ties:
+        trained = torch.zeros((), device=device)
+        if name in runtime.owned:
+            trained.fill_(named[name].requires_grad)
+        dist.all_reduce(trained, group=group)
+        named[name].requires_grad_(bool(trained))
+        if not named[name].requires_grad:
+            named[name].grad = None
+
+
+def _require_whole_step(mesh: Mesh, parameters: Mapping[str, nn.Parameter], count: int) -> None:
+    """A hook of someone else takes a gradient in the first backward that makes it."""
+    if mesh.pp * count > 1 and any(others(p) for p in parameters.values()):
+        found = f"pp={mesh.pp}, {count} micro-batches"
+        problem = f"{found}: it would step before the gradient is complete"
+        hint = "step after train_step, or use pp=1 and micro_batches=1"
+        raise SlapoError("train_step", "a hook that takes gradients", problem, hint)
+
+
+def _no_rows(batch: Mapping[str, Any], mesh: Mesh) -> SlapoError:
+    """The error for a batch of no tensors, or of tensors without rows."""
+    names = [name for name, value in batch.items() if isinstance(value, Tensor) and value.ndim]
+    if not names:
+        problem = f"found no tensor with rows among {list(batch)}"
+        return SlapoError("train_step", "batch", problem, "pass input_ids and labels")
+    problem = f"found 0 rows in {names} on dp rank {mesh.coord('dp')}, expected at least 1"
+    hint = "leave out the short last batch (drop_last=True), or add a row whose labels are all -100"
+    return SlapoError("train_step", "batch", problem, hint)
 
 
 def _require_head(cls: Any, batch: Mapping[str, Any]) -> None:
@@ -141,34 +228,25 @@ def _default_micro_batches(rows: int, pipeline: Pipeline | None) -> int:
     return next((i for i in legal if i >= 2 * places.pp), legal[-1] if legal else rows)
 
 
-def _over_dp(mesh: Mesh, counts: list[float]) -> list[float]:
-    if mesh.dp == 1:
-        return counts
-    total = torch.tensor(counts, dtype=torch.float64)
-    dist.all_reduce(total, group=mesh.group("dp"))
-    return total.tolist()
+def _forward_and_backward(
+    runtime: Runtime, run: Callable, tensors: dict[str, Tensor], whole: dict, count: int
+) -> Tensor:
+    if runtime.pipeline is None:
+        return _accumulate(runtime.data_parallel, run, tensors, whole, count)
+    return runtime.data_parallel.pipeline_step(runtime.pipeline, run, tensors, whole, count)
 
 
-def _first_row(mesh: Mesh, rows: int) -> int:
-    """Global index of our first row: dp ranks may hold different numbers of rows."""
-    if mesh.dp == 1:
-        return 0
-    each = [torch.zeros(1, dtype=torch.int64) for _ in range(mesh.dp)]
-    dist.all_gather(each, torch.tensor([rows]), group=mesh.group("dp"))
-    return int(sum(each[: mesh.coord("dp")]))
-
-
-def _pipelined(runtime: Runtime, run: Callable, tensors: dict, others: dict, count: int) -> Tensor:
+def _require_labels(tensors: Mapping[str, Tensor]) -> None:
+    """Without a loss of one's own: a stage would learn only late that there is none."""
     if not any(name in tensors for name in LABELS):
-        raise _no_loss(f"found no labels among {[name for name in tensors if name != ROWS]}")
-    return runtime.data_parallel.pipeline_step(runtime.pipeline, run, tensors, others, count)
+        raise _no_loss(f"found no labels among {list(tensors)}")
 
 
 def _no_loss(problem: str) -> SlapoError:
     return SlapoError("train_step", "batch", f"no loss: {problem}", "put labels into the batch")
 
 
-def _loss(output: Any) -> Tensor:
+def _loss(output: Any, _part: Any) -> Tensor:
     loss = getattr(output, "loss", None)
     if loss is None:
         raise _no_loss("the model returned none")
@@ -193,18 +271,23 @@ def _accumulate(
 def _reduce(model: Any, runtime: Runtime, parameters: dict[str, nn.Parameter]) -> None:
     """Sum gradients over tied stages, over tp where they are partial, and over dp."""
     engine = runtime.data_parallel
+    engine.sum_over_dp(list(parameters.values()), model.mesh)
     for name, group in (*runtime.ties, *runtime.replicas):
         engine.sum_over_tp(parameters, [name], group)
     state = runtime.schedule.state
-    names = state.partial_gradients | (state.sequence_gradients if state.tokens_divided else set())
+    names = state.partial_gradients | (
+        state.sequence_gradients if state.forward.tokens_divided else set()
+    )
     engine.sum_over_tp(parameters, sorted(names), model.mesh.group("tp"))
-    engine.sum_over_dp(list(parameters.values()), model.mesh)
 
 
-def _share(loss: Tensor, mesh: Mesh) -> Tensor:
-    """The global loss on every rank: terms of all micro-batches were divided by global counts."""
-    loss = loss.detach().clone()
+def _share(loss: Tensor, mesh: Mesh, trains: bool) -> tuple[Tensor, Tensor]:
+    """The global loss on every rank, and how many ranks of pp and dp have something to train.
+
+    Terms of all micro-batches were divided by global counts.
+    """
+    both = torch.stack([loss.detach(), torch.full_like(loss.detach(), float(trains))])
     for mesh_dim in ("pp", "dp"):
         if mesh.size(mesh_dim) > 1:
-            dist.all_reduce(loss, group=mesh.group(mesh_dim))
-    return loss
+            dist.all_reduce(both, group=mesh.group(mesh_dim))
+    return both[0], both[1]

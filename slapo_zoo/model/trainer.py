@@ -1,11 +1,11 @@
 """`transformers.Trainer` and Accelerate with a scheduled model: tp, pp and dp, on CPU and GPU.
 
-What the Trainer does that a divided model cannot take is replaced here, and nothing else: which
+What the Trainer does that a sharded model cannot take is replaced here, and nothing else: which
 samples a rank reads, forward and backward, the gradient norm, what is gathered, and checkpoints.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,12 @@ from torch import Tensor
 from transformers import Trainer
 
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.model.checkpoint import save_checkpoint
+from slapo_zoo.model.checkpoint_load import load_checkpoint
+from slapo_zoo.model.trainer_options import refuse_options
+from slapo_zoo.model.trl_head import take_back_forward
 from slapo_zoo.parallel.loss_means import count_targets
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.model.checkpoint import load_checkpoint, save_checkpoint
 
 
 class ScheduledTrainer(Trainer):
@@ -25,6 +28,8 @@ class ScheduledTrainer(Trainer):
 
     `per_device_train_batch_size` counts the rows of a dp rank; its tp and pp peers read the same
     ones. With gradient accumulation the mean is over all targets of a step, on all dp ranks.
+    A `compute_loss` of your own, `compute_loss_func` and label smoothing see whole logits; they need pp=1.
+    It goes in front of a Trainer of another library: `class Mine(ScheduledTrainer, DPOTrainer)`.
     A checkpoint can be resumed on another (tp, pp, dp), and `transformers` loads its weights.
 
     Args:
@@ -33,21 +38,30 @@ class ScheduledTrainer(Trainer):
         **kwargs: of Trainer.
 
     Raises:
-        SlapoError: the model is not scheduled, or an option needs the whole logits in training.
+        SlapoError: the model is not scheduled, or an option cannot be honoured.
     """
 
     def __init__(self, model: Any = None, args: Any = None, **kwargs: Any):
         if not hasattr(model, "_slapo"):
             problem = f"found {type(model).__name__}, expected a model of AutoScheduledModel"
             raise SlapoError("ScheduledTrainer", "model", problem, "or take transformers.Trainer")
-        _refuse(args, kwargs)
-        model._is_accelerate_prepared = True  # no DDP around it: that would average over tp as well
+        self._own_loss = _own_loss(type(self), args, kwargs)
+        refuse_options(model, args, self._own_loss)
+        for each in (model, kwargs.get("ref_model")):
+            if hasattr(each, "_slapo"):
+                each._is_accelerate_prepared = (
+                    True  # no DDP around it: it would average over tp as well
+                )
         super().__init__(model=model, args=args, **kwargs)
-        self.model_accepts_loss_kwargs = False  # our train_step divides by the global counts
+        for each in (self.model, getattr(self, "ref_model", None)):
+            if hasattr(each, "_slapo"):
+                take_back_forward(each)
+        if not self._own_loss:
+            self.model_accepts_loss_kwargs = False  # our train_step divides by the global counts
         # The Trainer took its gather_function before: with it, a short last batch would weigh less.
         self.gather_function = gather_over_dp(self.accelerator, model.mesh)
         self.accelerator.gather_for_metrics = self.gather_function  # pyright: ignore[reportAttributeAccessIssue]
-        self._targets: list[float] = []
+        self._targets: list[float | Tensor] = []
         self._is_checkpoint = False
 
     @property
@@ -68,17 +82,31 @@ class ScheduledTrainer(Trainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
     ) -> tuple[list[Any], Any]:
         """The batches of one optimizer step; their targets are counted together."""
-        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        name = self._scheduled.unscheduled_class.__name__
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self._own_loss:
+            return batches, items
+        name = self._scheduled._slapo.head_name(self._scheduled)
         counts = [count_targets(name, batch) for batch in batches]
         self._targets = [sum(column) for column in zip(*counts, strict=True)]
         return batches, None
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward; the share of this batch in the loss of the step."""
+        if self._own_loss:
+            return super().training_step(model, inputs, num_items_in_batch)
         self._scheduled.train()
+        if callable(switch := getattr(self.optimizer, "train", None)):  # one without a schedule
+            switch()
         batch = self._prepare_inputs(inputs)
-        return self._scheduled.train_step(batch, targets=self._targets)
+        with self.compute_loss_context_manager():
+            return self._scheduled.train_step(batch, targets=self._targets)
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
+        """The autocast of `bf16=True`, which Accelerate would have put around a model it prepares."""
+        if not self.args.bf16:
+            return nullcontext()
+        kind, dtype = self.args.device.type, torch.bfloat16
+        return torch.autocast(kind, dtype=dtype, cache_enabled=cache_enabled)
 
     def _clip_grad_norm(self, model: Any) -> Tensor:
         return self._scheduled.clip_grad_norm_(self.args.max_grad_norm)
@@ -136,20 +164,14 @@ class ScheduledTrainer(Trainer):
         return self.model.mesh  # pyright: ignore[reportOptionalMemberAccess, reportReturnType, reportAttributeAccessIssue]
 
 
-def _refuse(args: Any, kwargs: dict[str, Any]) -> None:
+def _own_loss(cls: type, args: Any, kwargs: dict[str, Any]) -> str:
+    """Which option brings a loss other than the model's, or the empty string."""
+    owner = next(c for c in cls.__mro__ if "compute_loss" in vars(c))
+    if owner is not Trainer:
+        return f"{owner.__name__}.compute_loss"
     if kwargs.get("compute_loss_func") is not None:
-        problem = "it takes whole logits, but each rank computes the loss of its own part"
-        raise SlapoError(
-            "ScheduledTrainer", "compute_loss_func", problem, "put labels into the batch"
-        )
-    if getattr(args, "label_smoothing_factor", 0):
-        problem = "it takes whole logits, but each rank computes the loss of its own part"
-        raise SlapoError("ScheduledTrainer", "label_smoothing_factor", problem, "set it to 0")
-    for name in ("fsdp", "deepspeed"):
-        if getattr(args, name, None):
-            problem = "the Trainer would wrap a model that is divided already"
-            hint = f'call init_target_engine(model, "{"torch" if name == "fsdp" else name}", ...)'
-            raise SlapoError("ScheduledTrainer", name, problem, hint)
+        return "compute_loss_func"
+    return "label_smoothing_factor" if getattr(args, "label_smoothing_factor", 0) else ""
 
 
 def prepare(accelerator: Any, model: Any, optimizer: Any, *loaders: Any) -> tuple[Any, ...]:
@@ -209,7 +231,7 @@ def gather_over_dp(accelerator: Any, mesh: Mesh) -> Callable[..., Any]:
 
     def gather(data: Any, use_gather_object: bool = False) -> Any:
         if use_gather_object:
-            problem = "objects of ranks that read the same samples cannot be told apart"
+            problem = "objects of ranks that read the same samples cannot be distinguished"
             raise SlapoError("gather_for_metrics", "use_gather_object", problem, "gather tensors")
         return recursively_apply(pick, accelerator.gather(data))
 

@@ -1,27 +1,16 @@
 """A step that succeeds on all ranks or fails on all ranks."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from slapo_zoo.errors import MeshError, RankError, SlapoError, agreed
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.patience import gather_objects
+from slapo_zoo.parallel.process_group import lost_peer, peer_error
 
 T = TypeVar("T")
-_GROUP: ContextVar[Any] = ContextVar("group", default=None)  # a new thread starts without
-
-
-@contextmanager
-def over_group(group: Any) -> Iterator[None]:
-    """Within, `together` talks over a group of all ranks other than the default one."""
-    token = _GROUP.set(group)
-    try:
-        yield
-    finally:
-        _GROUP.reset(token)
 
 
 def together(mesh: Mesh, what: str, action: Callable[[], T]) -> list[T]:
@@ -70,11 +59,9 @@ def _exchange(mesh: Mesh, what: str, report: Any) -> list[Any]:
     if size != mesh.world_size:
         problem = f"found a process group of {size}, expected tp*pp*dp = {mesh.world_size}"
         raise MeshError(what, mesh, problem, "start the processes with torchrun")
-    reports: list[Any] = [None] * size
     try:
-        dist.all_gather_object(reports, report, group=_GROUP.get())
+        return gather_objects(what, report)
+    except RankError:
+        raise
     except RuntimeError as error:
-        problem = f"lost contact with another rank: {str(error).partition(chr(10))[0]}"
-        hint = "was a process killed? see the output of the other ranks"
-        raise RankError(f"rank {mesh.rank}", what, problem, hint) from error
-    return reports
+        raise peer_error() or lost_peer(error, what) from error

@@ -6,14 +6,12 @@ Its collectives run over a process group of their own: those of the training mus
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from slapo_zoo.parallel.agreement import over_group
-
-WAIT = timedelta(hours=1)  # for the slowest writer; a rank that dies is noticed at once
+from slapo_zoo.parallel import compat
+from slapo_zoo.parallel.patience import LIMIT_S, over_group
 
 
 class Saving(Future):
@@ -81,5 +79,5 @@ def _group() -> Any:
         return None
     if _Pending.world is not dist.group.WORLD:
         _Pending.world = dist.group.WORLD
-        _Pending.group = dist.new_group(backend="gloo", timeout=WAIT)
+        _Pending.group = compat.patient_group(LIMIT_S)
     return _Pending.group

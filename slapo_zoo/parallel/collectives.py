@@ -32,7 +32,7 @@ def group_rank(group: Group) -> int:
     return dist.get_rank(group)
 
 
-def _rehearsed(group: Group, kind: str, whole: Tensor) -> bool:
+def _dry_run_of(group: Group, kind: str, whole: Tensor) -> bool:
     """Whether nothing is to be sent; then the collective is noted."""
     if isinstance(group, ShapeOnlyGroup) and group.note is not None:
         group.note(kind, whole.nbytes)
@@ -42,8 +42,8 @@ def _rehearsed(group: Group, kind: str, whole: Tensor) -> bool:
 
 
 def all_reduce_(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce x over the group in place; nothing to do for None or in a rehearsal."""
-    if group is not None and not _rehearsed(group, "all_reduce", x):
+    """Reduce x over the group in place; nothing to do for None or in a dry run."""
+    if group is not None and not _dry_run_of(group, "all_reduce", x):
         dist.all_reduce(x, op=op, group=group)
     return x
 
@@ -52,7 +52,7 @@ def gather_along(x: Tensor, axis: int, group: Group) -> Tensor:
     """x [.., s, ..] on each rank --> [.., n * s, ..] on all; no gradient."""
     flat = x.movedim(axis, 0).contiguous()
     out = flat.new_empty((group_size(group) * flat.shape[0], *flat.shape[1:]))
-    if not _rehearsed(group, "all_gather", out):
+    if not _dry_run_of(group, "all_gather", out):
         all_gather_single(out, flat, group=group)
     return _in_format_of(x, out.movedim(0, axis))
 
@@ -61,7 +61,7 @@ def reduce_scatter_along(x: Tensor, axis: int, group: Group) -> Tensor:
     """x [.., n * s, ..] on each rank --> its own slice [.., s, ..] of the sum; no gradient."""
     flat = x.movedim(axis, 0).contiguous()
     out = flat.new_empty((flat.shape[0] // group_size(group), *flat.shape[1:]))
-    if not _rehearsed(group, "reduce_scatter", flat):
+    if not _dry_run_of(group, "reduce_scatter", flat):
         reduce_scatter_single(out, flat, group=group)
     return _in_format_of(x, out.movedim(0, axis))
 
@@ -77,7 +77,7 @@ def exchange_along(x: Tensor, split_axis: int, join_axis: int, group: Group) -> 
     n = group_size(group)
     parts = torch.stack(x.chunk(n, split_axis))
     out = torch.empty_like(parts)
-    if not _rehearsed(group, "all_to_all", parts):
+    if not _dry_run_of(group, "all_to_all", parts):
         dist.all_to_all_single(out, parts, group=group)
     return torch.cat(list(out), join_axis)
 
@@ -195,5 +195,5 @@ def scatter(x: Tensor, axis: int, group: Group) -> Tensor:
 
 
 def all_to_all(x: Tensor, split_axis: int, join_axis: int, group: Group) -> Tensor:
-    """Divide along one axis what was divided along another; dx is the all-to-all back."""
+    """Divide along one axis what was sharded along another; dx is the all-to-all back."""
     return x if group is None else _Exchange.apply(x, split_axis, join_axis, group)

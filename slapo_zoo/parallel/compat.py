@@ -4,10 +4,13 @@ import inspect
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+MADE_WITHIN_S = 40.0
 
 # 2.13 deprecates the old names with a warning per call; 2.11 lacks the new ones.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,11 +28,27 @@ def new_group(ranks: Sequence[int]) -> Any:
 
     A collective call of all ranks. A rank that hangs or dies would stop its peers only then.
     """
-    kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
     world: Any = dist.group.WORLD
     if len(ranks) == dist.get_world_size():
         return world
-    return dist.new_group(ranks, timeout=world._get_backend(torch.device(kind)).options._timeout)
+    return dist.new_group(ranks, timeout=world._get_backend(group_device()).options._timeout)
+
+
+def patient_group(seconds: float) -> Any:
+    """A gloo group of all ranks that waits so long, but is itself made or given up sooner.
+
+    A collective call of all ranks, which are here already; one may die before it has connected.
+    """
+    group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=MADE_WITHIN_S))
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=seconds))
+    return group
+
+
+def group_device() -> torch.device:
+    """Where tensors lie that the whole group can send: the CPU where it can, else this rank's device."""
+    world: Any = dist.group.WORLD
+    kinds = {device.type for device in world._device_types}
+    return torch.device("cpu" if "cpu" in kinds else next(iter(kinds)))
 
 
 class _WorldPerThread:

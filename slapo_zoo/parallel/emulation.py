@@ -4,6 +4,7 @@ Every thread has process groups of its own, and they speak gloo to each other, s
 the code that runs on many processes: the same collectives, with the same results.
 """
 
+import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -14,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slapo_zoo.parallel import compat
 from slapo_zoo.errors import MeshError, RankError
+from slapo_zoo.parallel import compat, heartbeat
 from slapo_zoo.parallel.mesh import Mesh
 
 _ONE_AT_A_TIME = threading.Lock()
@@ -69,6 +70,7 @@ def emulate(
             _leave_at_once()
         finally:
             if dist.is_initialized():
+                heartbeat.stop()
                 dist.destroy_process_group()
 
     with _ONE_AT_A_TIME, compat.process_groups_per_thread(), _one_thread():
@@ -80,6 +82,7 @@ def emulate(
             thread.start()
         for thread in threads:
             thread.join()
+        gc.collect()  # a group that only the interpreter's end frees may abort the process
     if failures:
         raise _first_cause(failures)
     return outcomes

@@ -1,5 +1,6 @@
 """Start local ranks, and stop all of them with the error of the one that fails first."""
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -16,8 +17,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
+from slapo_zoo.errors import MeshError, RankError
 from slapo_zoo.parallel.process_group import (
     init_distributed,
     is_distributed_launch,
@@ -28,7 +29,7 @@ from slapo_zoo.parallel.process_group import (
     rank_guard,
     shutdown_distributed,
 )
-from slapo_zoo.errors import MeshError, RankError
+from slapo_zoo.parallel.store import local_store
 
 __all__ = [
     "init_distributed",
@@ -83,7 +84,7 @@ def run_local(
         args: arguments, the same on every rank.
         timeout: stop all ranks after so many seconds.
         start: "fork" starts in milliseconds; by default taken when it is safe.
-        threads: CPU threads per rank; by default the cores are divided.
+        threads: CPU threads per rank; by default the cores are sharded.
         device: "cpu" takes gloo even where CUDA devices are free.
 
     Raises:
@@ -99,9 +100,9 @@ def run_local(
         results, failure = collect(ranks, timeout, what)
         if failure is None:
             _join(ranks, GRACE_S)
-        del store  # not before the ranks have ended: they meet there
     finally:
         stop(ranks)
+    del store  # not before the ranks have ended: they meet there
     if failure is not None:
         failure.report.traceback_text = failure.traceback_text
         raise failure.report from failure.error
@@ -119,7 +120,7 @@ def _start_all(
     for rank in range(nprocs):
         ranks.append(start_rank(context, rank, _rank_main, (rank, nprocs, threads, *job)))
     # after the forks, since its thread is not one to fork
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
+    store = local_store()
     for local in ranks:
         with suppress(OSError):  # a rank that died at once: `collect` will say so
             local.pipe.send(store.port)
@@ -149,6 +150,7 @@ def start_rank(
 
 def prepare_rank(threads: int) -> None:
     """What every rank's process does first."""
+    gc.freeze()  # a group of the parent that is freed here would wait for threads that it left behind
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl+C too, and stops us
     torch.set_num_threads(threads)
     threading.Thread(target=_die_with_parent, daemon=True).start()

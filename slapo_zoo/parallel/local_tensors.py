@@ -1,9 +1,50 @@
 """Cutting a full tensor by its placement, and indices into one of which a rank holds a part."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slapo_zoo.parallel.placement import Placement
+
+
+@dataclass
+class RowsOfRank:
+    """Which rows of its tensors a rank keeps, where ranks divide them among them.
+
+    Args:
+        size: number of those ranks.
+        rank: which of them we are.
+    """
+
+    size: int
+    rank: int
+
+    def rows(self, shape: Sequence[int]) -> int:
+        """Rows of a part; the last ones may hold fewer, or none."""
+        return -(-shape[0] // self.size)
+
+    def mine(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Our first row of a whole tensor, and how many."""
+        rows = self.rows(shape)
+        first = min(self.rank * rows, shape[0])
+        return first, min(rows, shape[0] - first)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """Our rows of a whole tensor."""
+        return whole.narrow(0, *self.mine(whole.shape)).clone()
+
+    def note(self, part: Any, shape: Sequence[int]) -> Any:
+        """Mark a parameter as our rows of one of `shape`."""
+        part.whole_shape, part.first_row = tuple(shape), self.mine(shape)[0]
+        return part
+
+    def shape_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """Of what we keep of a parameter that is whole; one without an axis stays whole."""
+        shape = tuple(parameter.shape)
+        return (self.mine(shape)[1], *shape[1:]) if shape else shape
 
 
 def local_part(tensor: Tensor, placement: Placement, n: int, r: int) -> Tensor:
@@ -21,18 +62,23 @@ def local_part(tensor: Tensor, placement: Placement, n: int, r: int) -> Tensor:
 
 
 def is_divided(tensor: Tensor) -> bool:
-    """Whether an engine divides a tensor over dp (FSDP2's parameters are DTensors)."""
-    return hasattr(tensor, "full_tensor")
+    """Whether a tensor is sharded over dp: FSDP2's are DTensors, those of `dp_shard=` are marked."""
+    return hasattr(tensor, "full_tensor") or hasattr(tensor, "whole_shape")
+
+
+def dp_copies(tensor: Tensor, dp: int) -> int:
+    """How many dp ranks hold the same elements of a tensor."""
+    return getattr(tensor, "dp_copies", 1) if is_divided(tensor) else dp
 
 
 def held_here(tensor: Tensor) -> Tensor:
     """The elements that this rank holds, in the tensor's own memory."""
-    return tensor.to_local() if is_divided(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def whole_over_dp(tensor: Tensor) -> Tensor:
     """All elements; a collective call over dp where an engine divides the tensor."""
-    return tensor.full_tensor() if is_divided(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def require_indices(inside: Tensor, what: str, size: int) -> None:

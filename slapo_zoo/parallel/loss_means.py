@@ -9,13 +9,13 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from slapo_zoo.errors import MeshError
+from slapo_zoo.parallel.heads import head_of
 
 # In the order in which the heads of `transformers` compute their terms.
 LABELS = (
     "mc_labels", "labels", "next_sentence_label", "sentence_order_label", "start_positions",
     "end_positions", "bool_masked_pos",
 )  # fmt: skip
-SHIFTED = ("LMHeadModel", "ForCausalLM", "DoubleHeadsModel")  # endings of class names
 MEANS = (
     functional.cross_entropy,
     functional.mse_loss,
@@ -23,8 +23,10 @@ MEANS = (
 )
 
 
-def count_targets(class_name: str, batch: Mapping[str, Any]) -> list[float]:
+def count_targets(class_name: str, batch: Mapping[str, Any]) -> list[Tensor]:
     """How many targets each loss term of a head averages over, in the order of its terms.
+
+    Each is a tensor beside its labels: to read them together costs one wait for the device.
 
     Args:
         class_name: of the head, which tells whether it shifts its labels.
@@ -35,20 +37,25 @@ def count_targets(class_name: str, batch: Mapping[str, Any]) -> list[float]:
         target = batch.get(name)
         if target is None:
             continue
-        if name == "labels" and class_name.endswith(SHIFTED):
-            target = target[..., 1:]
-        counts.append(_count(name, target, batch))
+        target = shifted(class_name, target) if name == "labels" else target
+        mask = batch.get("attention_mask") if head_of(class_name).over_real_tokens else None
+        counts.append(_count(name, target, batch) if mask is None else (mask == 1).sum())
     return counts
 
 
-def _count(name: str, target: Tensor, batch: Mapping[str, Any]) -> float:
+def shifted(class_name: str, labels: Tensor) -> Tensor:
+    """The labels that a head compares with: one that predicts the next token leaves out the first."""
+    return labels[..., 1:] if head_of(class_name).shifts else labels
+
+
+def _count(name: str, target: Tensor, batch: Mapping[str, Any]) -> Tensor:
     if target.is_floating_point():
-        return float(target.numel())
+        return torch.full((), target.numel(), device=target.device)
     if name.endswith("_positions"):  # positions beyond the sequence are ignored
         tokens = batch.get("input_ids")
         tokens = batch["inputs_embeds"] if tokens is None else tokens
-        return float((target < tokens.shape[1]).sum())
-    return float((target != -100).sum())
+        return (target < tokens.shape[1]).sum()
+    return (target != -100).sum()
 
 
 class GlobalMeans(TorchFunctionMode):
@@ -79,6 +86,6 @@ class GlobalMeans(TorchFunctionMode):
         super().__exit__(exc_type, exc_val, exc_tb)
         if exc_type is None and not self.found:
             names = ", ".join(function.__name__ for function in MEANS)
-            problem = f"its loss is no mean over targets that can be divided ({names})"
+            problem = f"its loss is no mean over targets that can be sharded ({names})"
             hint = "pass micro_batches=1 and use dp=1: tp (and pp) divide no loss"
             raise MeshError("train_step", "the model's head", problem, hint)

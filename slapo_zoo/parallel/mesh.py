@@ -14,7 +14,7 @@ MESH_DIMS = ("pp", "dp", "tp")  # slowest to fastest: tp peers are neighbours, a
 
 
 class ShapeOnlyGroup(NamedTuple):
-    """Stands for a process group in a rehearsal: collectives only change shapes.
+    """Stands for a process group in a dry run: collectives only change shapes.
 
     Args:
         size: of the group.
@@ -34,18 +34,18 @@ class Mesh:
     rank = (pp_coord * dp + dp_coord) * tp + tp_coord
 
     Args:
-        tp: ranks that divide each layer.
-        pp: ranks that divide the layers into stages.
-        dp: ranks that divide the batch.
+        tp: ranks that shard each layer.
+        pp: ranks that shard the layers into stages.
+        dp: ranks that shard the batch.
         rank: the one that looks.
-        rehearsal: no process group; collectives only change shapes.
+        dry run: no process group; collectives only change shapes.
     """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     rank: int = 0
-    rehearsal: bool = False
+    dry_run: bool = False
 
     def __post_init__(self):
         for mesh_dim in MESH_DIMS:
@@ -55,6 +55,10 @@ class Mesh:
         if not 0 <= self.rank < self.world_size:
             problem = f"found {self.rank}, expected 0..{self.world_size - 1}"
             raise MeshError("mesh", "rank", problem, "pass tp, pp and dp of all processes")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Mesh":
+        """Itself: it never changes, and its process groups are this process's."""
+        return self
 
     @property
     def world_size(self) -> int:
@@ -86,7 +90,7 @@ class Mesh:
         """The process group of one mesh dim, or None when its size is 1."""
         if self.size(mesh_dim) == 1:
             return None
-        if self.rehearsal:
+        if self.dry_run:
             return ShapeOnlyGroup(self.size(mesh_dim), self.coord(mesh_dim))
         if "_groups" not in self.__dict__:  # cached_property locks, and ranks may be threads
             self.__dict__["_groups"] = self._make_groups()

@@ -16,13 +16,13 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """One axis of a tensor is divided over one mesh dim, in whole units.
+    """One axis of a tensor is sharded over one mesh dim, in whole units.
 
     rewrite:  w [..., size, ...]  -->  w_r [..., local_size(size, n, r), ...]
 
     Args:
-        axis: the axis of the tensor that is divided.
-        mesh_dim: the mesh dim it is divided over.
+        axis: the axis of the tensor that is sharded.
+        mesh_dim: the mesh dim it is sharded over.
         groups: sizes of consecutive groups along the axis, each divided by itself: q|k|v of a
             fused projection is (E, E, E). Empty: the axis is one group.
         unit: length of a run that stays whole, e.g. head_dim; ranks differ by at most one unit.
@@ -45,7 +45,7 @@ class Placement:
         return [group // self.unit for group in self.groups or (size,)]
 
     def problem(self, size: int, n: int) -> str:
-        """Why an axis of `size` cannot be divided over `n`, or the empty string."""
+        """Why an axis of `size` cannot be sharded over `n`, or the empty string."""
         groups = self.groups or (size,)
         if sum(groups) != size:
             return (
@@ -59,7 +59,7 @@ class Placement:
             return self._together_problem(self.units(size)[0], n)
         fewest = min(self.units(size))
         if fewest < n and not self.pad and not self.replicate:
-            return f"{fewest} units of {self.unit} cannot be divided over {self.mesh_dim}={n}"
+            return f"{fewest} units of {self.unit} cannot be sharded over {self.mesh_dim}={n}"
         return ""
 
     def _together_problem(self, units: int, n: int) -> str:
@@ -68,7 +68,7 @@ class Placement:
             return f"{units} units are not a multiple of {self.together} that belong together"
         if runs < n and (n % runs or self.together % (n // runs)):
             return (
-                f"{runs} runs of {self.together} units cannot be divided over {self.mesh_dim}={n}"
+                f"{runs} runs of {self.together} units cannot be sharded over {self.mesh_dim}={n}"
             )
         return ""
 
@@ -125,7 +125,7 @@ class HeldBy(Placement):
     why:      files hold the weight of each expert by itself, a model holds those of all in one
 
     Args:
-        of: how the other axis is divided.
+        of: how the other axis is sharded.
         count: size of that axis.
         index: on it.
     """
@@ -135,7 +135,7 @@ class HeldBy(Placement):
     index: int = 0
 
     def problem(self, size: int, n: int) -> str:
-        """Why the other axis cannot be divided over `n`, or the empty string."""
+        """Why the other axis cannot be sharded over `n`, or the empty string."""
         return self.of.problem(self.count, n)
 
     def offset(self, n: int, r: int) -> int | None:
@@ -159,7 +159,7 @@ class TensorSpec:
         name: its name in the state dict of the unscheduled `transformers` model.
         shape: its global shape.
         dtype: torch dtype name without the prefix, e.g. "float32".
-        placement: how it is divided, or None when every rank of a stage holds all of it.
+        placement: how it is sharded, or None when every rank of a stage holds all of it.
         stage: the pipeline stage that owns (saves) it.
     """
 

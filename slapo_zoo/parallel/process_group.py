@@ -21,18 +21,25 @@ import torch
 import torch.distributed as dist
 
 from slapo_zoo.errors import MeshError, RankError, SlapoError, is_agreed
-from slapo_zoo.parallel.store import fresh_store, is_restartable
+from slapo_zoo.parallel import background, heartbeat
+from slapo_zoo.parallel.heartbeat import ERROR_KEY
 from slapo_zoo.parallel.slurm import slurm_environment
-from slapo_zoo.parallel import background
+from slapo_zoo.parallel.store import fresh_store, is_restartable, meet, open_store
 
+TIMEOUT_S = 60.0  # of a collective; torch's default is 30 minutes
+START_S = 600.0  # until all processes of a job have started
+VARIABLE = "SLAPO_ZOO_TIMEOUT_S"
 ERROR_WAIT_S = 5.0  # how long a rank that lost its peers waits for one of them to say why
-LINGER_S = 2.0  # how long a failed rank 0 that holds the store itself stays, so that others read it
-_KEY = "slapo_zoo/first_error"
+LINGER_S = 10.0  # how long a failed rank 0 that holds the store itself waits for others to read it
 OF_TORCHRUN = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _LOST_PEER = re.compile(
     r"gloo|nccl|closed by peer|connection (closed|reset|refused)|broken pipe|timed out waiting",
     re.IGNORECASE,
 )
+
+
+SILENT_S = 4.0  # a rank that does not beat for so long, once contact is lost, is named
+_TIMED_OUT = re.compile(r"[Tt]imed out waiting (\d+) ?ms")
 
 
 class _State:
@@ -50,11 +57,27 @@ def world_size_of_launch() -> int:
     return int(found.get("WORLD_SIZE", "1"))
 
 
-def init_distributed(timeout_s: float = 60.0, device: str | None = None) -> bool:
+def timeout_of(timeout_s: float | None) -> float:
+    """Seconds that a collective may wait: as given, of SLAPO_ZOO_TIMEOUT_S, or 60."""
+    if timeout_s is None:
+        text = os.environ.get(VARIABLE, str(TIMEOUT_S))
+        try:
+            timeout_s = float(text)
+        except ValueError:
+            problem = f"found {text!r:.40}, expected seconds"
+            raise MeshError("init_distributed", VARIABLE, problem, "e.g. 300") from None
+    if not 0 < timeout_s < 1e8:
+        problem = f"found {timeout_s}, expected seconds above 0"
+        raise MeshError("init_distributed", "timeout_s", problem, f"or set {VARIABLE}")
+    return timeout_s
+
+
+def init_distributed(timeout_s: float | None = None, device: str | None = None) -> bool:
     """Join the process group that the environment describes; return whether there is one.
 
     Args:
-        timeout_s: a collective that waits longer is an error (torch's default is 30 minutes).
+        timeout_s: a collective of the training that waits longer is an error; None takes the
+            variable SLAPO_ZOO_TIMEOUT_S, or 60. Steps in which one rank works alone may take an hour.
         device: "cpu" takes gloo even where CUDA devices are free; "cuda" insists on them.
     """
     if dist.is_initialized() or not is_distributed_launch():
@@ -68,17 +91,21 @@ def init_distributed(timeout_s: float = 60.0, device: str | None = None) -> bool
     elif device == "cuda":
         problem = f"found {torch.cuda.device_count()} CUDA devices, expected one per local rank"
         raise MeshError(f"rank {os.environ['RANK']}", "device='cuda'", problem, "or choose cpu")
-    backend, timeout = ("gloo" if cuda is None else "nccl"), timedelta(seconds=timeout_s)
-    place: dict[str, Any] = {}
+    backend = "gloo" if cuda is None else "nccl"
+    start_s = START_S if timeout_s is None else timeout_s
+    timeout = timedelta(seconds=timeout_of(timeout_s))
     try:
-        if is_restartable():
-            place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-            place["store"] = fresh_store(**place, timeout_s=timeout_s)
-        dist.init_process_group(backend, timeout=timeout, device_id=cuda, **place)
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = (fresh_store if is_restartable() else open_store)(rank, size, start_s)
+        meet(store, rank, size, start_s)
+        dist.init_process_group(
+            backend, timeout=timeout, device_id=cuda, store=store, rank=rank, world_size=size
+        )
     except dist.DistError as exc:
         where = f"rank {os.environ['RANK']}"
         address = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
         raise MeshError(where, address, str(exc), "is rank 0 running and reachable there?") from exc
+    heartbeat.current()
     atexit.register(lambda: shutdown_distributed(failed=hasattr(sys, "last_value")))
     return True
 
@@ -99,6 +126,7 @@ def shutdown_distributed(failed: bool = False) -> None:
         background.join()  # a save under way still talks over it
         with suppress(RuntimeError):  # a peer that is gone is no reason to fail now
             dist.barrier()
+    heartbeat.stop()
     dist.destroy_process_group()
     _State.failed = False
 
@@ -127,20 +155,18 @@ def publish_error(exc: BaseException, what: str = "") -> None:
     error = rank_error(dist.get_rank(), exc, what)
     parts = [error.where, str(error.what), error.problem, error.hint, error.traceback_text]
     with suppress(RuntimeError):  # the store may have died with rank 0
-        store.compare_set(_KEY, "", json.dumps(parts))
+        store.compare_set(ERROR_KEY, "", json.dumps(parts))
     _linger()
 
 
 def peer_error() -> RankError | None:
     """The first error that a rank of this world published, if any."""
-    store = _store()
+    store, heart = _store(), heartbeat.current()
+    text = heart.error if heart is not None else ""
     with suppress(RuntimeError):
-        if store is not None and store.check([_KEY]):
-            *parts, traceback_text = json.loads(store.get(_KEY))
-            error = RankError(*parts)
-            error.traceback_text = traceback_text
-            return error
-    return None
+        if not text and store is not None and store.check([ERROR_KEY]):
+            text = store.get(ERROR_KEY)
+    return heartbeat.parse_error(text) if text else None
 
 
 @contextmanager
@@ -155,8 +181,12 @@ def rank_guard(what: str) -> Iterator[None]:
         if not is_lost_peer(exc):
             publish_error(exc, what)
             raise
-        error = _await_peer_error() or _silent_peer(exc, what)
-        _linger()
+        error = _await_peer_error()
+        if error is None:
+            error = lost_peer(exc, what)
+            publish_error(error, what)  # all who are left say the same
+        else:
+            _linger()
         raise error from exc
 
 
@@ -173,9 +203,21 @@ def is_lost_peer(exc: BaseException | None) -> bool:
     return False
 
 
-def _silent_peer(exc: BaseException, what: str) -> RankError:
-    problem = f"lost contact with another rank, which left no message ({exc})"
-    return RankError(f"rank {dist.get_rank()}", what, problem, "see the output of the other ranks")
+def lost_peer(exc: BaseException, what: str) -> RankError:
+    """What is known of a rank whose connection ended or that let us wait, without guessing why."""
+    silent = heartbeat.silent_ranks(SILENT_S)
+    text, who = (
+        str(exc).partition("\n")[0],
+        heartbeat.names_of(silent) if silent else "another rank",
+    )
+    problem = f"lost contact with {who}, which left no message ({text})"
+    if found := _TIMED_OUT.search(text):
+        seconds = int(found[1]) / 1000
+        problem = f"timed out after {seconds:g} s waiting for {who} at {what}"
+    if silent:
+        problem += f"; {who} is not heard of any more"
+    hint = f"see the output of the other ranks; {VARIABLE} or timeout_s= allow more time"
+    return RankError(f"rank {dist.get_rank()}", what, problem, hint)
 
 
 def _await_peer_error() -> RankError | None:
@@ -186,9 +228,18 @@ def _await_peer_error() -> RankError | None:
 
 
 def _linger() -> None:
-    """The store dies with rank 0, unless the launcher holds it as torchrun and run_local do."""
-    if dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        time.sleep(LINGER_S)
+    """The store dies with rank 0, unless the launcher holds it as torchrun and run_local do.
+
+    The others wait in collectives; their heartbeats see the error meanwhile.
+    """
+    if dist.get_rank() != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    heart, deadline = heartbeat.current(), time.monotonic() + LINGER_S
+    if heart is None:
+        time.sleep(2.0)
+        return
+    while heart.not_told() and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def _store() -> Any | None:

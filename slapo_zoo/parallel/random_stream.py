@@ -9,22 +9,13 @@ import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-MASK = (1 << 64) - 1
-
-
-def mix(*words: int) -> int:
-    """Hash integers to 63 bits (the finaliser of splitmix64, chained over the words)."""
-    state = 0x9E3779B97F4A7C15
-    for word in words:
-        state = (state ^ word) * 0xBF58476D1CE4E5B9 & MASK
-        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & MASK
-        state ^= state >> 31
-    return state >> 1
+from slapo_zoo.parallel.device_seeds import STRIDE, DeviceSeeds, later, mix, split_cells
+from slapo_zoo.parallel.known import known, places
 
 
 @dataclass
@@ -43,15 +34,19 @@ class RandomStream:
     first_row: int = 0
     num_rows: int = 0
     real_tokens: Tensor | None = None  # [B, S], while all that are real stand in one row
+    real_at: Tensor | None = None  # [N], where they are among all B * S
+    device_seeds: DeviceSeeds = field(default_factory=DeviceSeeds, repr=False)
 
     @contextmanager
     def packing(self, real: Tensor) -> Iterator[None]:
         """Within it, a mask for [1, N, ...] is that of the real tokens of [B, S, ...]."""
-        self.real_tokens = real
+        counts = known().real
+        at = places(real.flatten(), None if counts is None else sum(counts))
+        self.real_tokens, self.real_at = real, at
         try:
             yield
         finally:
-            self.real_tokens = None
+            self.real_tokens = self.real_at = None
 
     def position(self) -> tuple[int, int, int]:
         """What a recomputation must restore to draw the same masks."""
@@ -76,6 +71,9 @@ class RandomStream:
             site: path of the module that drops; two sites are independent.
             heads: global indices of axis 1, whose cells are drawn one by one.
         """
+        if not self.draws_in_blocks(x.device):
+            keep = hashed_cells(x, p, self.seeds(x, site, heads))
+            return keep.div_(1.0 - p) if p < 1.0 else keep
         real = self.real_tokens
         if real is not None:
             whole = x.new_empty(()).expand(*real.shape, *x.shape[2:])
@@ -83,14 +81,48 @@ class RandomStream:
         return self._mask(x, p, site, heads)
 
     def _mask(self, x: Tensor, p: float, site: str, heads: Sequence[int]) -> Tensor:
-        draw = self.draw_cells if x.device.type == "cpu" else hashed_cells
-        keep = draw(x, p, self.cells(x.shape[0], site, heads))
+        keep = self.draw_cells(x, p, self.cells(x.shape[0], site, heads))
         return keep.div_(1.0 - p) if p < 1.0 else keep
 
     @staticmethod
     def draws_in_blocks(device: torch.device) -> bool:
-        """Whether the masks of attention are drawn block by block, and again in the backward."""
+        """Whether masks are drawn by a generator, as on a CPU; else they are hashed where they are used."""
         return device.type == "cpu"
+
+    def hashes(self, device: torch.device) -> bool:
+        """Whether an operator hashes a mask from its seeds, and none lies in memory."""
+        return not self.draws_in_blocks(device)
+
+    def seeds(self, x: Tensor, site: str, heads: Sequence[int] = ()) -> Tensor:
+        """The seeds of the mask of x, on its device: x is cut into as many equal runs.
+
+        Args:
+            x: [rows, ...], or [rows, len(heads), ...] when `heads` is given.
+            site: path of the module that drops.
+            heads: global indices of axis 1.
+        """
+        real, rows = self.real_tokens, x.shape[0]
+        rows = rows if real is None or heads else len(real)
+        key = zlib.crc32(site.encode())
+        found = self.device_seeds.find(x.device, self.seed, self.position(), key, rows, heads)
+        if real is None or heads or self.real_at is None:
+            return found
+        width = x.numel() // max(x.shape[1], 1)
+        return split_cells(found, real.shape[1], width).index_select(0, self.real_at)
+
+    def seeds_of_columns(self, x: Tensor, site: str, run: tuple[int, int], size: int) -> Tensor:
+        """As `keep_columns`: a seed per row of the last axis."""
+        found = self.seeds(whole := x.detach().new_empty(()).expand(*x.shape[:-1], size), site)
+        rows = whole.numel() // max(size, 1) // max(len(found), 1)
+        return later(split_cells(found, rows, size), run[0])
+
+    def seeds_of_tokens(self, x: Tensor, site: str, n: int, r: int) -> Tensor:
+        """As `keep_tokens`: seeds of this rank's run of tokens."""
+        if x.ndim > 2:
+            return later(self.seeds(x, site), r * (x.numel() // max(x.shape[0], 1)))
+        tokens = x.shape[0] // max(self.num_rows, 1)
+        found = self.seeds(x.detach().new_empty(()).expand(n * x.shape[0], x.shape[1]), site)
+        return found.view(-1, n * tokens).narrow(1, r * tokens, tokens).flatten()
 
     def cells(self, count: int, site: str, heads: Sequence[int] = ()) -> list[int]:
         """The seed of each cell of `count` rows, row by row; arguments as above."""
@@ -117,7 +149,7 @@ class RandomStream:
             x: [rows, tokens / n, ...], or [rows * tokens / n, width] where a model flattens.
             p: probability that an element becomes 0.
             site: path of the module that drops.
-            n: ranks that divide the tokens.
+            n: ranks that shard the tokens.
             r: ours.
         """
         if x.ndim > 2:
@@ -154,7 +186,7 @@ def hashed_cells(x: Tensor, p: float, seeds: Sequence[int] | Tensor) -> Tensor:
 
 def is_kept(counter: Tensor, key: Tensor, p: float) -> Tensor:
     """Whether dropout keeps element `counter` of the cell with seed `key`; the two broadcast."""
-    bits = counter * 0x2545F4914F6CDD1D + key  # int64 wraps around, as intended
+    bits = counter * STRIDE + key  # int64 wraps around, as intended
     for multiplier in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
         bits = (bits ^ ((bits >> 31) & 0x1FFFFFFFF)) * multiplier
     bits = (bits >> 40) & 0xFFFFFF

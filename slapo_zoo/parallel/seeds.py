@@ -48,7 +48,7 @@ class RngTracker:
 
     @contextmanager
     def fork(self, name: str = TENSOR_PARALLEL) -> Iterator[None]:
-        """Draw from a named state within; it goes on where it was left."""
+        """Draw from a named state within; it resumes where it was left."""
         if name not in self.states:
             problem = f"found states {sorted(self.states)}"
             hint = "call set_random_seed(..., tp_rank=...) first"
@@ -60,6 +60,15 @@ class RngTracker:
                 torch.cuda.set_rng_state_all(cuda)
             yield
             self.states[name] = self._current()
+
+    @contextmanager
+    def at(self, states: dict[str, tuple[torch.Tensor, list[torch.Tensor]]]) -> Iterator[None]:
+        """Within it, `fork` goes on from these states."""
+        before, self.states = self.states, dict(states)
+        try:
+            yield
+        finally:
+            self.states = before
 
 
 _TRACKER = RngTracker()

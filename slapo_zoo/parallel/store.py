@@ -6,6 +6,7 @@ published for one of its own. Restart counts do not tell the starts apart: every
 """
 
 import os
+import socket
 import time
 import uuid
 from datetime import timedelta
@@ -34,6 +35,45 @@ def fresh_store(rank: int, world_size: int, timeout_s: float) -> Any:
     timeout = timedelta(seconds=timeout_s)
     store = TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)
     return PrefixStore(agree_on_round(store, rank, world_size, timeout_s), store)
+
+
+def open_store(rank: int, world_size: int, timeout_s: float) -> Any:
+    """The store at the address of the environment; rank 0 holds it unless the launcher does."""
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return TCPStore(
+        *address, is_master=rank == 0 and not kept, timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False, multi_tenant=True,
+    )  # fmt: skip
+
+
+def meet(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
+    """Wait until every process of the job has started: from here on short limits hold.
+
+    Raises:
+        torch.distributed.DistError: not all came in time; it names those that did not.
+    """
+    store.set(f"slapo_zoo/here/{rank}", "1")
+    deadline = time.monotonic() + timeout_s
+    late = [other for other in range(world_size) if other != rank]
+    while late := [other for other in late if not store.check([f"slapo_zoo/here/{other}"])]:
+        if time.monotonic() > deadline:
+            names = ", ".join(map(str, late))
+            problem = f"timed out after {timeout_s:g} s waiting for rank {names} to start"
+            raise dist.DistStoreError(problem)
+        time.sleep(POLL_S)
+
+
+def local_store() -> Any:
+    """A store for the ranks of this machine: it listens on the loopback only.
+
+    By itself a TCPStore listens on all interfaces, and whoever reaches it can forge addresses.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+    port, fileno = listener.getsockname()[1], listener.detach()  # the store closes it
+    return TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=fileno
+    )
 
 
 def agree_on_round(store: Any, rank: int, world_size: int, timeout_s: float) -> str:

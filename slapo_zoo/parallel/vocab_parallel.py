@@ -1,4 +1,4 @@
-"""Logits whose vocabulary axis is divided over tp, and the cross-entropy that needs no gather.
+"""Logits whose vocabulary axis is sharded over tp, and the cross-entropy that needs no gather.
 
 The unmodified loss code of `transformers` runs on them: `view(-1, V)`, slices and casts act on the
 local columns, `cross_entropy` runs in parallel, and every other operation gathers first.
@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from slapo_zoo.parallel import collectives
+from slapo_zoo.parallel.local_tensors import require_indices
 from slapo_zoo.parallel.mesh import ShapeOnlyGroup
 from slapo_zoo.parallel.placement import Placement
-from slapo_zoo.parallel.local_tensors import require_indices
 
 _ELEMENTWISE = {
     torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.Tensor.bfloat16,
@@ -42,10 +42,10 @@ class VocabLogits(torch.Tensor):
 
     @staticmethod
     def wrap(local: Tensor, vocab_size: int, group: Any) -> Tensor:
-        """Local columns --> VocabLogits; the tensor itself when the axis is not divided."""
+        """Local columns --> VocabLogits; the tensor itself when the axis is not sharded."""
         if group is None:
             return local
-        if isinstance(group, ShapeOnlyGroup):  # a rehearsal has no data to keep apart
+        if isinstance(group, ShapeOnlyGroup):  # a dry run has no data to keep apart
             return local.new_empty(()).expand(*local.shape[:-1], vocab_size)  # and takes no memory
         logits = local.as_subclass(VocabLogits)
         logits.vocab_size, logits.group = vocab_size, group

@@ -1,1 +1,4 @@
-"""pipeline."""
+"""Stages, pipeline orders, the runtime that executes them, timelines.
+
+Imports `language` and lower.
+"""

@@ -1,4 +1,4 @@
-"""Which values one part of a model makes and another part uses, found by a rehearsal.
+"""Which values one part of a model makes and another part uses, found by a dry run.
 
 The scheduled model runs once on fake tensors: shapes without data. Every call of a *unit* (a block, an
 embedding, a norm, a head) is recorded: what it returned, and the outputs of which earlier calls its
@@ -6,7 +6,7 @@ arguments were computed from. From this follows what crosses a pipeline cut.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,11 +28,12 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """A tensor without its data."""
+    """A tensor without its data; `written`: something beside the units changes it in place."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    written: bool = False
 
     def empty(self, device: torch.device | str) -> Tensor:
         """A tensor to receive into."""
@@ -40,42 +41,68 @@ class Shape:
         return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=grad)
 
     def stand_in(self, device: torch.device) -> Tensor:
-        """Zeros that take no memory, for a value that nothing on this stage uses."""
+        """Zeros for a value that nothing on this stage uses; they take no memory unless written."""
+        if self.written:
+            return torch.zeros(self.shape, dtype=self.dtype, device=device)
         return torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a unit: its path, its output (tensors as Shapes), and what it was made from."""
+    """One call of a unit: its path, its output (tensors as Shapes), and what it was made from.
+
+    `guessed`: within it the forward looks at data, so that its output is only taken to be such.
+    """
 
     unit: str
     spec: TreeSpec
     leaves: tuple[Any, ...]
     needs: frozenset[Value]
+    guessed: bool = False
+
+    def keep(self, leaf: int, tensor: Tensor) -> Tensor:
+        """A tensor of the output, or a copy where it will be written: the next stage writes its own."""
+        return tensor.clone() if self.leaves[leaf].written else tensor
+
+    def check(self, output: Any) -> None:
+        """Refuse an output that is not as it was guessed."""
+        if not self.guessed:
+            return
+        leaves, spec = tree_flatten(output)
+        shapes = [tuple(x.shape) if isinstance(x, Tensor) else None for x in leaves]
+        wanted = [x.shape if isinstance(x, Shape) else None for x in self.leaves]
+        if spec != self.spec or shapes != wanted:
+            problem = f"its output has the shapes {shapes}, expected {wanted}: they depend on data"
+            raise ScheduleError(self.unit, "pipeline", problem, "use pp=1")
 
     def output(self, tensors: Mapping[int, Tensor], device: torch.device) -> Any:
         """The output with the given tensors, and stand-ins for all others."""
         leaves = [
-            tensors.get(i, leaf.stand_in(device)) if isinstance(leaf, Shape) else leaf
+            (self.keep(i, tensors[i]) if i in tensors else leaf.stand_in(device))
+            if isinstance(leaf, Shape) else leaf
             for i, leaf in enumerate(self.leaves)
-        ]
+        ]  # fmt: skip
         return tree_unflatten(leaves, self.spec)
 
 
-class Rehearsal(TorchDispatchMode):
+class DryRun(TorchDispatchMode):
     """Records the calls of units while a model runs on fake tensors."""
 
     def __init__(self, model: nn.Module, units: Sequence[str]):
         super().__init__()
         self.calls: list[Call] = []
         self._origin: Any = WeakIdKeyDictionary()
+        self._inside = False  # of a unit
         self._hooks = []
         for unit in units:
             module = model.get_submodule(unit)
+            self._hooks.append(module.register_forward_pre_hook(self._before))
             self._hooks.append(module.register_forward_hook(self._after(unit), with_kwargs=True))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Every output of an operation comes from wherever its inputs came from."""
+        if func._schema.is_mutable and not self._inside:
+            self._note_written(args[0])
         out = func(*args, **(kwargs or {}))
         origin = self._origins((args, kwargs))
         for tensor in tree_leaves(out):
@@ -83,12 +110,22 @@ class Rehearsal(TorchDispatchMode):
                 self._origin[tensor] = self._origin.get(tensor, frozenset()) | origin
         return out
 
+    def _note_written(self, tensor: Any) -> None:
+        for call, leaf in self._origins(tensor):
+            leaves = list(self.calls[call].leaves)
+            leaves[leaf] = replace(leaves[leaf], written=True)
+            self.calls[call] = replace(self.calls[call], leaves=tuple(leaves))
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        self._inside = True
+
     def _origins(self, tree: Any) -> frozenset[Value]:
         found = [self._origin.get(x) for x in tree_leaves(tree) if isinstance(x, Tensor)]
         return frozenset().union(*(f for f in found if f))
 
     def _after(self, unit: str) -> Any:
         def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            self._inside = False
             leaves, spec = tree_flatten(output)
             needs, index = self._origins((args, kwargs)), len(self.calls)
             shapes = [
@@ -108,30 +145,67 @@ class Rehearsal(TorchDispatchMode):
             hook.remove()
 
 
-def rehearse(
+def dry_run(
     model: nn.Module, units: Sequence[str], fake: Any, batch: Mapping[str, Any],
     finish: Callable[[Any], None] | None = None,
-) -> list[Call]:  # fmt: skip
+) -> "Calls":  # fmt: skip
     """The calls of units in one forward of a fake model, in order.
 
     Args:
-        model: scheduled on a rehearsing mesh, its parameters fake tensors of the mode `fake`.
+        model: scheduled on a mesh without processes, its parameters fake tensors of the mode `fake`.
         units: paths that count.
         fake: the FakeTensorMode.
-        batch: real tensors of the sizes to rehearse.
+        batch: tensors of the sizes that count, on any device; their data only where the forward looks at it.
         finish: called with the output of the model, still on fake tensors.
     """
-    inputs = {k: fake.from_tensor(v) if isinstance(v, Tensor) else v for k, v in batch.items()}
-    rehearsal = Rehearsal(model, units)
+    with fake:  # on the CPU, where the fake model is, wherever the batch lies
+        inputs = {k: torch.empty(v.shape, dtype=v.dtype, device="cpu") if isinstance(v, Tensor) else v
+                  for k, v in batch.items()}  # fmt: skip
+    recorder = DryRun(model, units)
     try:
-        with fake, rehearsal, torch.enable_grad():  # the plan serves training too
+        _run(recorder, model, inputs, fake, finish)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        if finish is None:
+            return _look(model, units, inputs, batch, fake)
+        raise _depends(model, error) from None
+    return Calls(recorder.calls)
+
+
+def _look(
+    model: nn.Module, units: Sequence[str], inputs: Mapping[str, Any], batch: Mapping[str, Any], fake: Any
+) -> "Calls":  # fmt: skip
+    from slapo_zoo.pipeline.data_dependence import LookingRun
+
+    recorder = LookingRun(model, units, inputs, batch)
+    try:
+        _run(recorder, model, inputs, fake, None)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise _depends(model, error) from None
+    return Calls(recorder.calls, recorder.looked)
+
+
+def _run(
+    recorder: DryRun, model: nn.Module, inputs: Mapping[str, Any], fake: Any,
+    finish: Callable[[Any], None] | None,
+) -> None:  # fmt: skip
+    try:
+        with fake, recorder, torch.enable_grad():  # the plan serves training too
             output = model(**inputs)
             if finish is not None:
                 finish(output)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        problem = f"the forward of {type(model).__name__} depends on data ({error})"
-        hint = "use pp=1: what crosses a cut is found from shapes alone"
-        raise ScheduleError("pipeline", "rehearsal", problem, hint) from None
     finally:
-        rehearsal.close()
-    return rehearsal.calls
+        recorder.close()
+
+
+def _depends(model: nn.Module, error: Exception) -> ScheduleError:
+    problem = f"the forward of {type(model).__name__} depends on data ({error})"
+    hint = "use pp=1: what crosses a cut is found from shapes alone"
+    return ScheduleError("pipeline", "dry run", problem, hint)
+
+
+class Calls(list[Call]):
+    """The calls of a dry run; `looked`: they hold for the data of its batch only."""
+
+    def __init__(self, calls: Sequence[Call], looked: bool = False):
+        super().__init__(calls)
+        self.looked = looked

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from slapo_zoo.pipeline.csv_order import CsvOrder, read_order
 from slapo_zoo.errors import MeshError
+from slapo_zoo.pipeline.csv_order import CsvOrder, read_order
 from slapo_zoo.pipeline.timeline import BACKWARD, FORWARD, Action
 
 
@@ -71,7 +71,7 @@ class StageMap:
         """Check the numbers against the order: a name, or the path of a CSV file."""
         if str(name).endswith(".csv"):
             return StageMap._from_file(str(name), pp, stages_per_rank)
-        order = find_order(name)
+        order = find_order(str(name).lower())  # torch spells it "1F1B"
         if pp == 1:
             return StageMap(order, 1, 1)
         per_rank = stages_per_rank or order.stages_per_rank
@@ -97,12 +97,17 @@ class StageMap:
         """Stages of the whole model."""
         return self.pp * self.per_rank
 
+    @property
+    def waits_for_sends(self) -> bool:
+        """Whether torch's runtime waits for the sends of a micro-batch before the step's end."""
+        return self.order.name in ("1F1B", "GPipe")
+
     def rank_of(self, stage: int) -> int:
         """The pp coordinate that holds a stage."""
         if self.custom is not None:
             return self.custom.rank_of_stage[stage]
-        lap, place = divmod(stage, self.pp)
-        return self.pp - 1 - place if self.order.v_shape and lap % 2 else place
+        turn, place = divmod(stage, self.pp)
+        return self.pp - 1 - place if self.order.v_shape and turn % 2 else place
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages of a pp coordinate, in order."""

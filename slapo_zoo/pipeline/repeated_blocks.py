@@ -1,4 +1,4 @@
-"""Blocks that repeat are rehearsed twice; what follows costs what the second call cost.
+"""Blocks that repeat run twice in a dry run; what follows costs what the second call cost.
 
 A model of 80 equal blocks is counted in the time of two. The first call is not taken: it keeps what
 all share (a mask, rotary tables) for the backward, which counts once.
@@ -16,7 +16,7 @@ POSITIONS = {"layer_idx", "layer_id", "layer_number", "layer_index"}  # say wher
 
 
 class Counter(Protocol):
-    """What a rehearsal sums up: operations done, and bytes saved for the backward."""
+    """What a dry run sums up: operations done, and bytes saved for the backward."""
 
     done: float
     saved: int
@@ -38,8 +38,8 @@ def skip_repeated(counter: Counter, model: nn.Module, units: Sequence[str]) -> N
     rewrite:  y = block(x)  -->  y of the shape of the second call's; its cost is added again
 
     Args:
-        counter: of the rehearsal that follows.
-        model: of fake tensors, for this rehearsal only: its units are changed.
+        counter: of the dry run that follows.
+        model: of fake tensors, for this dry run only: its units are changed.
         units: paths of the blocks, and of others, which are called once.
     """
     calls: dict[Any, list[Seen]] = {}

@@ -8,17 +8,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slapo_zoo.errors import MeshError, ScheduleError, SlapoError
 from slapo_zoo.hf import models as hf
-from slapo_zoo.errors import MeshError, SlapoError
-from slapo_zoo.pipeline.dataflow import rehearse
-from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.pipeline.orders import StageMap
+from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.pipeline.dataflow import dry_run
+from slapo_zoo.pipeline.orders import StageMap
 from slapo_zoo.pipeline.stages import Cursor, Foreign, StageDone, StagePlan
 from slapo_zoo.pipeline.timeline import Span
 
-ROWS = "_global_rows"  # global batch rows of a micro-batch, cut beside its tensors
-NOT_REHEARSED = ("cut_pipeline_stage", "checkpoint", "fork_rng")  # they change no shape
+ROWS = "_global_rows"  # of a micro-batch, cut beside its tensors; on the CPU, where the host reads them
+MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values")  # their rows are those of the batch
+CHANGE_NO_SHAPE = ("cut_pipeline_stage", "checkpoint", "fork_rng")
+FOR_LOSS = "_for_loss:"  # begins the names of what only a loss of one's own is given
 
 
 class Pipeline:
@@ -40,20 +43,55 @@ class Pipeline:
         self.mine = places.stages_of(schedule.mesh.coord("pp"))
         _check_same_order(schedule.mesh, places)
         self._plans: dict[Any, dict[int, StagePlan]] = {}
+        self.looks = False  # at its data: a plan holds for one batch
+        self._arrivals: dict[int, Any] = {}
         self._fake: Any = None
         self.spans: list[Span] | None = None
         self.clock: Callable[[], float] = time.monotonic  # one that processes share
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a deep copy takes over: it makes a dry run of anew."""
+        return {**self.__dict__, "_plans": {}, "_fake": None}
+
     def plans(self, batch: Mapping[str, Any]) -> dict[int, StagePlan]:
-        """What each of our stages does for batches of these shapes; rehearsed once per shape."""
-        divided = self.schedule.state.tokens_divided
-        key = (divided, *sorted((k, _signature(v)) for k, v in batch.items()))
-        if key not in self._plans:
-            mode, fake = self._rehearsal()
-            fake.state.tokens_divided = divided
-            calls, cuts = rehearse(fake.model, self.units, mode, batch), self.schedule.state.cuts
+        """What each of our stages does for batches of these shapes; dry-run once per shape."""
+        divided = self.schedule.state.forward.tokens_divided
+        key = (divided, self._dtype(), *sorted((k, _signature(v)) for k, v in batch.items()))
+        if self.looks or key not in self._plans:
+            with torch.inference_mode(False):  # what an evaluation makes, a step uses
+                mode, fake = self._dry_run(self._dtype())
+                fake.state.forward = ForwardContext(divided)
+                calls = dry_run(fake.model, self.units, mode, batch)
+            self.looks = self.looks or calls.looked
+            cuts = self.schedule.state.cuts
             self._plans[key] = {stage: StagePlan.make(calls, cuts, stage) for stage in self.mine}
         return self._plans[key]
+
+    def plans_of_all(self, parts: Sequence[Mapping[str, Any]]) -> dict[int, StagePlan]:
+        """The plans of the first micro-batch, which all others share.
+
+        Raises:
+            ScheduleError: where the forward looks at data, another one is cut in another way.
+        """
+        plans = self.plans(parts[0])
+        if self.looks and any(self.plans(part) != plans for part in parts[1:]):
+            problem = "what crosses a cut depends on the data, and differs between micro-batches"
+            raise ScheduleError(
+                "pipeline", "micro_batches", problem, "use pp=1, or one micro-batch"
+            )
+        return plans
+
+    def sends(self, micro_batches: int) -> Any:
+        """What follows this rank's sends in a step, or None where the runtime waits for each."""
+        from slapo_zoo.pipeline.in_flight import Sends, arrivals
+
+        if self.places.waits_for_sends:
+            return None
+        if micro_batches not in self._arrivals:
+            ranks = self.places.actions(micro_batches)
+            rank = self.schedule.mesh.coord("pp")
+            self._arrivals[micro_batches] = arrivals(ranks, self.places.rank_of, rank)
+        return Sends(self._arrivals[micro_batches])
 
     def whole(self) -> Schedule:
         """The schedule with its recomputation, on the whole model made of fake tensors."""
@@ -65,22 +103,36 @@ class Pipeline:
         units = [u for u in self.units if path == u or path.startswith(u + ".")]
         return not any(isinstance(model.get_submodule(unit), Foreign) for unit in units)
 
-    def _rehearsal(self) -> tuple[Any, Any]:
-        if self._fake is None:
-            self._fake = fake_schedule(self.schedule, self.cls)
-        return self._fake
+    def _dtype(self) -> torch.dtype:
+        """Of the parameters as they are now: a model may be cast between steps."""
+        return next(self.schedule.model.parameters()).dtype
+
+    def _dry_run(self, dtype: torch.dtype) -> tuple[Any, Any]:
+        if self._fake is None or self._fake[0] != dtype:
+            self._fake = dtype, fake_schedule(self.schedule, self.cls)
+        return self._fake[1]
 
 
 def fake_schedule(
-    schedule: Schedule, cls: Any, leave_out: Collection[str] = NOT_REHEARSED
+    schedule: Schedule, cls: Any, leave_out: Collection[str] = CHANGE_NO_SHAPE, stream: Any = None
 ) -> tuple[Any, Schedule]:
-    """The whole scheduled model made of fake tensors, and their mode; its weights take no memory."""
+    """The whole scheduled model made of fake tensors, and their mode; its weights take no memory.
+
+    Args:
+        schedule: of any rank.
+        cls: of the model.
+        leave_out: primitives that a dry run can do without.
+        stream: stands for the random stream, unless None.
+    """
     model, mesh = schedule.model, schedule.mesh
-    mode, fake = hf.build_fake(cls, model.config, next(model.parameters()).dtype)
-    rehearsing = Mesh(mesh.tp, mesh.pp, mesh.dp, mesh.rank, rehearsal=True)
+    dtype = schedule.state.compute_dtype or next(model.parameters()).dtype
+    mode, fake = hf.build_fake(cls, model.config, dtype)
+    in_dry_run = Mesh(mesh.tp, mesh.pp, mesh.dp, mesh.rank, dry_run=True)
     steps = [step for step in schedule.history if step[1].name not in leave_out]
     with mode:
-        return mode, Schedule(fake, rehearsing).replay(steps)
+        found = Schedule(fake, in_dry_run)
+        found.state.random = stream or found.state.random
+        return mode, found.replay(steps)
 
 
 def _check_same_order(mesh: Mesh, places: StageMap) -> None:
@@ -106,17 +158,22 @@ class StageModule(nn.Module):
         plan: for the shape of a micro-batch.
         run: (batch, rows) --> loss, by the model's own forward.
         others: arguments that are not divided into micro-batches.
+        device: of what a stage receives.
     """
 
-    def __init__(self, pipeline: Pipeline, plan: StagePlan, run: Callable[..., Any], others: dict):
+    def __init__(
+        self, pipeline: Pipeline, plan: StagePlan, run: Callable[..., Any], others: dict,
+        device: torch.device,
+    ):  # fmt: skip
         super().__init__()
+        self.device = device
         self._modules["model"] = pipeline.schedule.model
         self.cursor, self.plan, self.run, self.others = pipeline.cursor, plan, run, others
 
     def forward(self, *received: Tensor, **batch: Tensor) -> tuple[Tensor, ...]:
         """What the next stage needs, or the loss [1]."""
         rows = batch.pop(ROWS)
-        self.cursor.begin(self.plan, received, rows.device)
+        self.cursor.begin(self.plan, received, self.device)
         try:
             return (self.run({**batch, **self.others}, rows).reshape(1),)
         except StageDone:
@@ -126,8 +183,14 @@ class StageModule(nn.Module):
 
 
 def split_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors that have a batch axis, and everything else."""
+    """The tensors that have a batch axis, and everything else.
+
+    One row beside a main input of several (`position_ids` [1, S]) stands for all of them: it stays whole.
+    """
     tensors = {k: v for k, v in batch.items() if isinstance(v, Tensor) and v.ndim}
+    main = next((tensors[name] for name in MAIN_INPUTS if name in tensors), None)
+    if main is not None and len(main) != 1:
+        tensors = {k: v for k, v in tensors.items() if len(v) != 1 or k in MAIN_INPUTS}
     return tensors, {k: v for k, v in batch.items() if k not in tensors}
 
 
@@ -150,20 +213,29 @@ def pipeline_step(
     from slapo_zoo.pipeline.stage import quiet_schedules
 
     pipeline.places.check_micro_batches(micro_batches)
-    first = {k: v.tensor_split(micro_batches)[0] for k, v in tensors.items() if k != ROWS}
-    plans = pipeline.plans({**first, **others})
-    device = tensors[ROWS].device
+    cut = {k: v.tensor_split(micro_batches) for k, v in tensors.items() if _is_input(k)}
+    whole = {k: v for k, v in others.items() if _is_input(k)}
+    parts = [{**{k: v[i] for k, v in cut.items()}, **whole} for i in range(micro_batches)]
+    plans = pipeline.plans_of_all(parts)
+    device = next(iter(tensors.values())).device
     stages = [_stage(pipeline, p, run, others, device, before_last) for p in plans.values()]
     schedule = pipeline.places.runtime(stages, micro_batches, loss_fn=_sum, scale_grads=False)
-    if pipeline.places.num_stages - 1 not in plans:
-        with quiet_schedules():
-            schedule.step(**tensors)
-        return torch.zeros((), device=device)
+    sends = pipeline.sends(micro_batches)
+    for stage in stages:
+        stage.sends, stage.in_turn = sends, pipeline.places.order.name == "1F1B"
     losses: list[Tensor] = []
-    target = torch.zeros(micro_batches, device=device)
+    ends: dict[str, Any] = {}
+    if pipeline.places.num_stages - 1 in plans:
+        ends = {"target": torch.zeros(micro_batches, device=device), "losses": losses}
     with quiet_schedules():
-        schedule.step(target=target, losses=losses, **tensors)
-    return torch.stack(losses).sum().detach()
+        schedule.step(**ends, **tensors)
+    if sends is not None:
+        sends.finish()
+    return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=device)
+
+
+def _is_input(name: str) -> bool:
+    return name != ROWS and not name.startswith(FOR_LOSS)
 
 
 def _stage(
@@ -177,7 +249,7 @@ def _stage(
     scalar = torch.empty(1, device="meta", requires_grad=True)
     once = recomputed_units(plan.units, pipeline.schedule.state.checkpointed)
     return Stage(
-        StageModule(pipeline, plan, run, others), index, places.num_stages, device,
+        StageModule(pipeline, plan, run, others, device), index, places.num_stages, device,
         input_args=_examples(plan, index),
         output_args=_examples(plan, index + 1) if index + 1 < places.num_stages else (scalar,),
         group=pipeline.schedule.mesh.group("pp"), units=plan.extent, spans=pipeline.spans, clock=pipeline.clock,

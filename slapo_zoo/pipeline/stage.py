@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed.pipelining import PipelineStage
 
-from slapo_zoo.parallel.process_group import is_lost_peer
 from slapo_zoo.errors import SlapoError, StageError
+from slapo_zoo.parallel.process_group import is_lost_peer
+from slapo_zoo.pipeline.in_flight import InFlightStage
 from slapo_zoo.pipeline.timeline import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -23,7 +23,7 @@ from slapo_zoo.pipeline.timeline import (
 )
 
 
-class Stage(PipelineStage):
+class Stage(InFlightStage):
     """One stage of one step.
 
     Its methods of a chunk are what the schedules of torch call; only this class names them.

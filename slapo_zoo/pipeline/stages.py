@@ -2,7 +2,7 @@
 
 A stage runs the model's own forward. Units of other stages are stand-ins: those before the stage
 hand out what was received, and the forward ends when the last unit of the stage has run. So masks,
-positions and sizes are computed by the unmodified code on every stage, and only what a rehearsal
+positions and sizes are computed by the unmodified code on every stage, and only what a dry run
 found to be used later crosses a cut (docs/decisions/0004-stages-run-the-own-forward.md).
 """
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from slapo_zoo.language.directive import join
 from slapo_zoo.errors import ScheduleError
+from slapo_zoo.language.directive import join
 from slapo_zoo.pipeline.dataflow import Call, Shape, Value
 
 Cut = tuple[str, int]  # unit, and after which of its calls (0 unless a shared block)
@@ -25,7 +25,9 @@ class StageDone(Exception):  # noqa: N818 - not an error: it ends the forward of
     """Raised when the last unit of a stage has run."""
 
 
-def leaf_units(model: nn.Module, blocks: Sequence[str], late: Sequence[str] = ()) -> list[str]:
+def leaf_units(
+    model: nn.Module, blocks: Sequence[str], late: Sequence[str] = (), order: Sequence[str] = ()
+) -> list[str]:
     """Paths of the modules with parameters that a stage holds as a whole, in the order they run.
 
     These are the blocks, and whatever lies beside them below the modules that contain blocks.
@@ -35,7 +37,9 @@ def leaf_units(model: nn.Module, blocks: Sequence[str], late: Sequence[str] = ()
         model: whole, or on meta.
         blocks: paths of the repeated blocks.
         late: paths that run after the blocks, though the model defines them before.
+        order: patterns of children of one parent, in the order in which they run.
     """
+    ranks = {pattern: rank for rank, pattern in enumerate(order)}
     containers = {""}
     for block in blocks:
         parts = block.split(".")
@@ -43,9 +47,9 @@ def leaf_units(model: nn.Module, blocks: Sequence[str], late: Sequence[str] = ()
 
     def below(path: str, module: nn.Module) -> list[str]:
         found = []
-        for name, child in module.named_children():
+        for name, child in sorted(module.named_children(), key=lambda c: _rank(path, c[0], ranks)):
             at = join(path, name)
-            if at in containers:
+            if at in containers or type(child).forward is nn.Module.forward:  # a list is not called
                 found += below(at, child)
             elif next(child.parameters(), None) is not None:
                 found.append(at)
@@ -56,6 +60,11 @@ def leaf_units(model: nn.Module, blocks: Sequence[str], late: Sequence[str] = ()
     rest = [unit for unit in units if unit not in late]
     end = max((i for i, unit in enumerate(rest) if unit in blocks), default=-1) + 1
     return [*rest[:end], *moved, *rest[end:]]
+
+
+def _rank(path: str, name: str, ranks: Mapping[str, int]) -> int:
+    pattern = ".".join("*" if part.isdigit() else part for part in join(path, name).split("."))
+    return ranks.get(pattern, len(ranks))
 
 
 def assign_stages(
@@ -93,7 +102,7 @@ def stages_of(name: str, stages: Mapping[str, tuple[int, ...]]) -> tuple[int, ..
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What one stage does in one forward: from a rehearsal and the cuts.
+    """What one stage does in one forward: from a dry run and the cuts.
 
     Args:
         calls: every unit call of the whole model, in order.
@@ -163,13 +172,13 @@ class Cursor:
         self.plan, self.values = None, {}
 
     def outgoing(self) -> tuple[Tensor, ...]:
-        """What the next stage needs, as tensors of their own.
+        """What the next stage needs, in memory of its own: that is given up once it is sent.
 
-        A backward in two parts detaches them in place, which a view refuses.
+        A backward in two parts detaches these tensors in place, which a view refuses.
         """
         assert self.plan is not None  # noqa: S101 - called within begin and end
-        crossing = (self.values[v].contiguous() for v in self.plan.crossing(self.plan.stage + 1))
-        return tuple(x.clone() if x._is_view() else x for x in crossing)
+        crossing = (self.values[v] for v in self.plan.crossing(self.plan.stage + 1))
+        return tuple(x.clone(memory_format=torch.contiguous_format) for x in crossing)
 
     def stand_in(self, unit: str, held: bool) -> Any:
         """The output of a call that another stage makes, or None when this one makes it."""
@@ -177,7 +186,7 @@ class Cursor:
         assert self.plan is not None  # noqa: S101 - called within begin and end
         call = self.plan.calls[self.index] if self.index < len(self.plan.calls) else None
         if call is None or call.unit != unit:
-            problem = f"its call is number {self.index} here, not in the rehearsal"
+            problem = f"its call is number {self.index} here, not in the dry run"
             hint = "the model's forward depends on data; cut it elsewhere, or use pp=1"
             raise ScheduleError(unit, "pipeline", problem, hint)
         if self.plan.stage_of_call[self.index] == self.plan.stage:
@@ -192,9 +201,10 @@ class Cursor:
     def made(self, output: Any) -> None:
         """Keep what later stages need; end the forward after the last call of a stage."""
         assert self.plan is not None  # noqa: S101 - called within begin and end
+        self.plan.calls[self.index].check(output)
         for leaf, tensor in enumerate(tree_leaves(output)):
             if (value := Value(self.index, leaf)) in self.wanted:
-                self.values[value] = tensor
+                self.values[value] = self.plan.calls[self.index].keep(leaf, tensor)
         if self.index == self.plan.last_call and self.plan.stage < max(self.plan.stage_of_call):
             raise StageDone
 
@@ -252,8 +262,10 @@ def _follow(unit: str, module: nn.Module, cursor: Cursor) -> None:
     embedding is summed by then), and a stand-in passes none.
     """
     cls: Any = type(module)
+    module.__dict__["_cursor"] = cursor  # a deep copy of the model has one of its own
 
     def followed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        cursor: Cursor = self.__dict__["_cursor"]
         if cursor.plan is None:
             return cls.__call__(self, *args, **kwargs)
         output = cursor.stand_in(unit, held=True)

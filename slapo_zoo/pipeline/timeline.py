@@ -70,7 +70,7 @@ def needs(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
 def simulate(
     order: Sequence[Sequence[Action]], cost: Callable[[Action], float], transfer: float = 0.0
 ) -> list[Span]:
-    """Run an order on paper: an action begins when its rank is free and its inputs have arrived.
+    """Run an order by simulation: an action begins when its rank is free and its inputs have arrived.
 
     Args:
         order: actions of each rank.

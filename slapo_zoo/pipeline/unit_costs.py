@@ -21,10 +21,10 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from slapo_zoo.hf import models as hf
 from slapo_zoo.errors import MeshError
+from slapo_zoo.hf import models as hf
 from slapo_zoo.hf.example_inputs import training_batch
-from slapo_zoo.pipeline.dataflow import Call, Rehearsal, Shape
+from slapo_zoo.pipeline.dataflow import Call, DryRun, Shape
 from slapo_zoo.pipeline.repeated_blocks import skip_repeated
 
 ELEMENT = 64.0  # operations that a core does while it writes one number to memory
@@ -67,8 +67,8 @@ class UnitCost:
         return self.forward + 2.0 * ELEMENT * self.parameters
 
 
-class Counting(Rehearsal):
-    """A rehearsal that also sums what every operation costs, and what is kept for the backward."""
+class Counting(DryRun):
+    """A dry run that also sums what every operation costs, and what is kept for the backward."""
 
     def __init__(self, model: nn.Module, units: Sequence[str]):
         self.done, self.saved, self.at_end, self.ended_early = 0.0, 0, [], False
@@ -92,7 +92,7 @@ class Counting(Rehearsal):
     def run(self, mode: Any, model: nn.Module, batch: Mapping[str, Any]) -> None:
         """One forward; a head that looks into its input ends it early.
 
-        Dropouts do nothing in a rehearsal; the mask that each keeps is counted. One of attention
+        Dropouts do nothing in a dry run; the mask that each keeps is counted. One of attention
         probabilities, which also gives up the fused attention, is not.
         """
         for module in model.modules():
@@ -166,9 +166,9 @@ def unit_costs(model: Any, units: Sequence[str], seq_len: int | None = None) -> 
         seq_len: tokens of a row.
     """
     tokens = seq_len or usual_tokens(model.config)
-    rehearsed = min(tokens, SCANNED_TOKENS) if hasattr(model.config, "state_size") else tokens
-    found = _unit_costs(type(model), _Config(model.config), tuple(units), rehearsed)
-    return [replace(cost, forward=cost.forward * tokens / rehearsed) for cost in found]
+    counted = min(tokens, SCANNED_TOKENS) if hasattr(model.config, "state_size") else tokens
+    found = _unit_costs(type(model), _Config(model.config), tuple(units), counted)
+    return [replace(cost, forward=cost.forward * tokens / counted) for cost in found]
 
 
 class _Config:
@@ -199,7 +199,7 @@ def _unit_costs(
 def costs_of(
     counting: Counting, model: nn.Module, units: Sequence[str], tokens: int
 ) -> Iterator[UnitCost]:
-    """What a rehearsal has counted, per call; the loss is counted with the last unit.
+    """What a dry run has counted, per call; the loss is counted with the last unit.
 
     Args:
         counting: after its run.
@@ -231,8 +231,9 @@ def _stand_in_for_experts(counting: Counting, model: nn.Module) -> None:
         if type(module).__name__.endswith("Experts"):
             size = sum(p.numel() for p in module.parameters()) / len(next(module.parameters()))
 
-            def forward(hidden: Tensor, index: Tensor, *_: Any, size: float = size) -> Tensor:
-                counting.done += 2.0 * index.numel() * size
+            def forward(hidden: Tensor, *others: Any, _size: float = size, **_: Any) -> Tensor:
+                index = others[0] if others else hidden[..., 0]
+                counting.done += 2.0 * index.numel() * _size
                 return hidden * 1.0
 
             module.forward = forward

@@ -120,6 +120,20 @@ class Grid:
             rows *= (values / values.max())[self.index[:, self.names.index(name)]]
         return np.concatenate([one, rows[:, None], rows[:, None] * columns], 1)
 
+    def memory_parts(self) -> tuple[np.ndarray, np.ndarray]:
+        """(rows, share that is kept) at every point, by the symbols that tell memory: 0..1 each."""
+        rows, kept = np.ones(len(self.points)), np.zeros(len(self.points))
+        for name, direction in self.memory.items():
+            values = self.values.get(name, [])
+            if len(values) < 2 or not all(map(is_number, values)):
+                continue
+            scale = np.array(values, dtype=float)[self.index[:, self.names.index(name)]]
+            if direction > 0:
+                rows *= scale / scale.max()
+            else:
+                kept += 1.0 - scale / max(scale.max(), 1e-12)
+        return rows, kept
+
     def memory_rank(self) -> np.ndarray:
         """0..1 at every point: how far its symbols are towards more memory."""
         found = np.zeros(len(self.points))

@@ -6,19 +6,20 @@ from importlib.metadata import version
 from typing import Any
 
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.zoo.knobs import KNOBS
-from slapo_zoo.zoo.arguments import config_of, to_dtype
 from slapo_zoo.parallel.paths import nearest
-from slapo_zoo.tune.planner.hardware import HARDWARE, Hardware
-from slapo_zoo.tune.planner.layout import Layout
-from slapo_zoo.tune.planner.search import Planner
-from slapo_zoo.zoo.table import table_for
 from slapo_zoo.tune.database import Scope
 from slapo_zoo.tune.grid import Grid
 from slapo_zoo.tune.outcome import OK, Outcome
+from slapo_zoo.tune.planner.hardware import HARDWARE, Hardware
+from slapo_zoo.tune.planner.layout import Layout
+from slapo_zoo.tune.planner.runtime import precision_of
+from slapo_zoo.tune.planner.search import Planner
 from slapo_zoo.tune.space import Point, Space
 from slapo_zoo.tune.trial import OWN, Job
 from slapo_zoo.tune.worker import measure_in_worker
+from slapo_zoo.zoo.arguments import config_of, to_dtype
+from slapo_zoo.zoo.knobs import KNOBS
+from slapo_zoo.zoo.table import table_for
 from slapo_zoo.zoo.tuned import machine_name, model_name
 
 
@@ -130,7 +131,11 @@ class Forecaster:
         for name, value in (setting.changes or {}).items():
             setattr(config, name, value)
         self.planner = Planner(
-            config, self.hardware, setting.seq_len, to_dtype(setting.dtype), head
+            config,
+            self.hardware,
+            setting.seq_len,
+            precision_of(str(to_dtype(setting.dtype))),
+            auto_class=head,
         )
 
     def judge(self, grid: Grid) -> tuple[list[float], dict[int, str]]:

@@ -1,4 +1,4 @@
-"""What became of one measurement, and how the ways to fail are told apart."""
+"""What became of one measurement, and how the ways to fail are distinguished."""
 
 import signal
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Strategies: which point of a grid to measure next, from what is known by now.
 
 A strategy has `ask(known, open_points)`; it keeps no state that could not be found again from the
-measurements, so a search that was killed goes on where it was.
+measurements, so a search that was killed resumes where it stopped.
 """
 
 import random
@@ -19,8 +19,9 @@ Known = Mapping[int, Outcome]
 WORTH = (
     0.0005  # expected relative improvement below which another measurement is not worth its time
 )
-ENOUGH = 3  # points that ran, before a model is asked
-FEWEST = 13  # measurements before a model may say so
+ENOUGH = 2  # points that ran, before a model is asked
+FEWEST = 17  # measurements before a model may say so
+MORE_CARE = 0.5  # after each point in a row that ran out of memory, less is dared
 MORE_MEMORY = 0.15  # expected before anything is known: what takes all memory is so much faster
 
 
@@ -158,7 +159,8 @@ class Model:
             return corners[0] if set(corners) & set(left) else easiest(self.grid, known, left)
         if len(ran) < ENOUGH:
             return self._spread(known, left)
-        if (unseen := self._unseen(ran, left)) is not None:
+        measured = all(known[i].peak_memory for i in ran)
+        if measured and (unseen := self._unseen(ran, left)) is not None:
             return unseen
         free = np.asarray(left)
         gain = self._gain(known, ran)[free]
@@ -168,7 +170,12 @@ class Model:
     def _spread(self, known: Known, left: Sequence[int]) -> int:
         """A point from which much is learned: where memory is a question, a corner that may fit."""
         corners = self.grid.corners(self.grid.index[self.start])
-        if found := [i for i in corners if i in set(left)]:
+        ran = [i for i, outcome in known.items() if outcome.is_measured]
+        silent = [i for i in ran if not known[i].peak_memory]
+        sure = [
+            self.grid.takes_less(i) for i in silent
+        ]  # such a corner would tell nothing of memory
+        if found := [i for i in corners if i in set(left) and not any(mask[i] for mask in sure)]:
             return found[0]
         free, seen = np.array(left), list(known)
         x = self.coordinates
@@ -197,7 +204,14 @@ class Model:
         model.mean = model.mean + self.prior
         failed = [i for i, outcome in known.items() if outcome.kind == OUT_OF_MEMORY]
         peaks = [known[i].peak_memory for i in ran]
-        return model.improvement(float(values.max())) * fits(self.grid, ran, peaks, failed)
+        chance = fits(self.grid, ran, peaks, failed) ** (1.0 + MORE_CARE * _in_a_row(known))
+        return model.improvement(float(values.max())) * chance
+
+
+def _in_a_row(known: Known) -> int:
+    """How many of the last measurements ran out of memory, one after the other."""
+    last = [outcome.kind == OUT_OF_MEMORY for outcome in reversed(known.values())]
+    return next((i for i, failed in enumerate(last) if not failed), len(last))
 
 
 def best_of(known: Known) -> int | None:

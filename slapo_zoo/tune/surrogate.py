@@ -11,6 +11,7 @@ import numpy as np
 from slapo_zoo.tune.grid import Grid
 
 CAUTION = 2.0  # how fast the chance to fit sinks on the way to what failed
+KEPT = np.geomspace(0.1, 10.0, 25)  # of a row, beside its inputs: what recomputation may save
 LENGTHS, NOISES = (0.25, 0.5, 1.0), (1e-3, 1e-2)
 LINEAR, QUADRATIC, CONSTANT = 1.0, 0.25, 4.0  # prior variances of the trend, of scaled values
 
@@ -73,8 +74,8 @@ def fits(
     """How likely each point fits into memory.
 
     Where peaks were measured, memory is estimated from them (`Grid.memory_terms`), and the limit lies
-    between the highest peak and the least estimate of what failed. Without, a point between one that ran and
-    one that failed is the likelier to fit the nearer it is to the first.
+    between the highest peak and the least estimate of what failed. Without, every law of memory that
+    agrees with what ran and what failed has its say.
 
     Args:
         grid: the space.
@@ -87,26 +88,29 @@ def fits(
         surely |= grid.takes_less(i)
     for i in failed:
         never |= grid.takes_more(i)
-    chance = _between(grid, surely, never)
+    chance = _by_laws(grid, ran, failed)
     if len(ran) >= 3 and all(peaks) and failed:
         chance = _by_peaks(grid.memory_terms(), list(ran), peaks, list(failed), chance)
     chance[surely], chance[never] = 1.0, 0.0
     return chance
 
 
-def _between(grid: Grid, surely: np.ndarray, never: np.ndarray) -> np.ndarray:
-    spans = np.array([max(len(grid.values[n]) - 1, 1) for n in grid.names])
-    x = grid.index / spans
-    near, far = (_distance(x, mask) for mask in (surely, never))
-    if far is None or near is None:
-        return np.full(len(x), 0.5) if near is None else 1.0 / (1.0 + near)
-    return (far / np.maximum(near + far, 1e-9)) ** CAUTION
+def _by_laws(grid: Grid, ran: Sequence[int], failed: Sequence[int]) -> np.ndarray:
+    """The share of all laws of memory that agree with what happened under which a point fits.
 
-
-def _distance(x: np.ndarray, mask: np.ndarray) -> np.ndarray | None:
-    if not mask.any():
-        return None
-    return np.abs(x[:, None] - x[mask][None]).sum(-1).min(1)
+    A law says what a row keeps beside its inputs, which recomputation saves, and how much there is in all:
+    memory = rows * (1 + kept * what is not recomputed), up to a limit.
+    """
+    rows, kept = grid.memory_parts()
+    memory = rows[None] * (1.0 + KEPT[:, None] * kept[None])  # [laws, points]
+    low = memory[:, list(ran)].max(1) if len(ran) else np.zeros(len(KEPT))
+    high = memory[:, list(failed)].min(1) if len(failed) else 1.25 * memory.max(1)
+    agree = np.maximum(high - low, 0.0) / high  # how many limits lie between
+    if not agree.any():
+        return np.full(len(rows), 0.5)
+    gap = np.maximum(high - low, 1e-12)[:, None]
+    fits = np.clip((high[:, None] - memory) / gap, 0.0, 1.0)
+    return (agree[:, None] * fits).sum(0) / agree.sum()
 
 
 def _by_peaks(

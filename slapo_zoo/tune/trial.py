@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from slapo_zoo.model.auto import AutoScheduledModel
 from slapo_zoo.hf.example_inputs import random_batch
-from slapo_zoo.zoo.kernel_choice import kernels_of
-from slapo_zoo.zoo.knobs import KNOBS
+from slapo_zoo.model.auto import AutoScheduledModel
 from slapo_zoo.parallel.launch import run_local
-from slapo_zoo.zoo.arguments import config_of, to_dtype
 from slapo_zoo.tune.outcome import NO_MEMORY, OK, OUT_OF_MEMORY, WRONG, Outcome
 from slapo_zoo.tune.worker import RESULT
 from slapo_zoo.weights.ledger import AnonymousPeak
+from slapo_zoo.zoo.arguments import config_of, to_dtype
+from slapo_zoo.zoo.kernel_choice import kernels_of
+from slapo_zoo.zoo.knobs import KNOBS
 
 PROBE_ROWS, WARM_UP = 2, 1
 LOOSE = {

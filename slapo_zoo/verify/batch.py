@@ -1,77 +1,19 @@
 """An input for any head of any family, with targets; seeded, padded, with ignored labels."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slapo_zoo.parallel.heads import CLASS, FLAG, PAIR, TAG, TOKEN, head_of
 from slapo_zoo.zoo.survey import example_batch
 
-Targets = Callable[[Tensor, Tensor, Any, torch.Generator], dict[str, Tensor]]
-
-
-def _ints(high: int, shape: Any, g: torch.Generator) -> Tensor:
-    return torch.randint(0, high, tuple(shape), generator=g)
-
-
-def _tokens(ids: Tensor, mask: Tensor, config: Any, g: torch.Generator) -> dict[str, Tensor]:
-    some = torch.rand(ids.shape, generator=g) < 0.7
-    return {"labels": ids.masked_fill(~(some & mask.bool()), -100)}
-
-
-def _tags(ids: Tensor, mask: Tensor, config: Any, g: torch.Generator) -> dict[str, Tensor]:
-    return {"labels": _ints(config.num_labels, ids.shape, g).masked_fill(~mask.bool(), -100)}
-
-
-def _class(ids: Tensor, mask: Tensor, config: Any, g: torch.Generator) -> dict[str, Tensor]:
-    return {"labels": _ints(config.num_labels, (len(ids),), g)}
-
-
-def _span(ids: Tensor, mask: Tensor, config: Any, g: torch.Generator) -> dict[str, Tensor]:
-    start, end = _ints(ids.shape[1], (2, len(ids)), g)
-    return {"start_positions": start, "end_positions": end}
-
-
-def _next(ids: Tensor, mask: Tensor, config: Any, g: torch.Generator) -> dict[str, Tensor]:
-    return {"next_sentence_label": _ints(2, (len(ids),), g)}
-
-
-def _order(ids: Tensor, mask: Tensor, config: Any, g: torch.Generator) -> dict[str, Tensor]:
-    return {"sentence_order_label": _ints(2, (len(ids),), g)}
-
-
-def _choice(ids: Tensor, mask: Tensor, config: Any, g: torch.Generator) -> dict[str, Tensor]:
-    return {"labels": _ints(ids.shape[1], (len(ids),), g)}
-
-
-def _choice_and_tokens(ids: Tensor, mask: Tensor, config: Any, g: torch.Generator) -> dict:
-    places = {"mc_labels": _ints(ids.shape[1], (len(ids),), g), "mc_token_ids": mask.sum(-1) - 1}
-    return {**_tokens(ids, mask, config, g), **places}
-
-
-# ending of a class name --> its targets; the first that fits
-TARGETS: dict[str, tuple[Targets, ...]] = {
-    "BertForPreTraining": (_tokens, _next),
-    "AlbertForPreTraining": (_tokens, _order),
-    "DoubleHeadsModel": (_choice_and_tokens,),
-    "LMHeadModel": (_tokens,),
-    "ForMaskedLM": (_tokens,),
-    "ForCausalLM": (_tokens,),
-    "ForConditionalGeneration": (_tokens,),
-    "ForSequenceClassification": (_class,),
-    "ForImageClassification": (_class,),
-    "ForTokenClassification": (_tags,),
-    "ForQuestionAnswering": (_span,),
-    "ForMultipleChoice": (_choice,),
-    "ForNextSentencePrediction": (_next,),
-}
 RESERVED = 3  # token ids below are special
 
 
 def has_loss(class_name: str) -> bool:
-    """Whether the targets of a head are known."""
-    return any(class_name.endswith(end) for end in TARGETS)
+    """Whether the labels of a head are known."""
+    return bool(head_of(class_name).labels)
 
 
 def example(model: Any, rows: int, tokens: int, seed: int = 0, tp: int = 1) -> dict[str, Tensor]:
@@ -90,15 +32,12 @@ def example(model: Any, rows: int, tokens: int, seed: int = 0, tp: int = 1) -> d
         ids = mask = torch.randn(batch["pixel_values"].shape, generator=g)
         batch["pixel_values"] = ids
     else:
-        shape = batch["input_ids"].shape
-        choices = (2,) if type(model).__name__.endswith("DoubleHeadsModel") else ()
-        ids, mask = _text((shape[0], *choices, *shape[1:]), config, tp, g)
+        ids, mask = _text(batch["input_ids"].shape, config, tp, g)
         batch |= {"input_ids": ids, "attention_mask": mask}
-    for end, targets in TARGETS.items():
-        if type(model).__name__.endswith(end):
-            for target in targets:
-                batch |= target(ids, mask, config, g)
-            break
+    for name, kind in head_of(type(model).__name__).labels.items():
+        batch[name] = _label(kind, ids, mask, config, g)
+        if name == "mc_labels":
+            batch["mc_token_ids"] = mask.sum(-1) - 1
     if "labels" in batch:
         batch.pop("decoder_input_ids", None)  # the model makes them of the labels
     return batch
@@ -116,3 +55,14 @@ def _text(shape: Any, config: Any, tp: int, g: torch.Generator) -> tuple[Tensor,
     mask = (torch.arange(shape[-1]) < lengths[..., None]).long()
     mask.view(-1, shape[-1])[:1] = 1
     return ids * mask + (config.pad_token_id or 0) * (1 - mask), mask
+
+
+def _label(kind: str, ids: Tensor, mask: Tensor, config: Any, g: torch.Generator) -> Tensor:
+    """Numbers of a kind (`slapo_zoo.parallel.heads`); some labels of tokens are ignored."""
+    if kind == TOKEN:
+        some = torch.rand(ids.shape, generator=g) < 0.7
+        return ids.masked_fill(~(some & mask.bool()), -100)
+    high = {CLASS: config.num_labels, TAG: config.num_labels, PAIR: 2, FLAG: 2}.get(kind)
+    shape = tuple(ids.shape) if kind in (TAG, FLAG) else (len(ids),)
+    found = torch.randint(0, ids.shape[1] if high is None else high, shape, generator=g)
+    return found.masked_fill(~mask.bool(), -100) if kind == TAG else found

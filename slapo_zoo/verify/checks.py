@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from slapo_zoo.zoo.survey import survey
 from slapo_zoo.verify.compare import Comparison, Tolerance, largest_of, replicas
 from slapo_zoo.verify.runs import RankResult, Result, tensors_of
 from slapo_zoo.verify.subject import Subject
+from slapo_zoo.zoo.survey import survey
 
 DROPOUT = 0.2
 

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from slapo_zoo.hf import models as hf
 from slapo_zoo.cards.program import Program
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.hf import models as hf
 from slapo_zoo.verify.core import verify
 from slapo_zoo.verify.layerwise import require_memory, verify_layers
 from slapo_zoo.verify.report import UNMEASURED, Report

@@ -12,37 +12,41 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from slapo_zoo.parallel import gather as consolidate
 from slapo_zoo.language import gradients
-from slapo_zoo.errors import ScheduleError
+from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.parallel import gather as consolidate
+from slapo_zoo.parallel.agreement import together
 from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.parallel.random_stream import drawn_from
-from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.parallel.vocab_parallel import VocabLogits
 from slapo_zoo.verify.blame import Blame, Divergence, directives_at
 from slapo_zoo.verify.compare import Comparison, Tolerance, largest_of
 from slapo_zoo.verify.events import Recorder
+from slapo_zoo.verify.made_up import give_values, take_values
 from slapo_zoo.verify.report import Report, figures, software
 from slapo_zoo.verify.runs import RankResult
 from slapo_zoo.verify.safe import agreed_collectives
-from slapo_zoo.parallel.vocab_parallel import VocabLogits
-from slapo_zoo.parallel.agreement import together
 
 WHERE, SEED, INPUT = "Verify", 0, "input "
+LEAST = -1e4  # what additive masks hold: this, the least number of a dtype, or -inf
 
 
 class Verify:
     """Compare what a module computes before and after a block of scheduling steps.
 
-    Outputs and every gradient, of parameters and inputs, are compared on all ranks, in the dtype of the model, with a tolerance
+    Outputs and every gradient are compared on all ranks, in the dtype of the model, with a tolerance
     of twice its own error against fp64. Dropout is switched off. The module is left as it was: its
-    values, gradients, buffers, mode, and torch's generator.
+    values, gradients, buffers, mode, and torch's generator. A model on meta gets values meanwhile.
+
+    Inputs count among what has a gradient: those that require one, or, where none does, all of
+    floating point but additive masks (nothing but zeros and very negative numbers).
 
         with Verify(sch, [x]):
             sch["fc1"].shard("weight", 0).sync("bwd_post", "all_reduce")
             sch["fc2"].shard("weight", 1).sync("fwd_post", "all_reduce")
 
     Args:
-        sch: a schedule whose model has values.
+        sch: a schedule.
         example_inputs: positional arguments of the model as a list or tuple, keyword arguments as
             a dict, or one tensor; the same on all ranks.
         device: where the model runs meanwhile; "cuda" without a CUDA device: where it is.
@@ -54,7 +58,6 @@ class Verify:
 
     Raises:
         VerifyError: at the end of the block, with the first module that differs.
-        ScheduleError: the model has no values yet.
     """
 
     def __init__(
@@ -68,6 +71,8 @@ class Verify:
     def __enter__(self) -> "Verify":
         if self.enable:
             self._begin = time.perf_counter()
+            self._made_up = give_values(self.sch.model)
+            self.sch.state.index()
             self._before = [self._run(torch.float64), self._run(None), self._run(None, shake=True)]
         return self
 
@@ -75,15 +80,17 @@ class Verify:
         if not self.enable:
             return
         before, self._before = self._before, []
-        if error is None:
-            together(self.sch.mesh, WHERE, lambda: None)  # all ranks got here
-            self._compare(before)
+        try:
+            if error is None:
+                together(self.sch.mesh, WHERE, lambda: None)  # all ranks got here
+                self._compare(before)
+        finally:
+            if self._made_up:
+                take_values(self.sch.model)
+                self.sch.state.index()
 
     def _run(self, dtype: torch.dtype | None, shake: bool = False) -> RankResult:
         sch = self.sch
-        if any(p.is_meta for p in sch.model.parameters()):
-            hint = "build it first, or use slapo-zoo verify"
-            raise ScheduleError(WHERE, "model", "it has no values: it is on meta", hint)
         with _undisturbed(sch.model):
             device = _device(self.device)
             for tensor in _tensors(sch.model):
@@ -212,7 +219,9 @@ def _full_gradients(sch: Schedule) -> dict[str, Tensor]:
     """Gradients of whole parameters, on rank 0."""
     state, mesh = sch.state, sch.mesh
     named = dict(sch.model.named_parameters())
-    names = state.partial_gradients | (state.sequence_gradients if state.tokens_divided else set())
+    names = state.partial_gradients | (
+        state.sequence_gradients if state.forward.tokens_divided else set()
+    )
     partial = [named[n] for n in sorted(names) if n in named]
     gradients.all_reduce_gradients(partial, mesh.group("tp") if partial else None)
     specs, local = [], {}
@@ -284,17 +293,25 @@ def _device(name: str) -> torch.device | None:
     return torch.device(name)
 
 
+def _is_mask(x: Tensor) -> bool:
+    """An additive mask: nobody wants its gradient, which is a part on each rank by nature."""
+    return bool(((x == 0) | (x <= LEAST)).all()) and bool((x <= LEAST).any())
+
+
 def _arguments(
     inputs: Any, device: torch.device | None, dtype: torch.dtype | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments, where and in what dtype the model is."""
 
+    chosen = any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(inputs))
+
     def place(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
         floating = x.is_floating_point()
+        wanted = x.requires_grad if chosen else floating and not _is_mask(x)
         x = x.detach().to(device=device, dtype=dtype if floating else None, copy=True)
-        return x.requires_grad_(floating)
+        return x.requires_grad_(wanted)
 
     if isinstance(inputs, Mapping):
         return (), tree_map(place, dict(inputs))

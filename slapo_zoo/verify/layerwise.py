@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from slapo_zoo.hf import models as hf
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.zoo.outline import Outline
+from slapo_zoo.hf import models as hf
 from slapo_zoo.language.schedule import Step
-from slapo_zoo.zoo.table import base_prefix
+from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.verify.blame import Divergence
 from slapo_zoo.verify.core import verify
 from slapo_zoo.verify.report import Report
 from slapo_zoo.verify.shrink import LAYERS, PER_LAYER
+from slapo_zoo.zoo.outline import Outline
+from slapo_zoo.zoo.table import base_prefix
 
 LAYERS_AT_ONCE = 2
 BYTES_PER_PARAMETER = 150  # measured: weights, gradients and steps of all runs, two of them in fp64
@@ -53,7 +53,7 @@ def verify_layers(
     cls = hf.resolve_class(config, auto_class)
     require_memory(few_layers(config, 0), cls)
     given = copy.deepcopy(config)
-    outline = Outline(given, cls, Mesh(*mesh), torch.float32, seed, schedule=schedule, **knobs)
+    outline = Outline(given, cls, Mesh(*mesh), torch.float32, seed=seed, schedule=schedule, **knobs)
     numbers, reports = _Numbers(outline), []
     for start in _starts(config, outline, numbers):
         few = few_layers(config, start)

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slapo_zoo.parallel import collectives
 from slapo_zoo.errors import ScheduleError
+from slapo_zoo.parallel import collectives
 
 
 @contextmanager

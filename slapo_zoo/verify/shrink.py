@@ -9,12 +9,19 @@ from slapo_zoo.parallel.mesh import Mesh
 
 HEAD_DIM, TOKENS = 8, 64
 # what a number of the config is, by the names that the families use
-HEADS = ("num_attention_heads", "n_head", "num_heads")
+HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 KV_HEADS = ("num_key_value_heads",)
 HEAD_SIZES = ("head_dim", "d_kv")
-WIDTHS = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim")
-FFN_WIDTHS = ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "moe_intermediate_size")
-LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers")
+WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim")
+FFN_WIDTHS = (
+    "intermediate_size",
+    "n_inner",
+    "d_ff",
+    "ffn_dim",
+    "hidden_dim",
+    "moe_intermediate_size",
+)
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers")
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
 SMALL = {
     "embedding_size": 12, "sliding_window": 5, "window_size": 5, "image_size": 12, "patch_size": 4,
@@ -30,12 +37,12 @@ def shrink(
 ) -> Any:  # fmt: skip
     """A config for a quick verification on one core; the given one is not changed.
 
-    The new sizes leave the same remainders when they are divided over tp: what is uneven or padded
+    The new sizes leave the same remainders when they are sharded over tp: what is uneven or padded
     stays so. Query heads per KV head stay too, and whether there are fewer KV heads than ranks.
 
     Args:
         config: of `transformers`.
-        mesh: whose tp the sizes are divided over.
+        mesh: whose tp the sizes are sharded over.
         num_stages: of the pipeline; a stage keeps at least one block.
         keep_layers: for a schedule that names blocks by number.
         keep_head_size: for a schedule that holds it as a number.

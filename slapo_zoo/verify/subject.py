@@ -10,11 +10,11 @@ from torch import Tensor
 
 from slapo_zoo.hf import models as hf
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.zoo.outline import Outline
 from slapo_zoo.parallel.random_stream import drawn_from
-from slapo_zoo.zoo.table import table_for
 from slapo_zoo.verify import batch
 from slapo_zoo.verify.shrink import expressive
+from slapo_zoo.zoo.outline import Outline
+from slapo_zoo.zoo.table import table_for
 
 NOISE = 0.05  # added to every new weight: biases of 0 and norms of 1 would hide mistakes
 LEAST_TOKENS = 12
@@ -53,7 +53,7 @@ class Subject:
         """The model on meta with every directive applied."""
         config = copy.deepcopy(self.config)
         return Outline(
-            config, self.cls, self.mesh, torch.float32, self.seed,
+            config, self.cls, self.mesh, torch.float32, seed=self.seed,
             schedule=self.schedule, **self.knobs,
         )  # fmt: skip
 

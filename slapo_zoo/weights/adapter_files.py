@@ -7,10 +7,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
+from slapo_zoo.parallel.agreement import together
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.weights.folder import CheckpointFolder
 from slapo_zoo.weights.staging import Staging
-from slapo_zoo.parallel.agreement import together
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 

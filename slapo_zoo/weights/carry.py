@@ -9,7 +9,7 @@ from pathlib import Path
 # The files that a save replaces: the weights of the model and what belongs to just these weights.
 WEIGHT_FILE = re.compile(
     r"(model|pytorch_model|optimizer|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
-    r"|training_state\.json"
+    r"|(training_state|checksums)\.json"
 )
 
 

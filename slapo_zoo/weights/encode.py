@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
 
+OF_OTHERS = ("$like", "$by_dp")  # marks that records and training states have of their own
 MOST_ELEMENTS = 4096  # a larger tensor belongs into a safetensors file
 
 
@@ -40,18 +41,46 @@ def encode(value: Any, where: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given."""
+    """What `encode` was given; WeightsError for what it never writes."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):
         return value
-    match value:
-        case {"$tuple": items}:
-            return tuple(decode(items))
-        case {"$items": pairs}:
-            return {decode(k): decode(v) for k, v in pairs}
-        case {"$counter": pairs}:
-            return Counter({decode(k): v for k, v in pairs})
-        case {"$tensor": data, "dtype": dtype}:
-            return torch.tensor(data, dtype=getattr(torch, dtype))
+    if any(key.startswith("$") for key in value if key not in OF_OTHERS):
+        try:
+            return _marked(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            if isinstance(error, WeightsError):
+                raise
+            raise _no_value(value) from error
     return {key: decode(item) for key, item in value.items()}
+
+
+def _marked(value: dict[str, Any]) -> Any:
+    match value:
+        case {"$tuple": list(items), **rest} if not rest:
+            return tuple(decode(items))
+        case {"$items": list(pairs), **rest} if not rest:
+            return {decode(k): decode(v) for k, v in pairs}
+        case {"$counter": list(pairs), **rest} if not rest:
+            return Counter({decode(k): decode(v) for k, v in pairs})
+        case {"$tensor": data, "dtype": str(name), **rest} if not rest:
+            return _tensor(data, name)
+    raise _no_value(value)
+
+
+def _tensor(data: Any, name: str) -> Tensor:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(name)
+    found = torch.tensor(data, dtype=dtype)
+    if found.numel() > MOST_ELEMENTS:
+        raise ValueError(name)
+    return found
+
+
+def _no_value(value: Any) -> WeightsError:
+    problem = f"found {value!r:.80}, which no save writes"
+    return WeightsError(
+        "load_checkpoint", "", problem, "pass the folder that save_checkpoint wrote"
+    )

@@ -1,19 +1,22 @@
 """Give a scheduled model on meta its values: from a checkpoint, or newly drawn."""
 
 import functools
+import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from slapo_zoo.errors import WeightsError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.language.directive import State
-from slapo_zoo.errors import WeightsError
+from slapo_zoo.parallel.agreement import together
+from slapo_zoo.parallel.local_tensors import RowsOfRank, local_part
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import Placement, TensorSpec
-from slapo_zoo.parallel.local_tensors import local_part
 from slapo_zoo.weights.folder import CheckpointFolder
 from slapo_zoo.weights.initialize import fill_buffers, initialize_weights
 from slapo_zoo.weights.keys import KeyMap
@@ -21,13 +24,16 @@ from slapo_zoo.weights.ledger import AnonymousPeak, Ledger, human
 from slapo_zoo.weights.load import LoadOptions, Target, load_tensors
 from slapo_zoo.weights.memory import fresh_like
 from slapo_zoo.weights.names import NameMap, match_names
-from slapo_zoo.parallel.agreement import together
+
+# What stands beside a quantized weight in the files of bitsandbytes, GPTQ, AWQ and fp8.
+QUANTIZED = r"\.(SCB|weight_format|qweight|qzeros|scales|g_idx|absmax|quant_map|quant_state\..*|.*_scale(_inv)?)$"
 
 
 def fill_from_folder(
     model: Any, skeleton: Callable[[], Any], state: State, specs: Sequence[TensorSpec],
     folder: CheckpointFolder, mesh: Mesh, device: torch.device, units: Sequence[str], seed: int,
     keys: KeyMap, options: LoadOptions = LoadOptions(),  # noqa: B008 - frozen
+    over_dp: RowsOfRank | None = None,
 ) -> Ledger:  # fmt: skip
     """Read this rank's slices; what the checkpoint lacks is drawn as `from_config` draws it.
 
@@ -43,6 +49,7 @@ def fill_from_folder(
         seed: of new weights.
         keys: the names that the family's files use.
         options: limits and checks.
+        over_dp: which rows of each parameter are ours, where dp ranks divide them.
     """
     begin = time.perf_counter()
     with AnonymousPeak(exact=False) as peak:
@@ -53,8 +60,16 @@ def fill_from_folder(
             hf.ignored_keys(model), hf.tied_names(model),
         )  # fmt: skip
         _refuse_foreign(names, units, folder, model.base_model_prefix)
-        _check_memory(model, options, mesh)
-        held = _allocate(model, state, device)
+        names = (
+            _without_mismatched(names, expected, folder, key_of)
+            if options.redraw_mismatched
+            else names
+        )
+        _refuse_untied(
+            [tuple(key_of[name] for name in each) for each in names.doubles], folder, mesh
+        )
+        _check_memory(model, options, mesh, over_dp)
+        held = _allocate(model, state, device, over_dp)
         local = keys.split(held, specs, mesh, key_of)
         local = {name: tensor for name, tensor in local.items() if tensor.numel()}
         canonical = canonical_names(local, state, expected)
@@ -64,6 +79,7 @@ def fill_from_folder(
                 tensor,
                 known[canonical[name]].shape,
                 known[canonical[name]].placement,
+                _rows(tensor),
                 may_map=options.map_weights and held.get(name) is tensor,  # no view of another one
             )
             for name, tensor in local.items()
@@ -86,11 +102,12 @@ def fill_from_folder(
 def fill_from_config(
     model: Any, skeleton: Callable[[], Any], state: State, specs: Sequence[TensorSpec],
     mesh: Mesh, device: torch.device, units: Sequence[str], seed: int,
+    over_dp: RowsOfRank | None = None,
 ) -> Ledger:  # fmt: skip
     """Draw every weight, the same for every layout; arguments as in `fill_from_folder`."""
     begin = time.perf_counter()
     with AnonymousPeak(exact=False) as peak:
-        local = _allocate(model, state, device)
+        local = _allocate(model, state, device, over_dp)
         canonical = canonical_names(local, state, specs)
         _draw(skeleton, units, local, canonical, state, mesh, seed)
         fill_buffers(model, device)
@@ -101,24 +118,41 @@ def fill_from_config(
     )  # fmt: skip
 
 
-def _check_memory(model: Any, options: LoadOptions, mesh: Mesh) -> None:
+def _check_memory(model: Any, options: LoadOptions, mesh: Mesh, over_dp: RowsOfRank | None) -> None:
     """Refuse, on all ranks, a shard that is too large before any of it is allocated."""
     limit = options.max_memory
     if limit is None:
         return
-    shard = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    shard = sum(buffer.nbytes for buffer in model.buffers())
+    for p in model.parameters():
+        shape = over_dp.shape_of(p) if over_dp else p.shape
+        shard += torch.Size(shape).numel() * p.itemsize
 
     def check() -> None:
         if shard > limit:
             found = f"found {human(limit)}, expected at least {human(shard)}"
             problem = f"{found}: {human(shard - limit)} more"
-            hint = "raise the limit, or divide the model over more ranks (tp, pp)"
+            hint = "raise the limit, or divide the model over more ranks (tp, pp, dp_shard)"
             raise WeightsError(f"rank {mesh.rank}", "max_load_memory", problem, hint)
 
     together(mesh, "from_pretrained", check)
 
 
-def _allocate(model: Any, state: State, device: torch.device) -> dict[str, Tensor]:
+def _rows(tensor: Any) -> tuple[int, int] | None:
+    return (tensor.first_row, len(tensor)) if hasattr(tensor, "first_row") else None
+
+
+def _fresh(tensor: nn.Parameter, device: torch.device, over_dp: RowsOfRank | None) -> nn.Parameter:
+    """Of the size of a parameter on meta, or of our rows of it."""
+    if over_dp is None or not tensor.ndim:
+        return nn.Parameter(fresh_like(tensor, device), tensor.requires_grad)
+    part = fresh_like(tensor.new_empty(over_dp.shape_of(tensor)), device)
+    return over_dp.note(nn.Parameter(part, tensor.requires_grad), tensor.shape)
+
+
+def _allocate(
+    model: Any, state: State, device: torch.device, over_dp: RowsOfRank | None = None
+) -> dict[str, Tensor]:
     """Give parameters and persistent buffers storage; ties stay one parameter.
 
     Returns:
@@ -131,8 +165,7 @@ def _allocate(model: Any, state: State, device: torch.device) -> dict[str, Tenso
             if tensor is None:
                 continue
             if id(tensor) not in made:
-                data = fresh_like(tensor, device)
-                made[id(tensor)] = local[prefix + name] = nn.Parameter(data, tensor.requires_grad)
+                made[id(tensor)] = local[prefix + name] = _fresh(tensor, device, over_dp)
                 state.owners[id(made[id(tensor)])] = state.owners.pop(id(tensor))
             module._parameters[name] = made[id(tensor)]
         for name, tensor in module._buffers.items():
@@ -175,6 +208,8 @@ def _draw(
             if placement is not None:
                 size = mesh.size(placement.mesh_dim), mesh.coord(placement.mesh_dim)
                 part = local_part(full, placement, *size)
+            if rows := _rows(missing[name]):
+                part = part.narrow(0, *rows)
             missing[name].detach().copy_(part)
 
     if wanted:
@@ -213,7 +248,42 @@ def _refuse_foreign(
     lines += [f"unexpected: {key}" for key in unexpected[:20]]
     what = f"{len(missing)} missing and {len(unexpected)} unexpected keys"
     hint = "is it a checkpoint of another architecture or size?"
+    if any(re.search(QUANTIZED, key) for key in unexpected):
+        hint = (
+            "its weights are quantized and cannot be trained: load the checkpoint it was made from"
+        )
     raise WeightsError(str(folder.path), what, "\n    ".join(lines), hint)
+
+
+def _without_mismatched(
+    names: NameMap, expected: Sequence[TensorSpec], folder: CheckpointFolder, key_of: Mapping[str, str]
+) -> NameMap:  # fmt: skip
+    """Tensors whose shape differs from the file's count as missing."""
+    shapes = {spec.name: spec.shape for spec in expected}
+    differ = {n for n, key in names.source.items() if folder.shape(key_of[key]) != shapes[n]}
+    source = {name: key for name, key in names.source.items() if name not in differ}
+    return replace(names, source=source, missing=[*names.missing, *sorted(differ)])
+
+
+def _refuse_untied(
+    doubles: Sequence[tuple[str, ...]], folder: CheckpointFolder, mesh: Mesh
+) -> None:
+    """WeightsError where a file holds two values for what the config says is one tied tensor.
+
+    The first rank compares them where they lie in the files; all others wait for its word.
+    """
+
+    def check() -> None:
+        for first, *others in doubles if mesh.rank == 0 else ():
+            for other in others:
+                a, b = folder.view(first), folder.view(other)
+                if a.shape != b.shape or not torch.equal(a, b.to(a.dtype)):
+                    problem = f"the config ties it to {first!r}, but the file holds other values"
+                    hint = "pass tie_word_embeddings=False: both are kept, as in transformers"
+                    raise WeightsError(str(folder.path), other, problem, hint)
+
+    if doubles:
+        together(mesh, "from_pretrained", check)
 
 
 def _above(name: str) -> list[str]:

@@ -1,5 +1,6 @@
 """A checkpoint folder: which file holds which key, opened one file at a time and only if needed."""
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -7,7 +8,9 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
+from slapo_zoo.weights.header import SAVE_ID
 from slapo_zoo.weights.index import check_inside, read_index
+from slapo_zoo.weights.layout import index_name
 from slapo_zoo.weights.pickle_file import PickleFile
 from slapo_zoo.weights.safetensors_file import SafetensorsFile
 
@@ -28,7 +31,7 @@ class CheckpointFolder:
         self._allow_pickle = allow_pickle
         self._files: dict[str, SafetensorsFile | PickleFile] = {}
         self._indexed: dict[str, set[str]] = {}
-        if main.endswith(".index.json"):
+        if ".index." in main:
             self.key_to_file = read_index(path / main)
             for key, name in self.key_to_file.items():
                 self._indexed.setdefault(name, set()).add(key)
@@ -70,6 +73,30 @@ class CheckpointFolder:
     def dtype(self, key: str) -> torch.dtype:
         """The dtype in the file."""
         return self._file(self._name(key)).entries[key].dtype
+
+    def nbytes(self, key: str) -> int:
+        """Bytes of the tensor in the file."""
+        entry = self._file(self._name(key)).entries[key]
+        return entry.stop - entry.start
+
+    def open_all(self) -> "CheckpointFolder":
+        """Open every file now: what is read from here on is of one folder, whatever replaces it."""
+        try:
+            for name in sorted(set(self.key_to_file.values())):
+                self._file(name)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def saves(self) -> dict[str, str | None]:
+        """File --> the id of the save that wrote it; None where a file has none."""
+        return {n: file.metadata.get(SAVE_ID) for n, file in self._files.items()}
+
+    def digest(self) -> str:
+        """Of names, dtypes, shapes and places of all tensors, and of the save: not of their values."""
+        known = {name: (file.metadata, file.entries) for name, file in sorted(self._files.items())}
+        return hashlib.sha256(repr(known).encode()).hexdigest()
 
     def position(self, key: str) -> tuple[str, int]:
         """File and offset: tensors are read fastest in this order."""
@@ -137,7 +164,7 @@ def open_checkpoint(
     path = Path(folder)
     if not path.is_dir():
         raise WeightsError(str(folder), "", "found no such folder", "pass a checkpoint folder")
-    names = [f"{stem}.safetensors", f"{stem}.safetensors.index.json"]
+    names = [f"{stem}.safetensors", index_name(stem)]
     for name in names:
         if os.path.lexists(path / name):
             return CheckpointFolder(path, name)

@@ -13,6 +13,7 @@ import torch
 from slapo_zoo.errors import WeightsError
 
 MAX_HEADER = 100_000_000
+SAVE_ID = "slapo_zoo_save"  # key of `__metadata__`: which save wrote the file
 MAX_ELEMENTS = 2**63 - 1
 
 # In the order of the format's own enumeration, by growing alignment: writers sort by it.
@@ -77,6 +78,9 @@ def read_header(file: BinaryIO) -> Header:
     is_text = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
     if not is_text:
         raise _error(path, "__metadata__", f"found {metadata!r:.80}, expected texts by name")
+    if strange := next((name for name in header if not _is_unicode(name)), None):
+        problem = f"found the name {ascii(strange)[:80]}, half of a surrogate pair and no text"
+        raise _error(path, "", problem)
     data = 8 + length
     entries = {name: _entry(path, name, spec, data) for name, spec in header.items()}
     _check_layout(path, entries, data, size)
@@ -155,6 +159,15 @@ def _check_layout(path: str, entries: dict[str, Entry], data: int, size: int) ->
         end, previous = entry.stop, repr(name)
     if end != size:
         raise _error(path, "", f"found {size} bytes, expected {end}: bytes are left over")
+
+
+def _is_unicode(name: str) -> bool:
+    """JSON can spell half of a surrogate pair, which no file can hold in UTF-8."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _counts(found: Any) -> bool:

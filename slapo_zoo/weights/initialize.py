@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slapo_zoo.hf import models as hf
 from slapo_zoo.errors import WeightsError
+from slapo_zoo.hf import models as hf
 from slapo_zoo.parallel.random_stream import drawn_from, mix
 
 
@@ -95,7 +95,7 @@ def fill_buffers(model: Any, device: torch.device) -> None:
             continue
         for name in names:
             module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
-        for parameter in module.parameters(recurse=False):
+        for parameter in module.parameters():  # some draw those of their children anew (CLIP)
             hf.mark_initialized(parameter)
         with torch.no_grad():
             model._init_weights(module)

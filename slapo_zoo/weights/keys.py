@@ -1,14 +1,20 @@
 """Names and pieces under which a family's files hold what the model holds as one tensor."""
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from torch import Tensor
 
+from slapo_zoo.errors import WeightsError
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import HeldBy, TensorSpec
 
-NUMBER = "{}"  # in the names of pieces: the index on axis 0
+# Spellings of old files (BERT of 2018) that `transformers` keeps when it saves.  (in files, in the model)
+OLDER = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias"))
+NUMBER = "{}"  # in the names of pieces: the index on axis 0; in whole keys: any number
+WHOLE = "^"  # begins both sides of a pair that are whole keys, not parts of one
 
 
 @dataclass(frozen=True)
@@ -17,10 +23,12 @@ class Pieces:
 
     rewrite:  experts.gate_up_proj [E, 2 F, D]  <->  experts.{e}.w1.weight [F, D] and
               experts.{e}.w3.weight [F, D], for e in 0..E
+              conv1d.weight [3 D, 1, K]  <->  q_conv1d.weight, k_conv1d.weight, v_conv1d.weight
 
     Args:
         tensor: how the model's name ends.
-        names: what stands there in files instead, part by part of axis 1.
+        names: what stands there in files instead, part by part of axis 1; where they have no
+            number, of axis 0.
     """
 
     tensor: str
@@ -33,19 +41,24 @@ class Piece:
 
     Args:
         spec: of the piece, under a name like those of the model.
-        number: global index.
+        number: global index; None where axis 0 itself has the parts.
         part: which of the equal parts of axis 1.
     """
 
     spec: TensorSpec
-    number: int
+    number: int | None
     part: int
 
     def view(self, tensor: Tensor, mesh: Mesh) -> Tensor:
         """The piece in this rank's tensor; none of its elements where another rank holds it."""
         held, length, place = self.spec.placement, self.spec.shape[0], self.number
+        if place is None:
+            return tensor.narrow(0, self.part * length, length)
         if isinstance(held, HeldBy):
             place = held.offset(mesh.size(held.mesh_dim), mesh.coord(held.mesh_dim))
+        if place is not None:
+            place -= getattr(tensor, "first_row", 0)  # dp ranks divide it
+            place = place if 0 <= place < len(tensor) else None
         if place is None:
             return tensor.new_empty((0, *self.spec.shape[1:]))
         return tensor[place].narrow(0, self.part * length, length)
@@ -58,23 +71,32 @@ class KeyMap:
     rewrite:  vit.encoder.layer.0.intermediate.dense.bias  <->  vit.layers.0.mlp.fc1.bias
 
     Args:
-        renames: pairs (in files, in the model); each is a substring that is replaced, in order.
+        renames: pairs (in files, in the model); each is a substring that is replaced, in order, or
+            a whole key: "^model.llm.layers.{}.wq.weight".
         pieces: tensors that files hold in pieces.
     """
 
     renames: tuple[tuple[str, str], ...] = ()
     pieces: tuple[Pieces, ...] = ()
 
+    def as_in(self, keys: Collection[str]) -> "KeyMap":
+        """With the older spellings of a checkpoint's own keys, so that a save writes them again."""
+        older = [
+            (file, model) for file, model in OLDER
+            if any(file in key for key in keys) and not any(model in key for key in keys)
+        ]  # fmt: skip
+        return replace(self, renames=(*self.renames, *older))
+
     def to_model(self, key: str) -> str:
         """A key of a file --> the model's name; a name of the model stays."""
         for file, model in self.renames:
-            key = key.replace(file, model)
+            key = _respell(key, file, model)
         return key
 
     def to_file(self, name: str) -> str:
         """A name of the model --> the key that `transformers` writes."""
         for file, model in reversed(self.renames):
-            name = name.replace(model, file)
+            name = _respell(name, model, file)
         return name
 
     def renamed(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
@@ -106,6 +128,9 @@ class KeyMap:
             if not spec.name.endswith(rule.tensor):
                 continue
             stem, of = spec.name.removesuffix(rule.tensor), spec.placement
+            if NUMBER not in rule.names[0]:
+                yield from _parts_of_axis_0(spec, stem, rule)
+                continue
             count, rows, *rest = spec.shape
             shape = (rows // len(rule.names), *rest)
             for number in range(count):
@@ -133,6 +158,28 @@ class KeyMap:
         """This rank's tensors under the keys of `file_specs`."""
         views = self.split(local, specs, mesh)
         return {self.to_file(name): tensor for name, tensor in views.items()}
+
+
+def _respell(key: str, old: str, new: str) -> str:
+    if not old.startswith(WHOLE):
+        return key.replace(old, new)
+    match = _numbered(old).fullmatch(key)
+    return new[1:].format(*match.groups()) if match else key
+
+
+@cache
+def _numbered(pattern: str) -> re.Pattern[str]:
+    return re.compile(r"(\d+)".join(map(re.escape, pattern[1:].split(NUMBER))))
+
+
+def _parts_of_axis_0(spec: TensorSpec, stem: str, rule: Pieces) -> Iterator[Piece]:
+    if spec.placement is not None:
+        problem = f"files hold it in {len(rule.names)} tensors, so it cannot be sharded"
+        raise WeightsError("weights", spec.name, problem, "leave it whole")
+    rows, *rest = spec.shape
+    for part, name in enumerate(rule.names):
+        new = replace(spec, name=stem + name, shape=(rows // len(rule.names), *rest))
+        yield Piece(new, None, part)
 
 
 def _holds(found: Collection[str], name: str) -> bool:

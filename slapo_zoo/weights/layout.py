@@ -105,8 +105,16 @@ def plan_layout(
     counts = {"total_parameters": sum(math.prod(spec.shape) for spec in specs)}
     index = {"metadata": {**counts, **split.metadata}, "weight_map": split.tensor_to_filename}
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    indexes = {f"{stem}.safetensors.index.json": text} if split.is_sharded else {}
+    indexes = {index_name(stem): text} if split.is_sharded else {}
     return Layout(headers, sizes, slots, indexes)
+
+
+def index_name(stem: str) -> str:
+    """`model.safetensors.index.json`; of a variant "model.fp16", `model.safetensors.index.fp16.json`."""
+    base, _, variant = stem.partition(".")
+    return (
+        f"{base}.safetensors.index.{variant}.json" if variant else f"{base}.safetensors.index.json"
+    )
 
 
 def _aligned(specs: list[TensorSpec]) -> list[TensorSpec]:

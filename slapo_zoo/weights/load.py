@@ -33,12 +33,14 @@ class Target:
         tensor: allocated, of any dtype and device; the copy casts.
         shape: the shape that the checkpoint's tensor must have.
         placement: how the mesh divides it, or None when the rank holds all of it.
+        rows: first and number of the rank's rows that the tensor has, where dp ranks divide them.
         may_map: the tensor may be given other memory (its `.data`): the pages of the file.
     """
 
     tensor: Tensor
     shape: tuple[int, ...]
     placement: Placement | None = None
+    rows: tuple[int, int] | None = None
     may_map: bool = False
 
 
@@ -50,11 +52,13 @@ class LoadOptions:
         max_memory: most bytes that this rank's tensors may take; None sets no limit.
         check_finite: warn about tensors that hold NaN or infinity.
         map_weights: leave in the mapped file what lies there in one piece.
+        redraw_mismatched: tensors whose shape differs are drawn anew, as new ones are.
     """
 
     max_memory: int | None = None
     check_finite: bool = False
     map_weights: bool = True
+    redraw_mismatched: bool = False
 
 
 def parse_size(size: int | str | None, what: str) -> int | None:
@@ -107,7 +111,7 @@ def load_tensors(
         mesh: sizes of the mesh, and our coordinates.
         check_finite: warn about tensors that hold NaN or infinity.
     """
-    _check(targets, folder, source, mesh)
+    check_targets(targets, folder, source, mesh)
     bytes_read, strange, mapped = 0, [], []
     total = sum(target.tensor.nbytes for target in targets.values())
     order = sorted(targets, key=lambda name: folder.position(source[name]))
@@ -174,12 +178,31 @@ def _is_finite(tensor: Tensor) -> bool:
 
 def _parts(target: Target, view: Tensor, mesh: Mesh) -> list[Tensor]:
     """What of a tensor of the file is ours, in local order."""
-    placement = target.placement
+    placement, rows = target.placement, target.rows
     if placement is None:
-        return [view]
+        return [view if rows is None else view.narrow(0, *rows)]
     n, r = mesh.size(placement.mesh_dim), mesh.coord(placement.mesh_dim)
     runs = placement.runs(view.shape[placement.axis], n, r)
+    if rows is not None and placement.axis == 0:
+        runs = _runs_within(runs, *rows)
+    elif rows is not None:
+        view = view.narrow(0, *rows)
     return [view.narrow(placement.axis, start, stop - start) for start, stop in runs]
+
+
+def _runs_within(runs: Sequence[tuple[int, int]], first: int, count: int) -> list[tuple[int, int]]:
+    """What of the runs lies in so many places from `first`, counted along them.
+
+    >>> _runs_within([(0, 4), (10, 14)], 3, 3)
+    [(3, 4), (10, 12)]
+    """
+    found, at = [], 0
+    for start, stop in runs:
+        low, high = max(first - at, 0), min(first + count - at, stop - start)
+        if low < high:
+            found.append((start + low, start + high))
+        at += stop - start
+    return found
 
 
 def _stays(target: Target, parts: Sequence[Tensor]) -> bool:
@@ -213,9 +236,10 @@ def _copy_words(tensor: Tensor, part: Tensor) -> None:
     tensor.copy_(part)
 
 
-def _check(
+def check_targets(
     targets: Mapping[str, Target], folder: CheckpointFolder, source: Mapping[str, str], mesh: Mesh
 ) -> None:
+    """One WeightsError lists every target that the checkpoint cannot fill; nothing is touched."""
     problems = []
     for name, target in targets.items():
         if name not in source:
@@ -229,6 +253,7 @@ def _check(
         shown.append(f"... and {len(problems) - MOST_SHOWN} more")
     what = f"{len(problems)} of {len(targets)} tensors do not fit the model"
     hint = "is it a checkpoint of another architecture, size or vocabulary?"
+    hint += " ignore_mismatched_sizes=True draws what differs anew (a head of another num_labels)"
     raise WeightsError(str(folder.path), what, "\n    ".join(["", *shown]), hint)
 
 
@@ -244,6 +269,8 @@ def _problem(target: Target, folder: CheckpointFolder, key: str, mesh: Mesh) -> 
         if problem := placement.problem(shape[placement.axis], n):
             return problem
         shape = placement.local_shape(shape, n, r)
+    if target.rows is not None:
+        shape = (target.rows[1], *shape[1:])
     if tuple(target.tensor.shape) != shape:
         return f"found a local tensor of {list(target.tensor.shape)}, expected {list(shape)}"
     return ""

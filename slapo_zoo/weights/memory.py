@@ -11,6 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from slapo_zoo.errors import WeightsError
+
 LARGE_PAGE = 2 << 20
 MOST_UNUSED = 0.03  # of a tensor's bytes, behind it in a last large page
 LEAST_MAPPED = 64 << 10  # of smaller tensors a map saves nothing
@@ -33,7 +35,12 @@ def fresh_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     if not is_large or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     whole = -(-tensor.nbytes // LARGE_PAGE) * LARGE_PAGE  # else the kernel may not align the map
-    pages = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        pages = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        problem = f"found no room for a tensor of {list(tensor.shape)}, {tensor.nbytes} bytes"
+        hint = "more tp or pp, or a smaller model; is config.json right?"
+        raise WeightsError("memory", "", problem, hint) from error
     is_full = whole - tensor.nbytes <= MOST_UNUSED * tensor.nbytes
     with contextlib.suppress(OSError):  # a kernel that was built without
         pages.madvise(mmap.MADV_HUGEPAGE, 0, whole if is_full else whole - LARGE_PAGE)

@@ -26,11 +26,13 @@ class NameMap:
         source: model name --> checkpoint key.
         missing: model names that no key fills, in model order.
         unexpected: keys that fill nothing, in checkpoint order.
+        doubles: keys of which each stands for the same tied tensor, where a file holds several.
     """
 
     source: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    doubles: list[tuple[str, ...]] = field(default_factory=list)
 
 
 def match_names(
@@ -52,7 +54,7 @@ def match_names(
         base_model_prefix: the model's `base_model_prefix`, or "".
         ignore: regular expressions (`re.search`) of keys that may stay unused.
         tied: tied name --> the name it shares memory with. Whichever of them the file holds fills
-            the others; a file that holds several is not unexpected.
+            the others; several that the file holds are `doubles`: their values decide.
     """
     expected, found, tied = list(expected), list(found), tied or {}
     known = {*expected, *tied, *tied.values()}
@@ -71,7 +73,10 @@ def match_names(
     used = {key for _, key in direct.values()}
     may_stay = re.compile("|".join(f"(?:{rule})" for rule in (*LEFTOVERS, *ignore)))
     unexpected = [key for key in found if key not in used and not may_stay.search(key)]
-    return NameMap(source, [name for name in expected if name not in source], unexpected)
+    each = {tuple(dict.fromkeys(direct[n][1] for n in family if n in direct))
+            for family in families.values()}  # fmt: skip
+    doubles = sorted(keys for keys in each if len(keys) > 1)
+    return NameMap(source, [name for name in expected if name not in source], unexpected, doubles)
 
 
 def _spellings(key: str, prefix: str) -> Iterator[str]:

@@ -3,6 +3,7 @@
 rewrite:  state[p] = {step, exp_avg [as p], ...}  <-->  "<name of p>.exp_avg" in a file, step in JSON
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,9 @@ from slapo_zoo.weights.load import Target
 
 # Options that say how to compute, not what: the given optimizer keeps its own.
 OWN_OPTIONS = {"params", "foreach", "fused", "capturable", "differentiable"}
+# what Megatron keeps in a group for itself; another engine has no use for it
+OF_MEGATRON = {"is_expert_parallel", "default_config", "wd_mult", "lr_mult", "is_decoupled_lr"}
+OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
 SAVE, LOAD = "save_checkpoint", "load_checkpoint"
 Record = dict[str, Any]
 
@@ -30,7 +34,7 @@ def collect(optimizer: Any, names: Mapping[int, str]) -> tuple[Record, dict[str,
     """
     groups, state, tensors = [], {}, {}
     for number, group in enumerate(optimizer.param_groups):
-        options = {k: v for k, v in group.items() if k not in OWN_OPTIONS}
+        options = {k: v for k, v in group.items() if k not in OWN_OPTIONS | OF_MEGATRON}
         held = [_name_of(p, names, SAVE) for p in group["params"]]
         groups.append({"names": held, "options": encode(options, f"group {number}")})
         for p, name in zip(group["params"], held, strict=True):
@@ -55,7 +59,7 @@ def _divide(name: str, p: Tensor, remembered: Mapping[str, Any], tensors: dict[s
             record[key] = {"$like": str(value.dtype).removeprefix("torch.")}
         elif isinstance(value, Tensor) and value.numel() > 1:
             problem = f"found a tensor of {list(value.shape)}, expected {list(p.shape)} or a number"
-            hint = "an optimizer that factors its state cannot be saved from a divided model"
+            hint = "an optimizer that factors its state cannot be saved from a sharded model"
             raise WeightsError(SAVE, f"{name}.{key}", problem, hint)
         else:
             record[key] = encode(value, f"{name}.{key}")
@@ -82,7 +86,7 @@ def merge(records: Sequence[Record]) -> Record:
 
 
 def optimizer_specs(record: Record, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Where the tensors of a merged record go: each is divided as its parameter."""
+    """Where the tensors of a merged record go: each is sharded as its parameter."""
     return [
         TensorSpec(f"{spec.name}.{key}", spec.shape, kept["$like"], spec.placement, spec.stage)
         for spec in specs
@@ -91,8 +95,51 @@ def optimizer_specs(record: Record, specs: Sequence[TensorSpec]) -> list[TensorS
     ]
 
 
+def tensor_names(record: Record) -> set[str]:
+    """The tensors of a merged record, by their names in the files."""
+    return {
+        f"{name}.{key}"
+        for name, state in record["state"].items()
+        for key, kept in state.items()
+        if _is_tensor(kept)
+    }
+
+
 def _is_tensor(kept: Any) -> bool:
     return isinstance(kept, dict) and "$like" in kept
+
+
+def check_record(record: Any) -> str:
+    """Why a merged record of a file is none, or the empty string."""
+    if not isinstance(record, dict) or set(record) != {"class", "groups", "state"}:
+        return f"found {record!r:.60}, expected class, groups and state"
+    groups, state = record["groups"], record["state"]
+    if not isinstance(record["class"], str) or not isinstance(groups, list):
+        return "expected a class and a list of groups"
+    if not isinstance(state, dict) or not all(isinstance(kept, dict) for kept in state.values()):
+        return "expected the state of each parameter"
+    for number, group in enumerate(groups):
+        if problem := _group_problem(group):
+            return f"group {number}: found {problem}"
+    kept = {f"{name}.{key}": value for name, own in state.items() for key, value in own.items()}
+    wrong = [name for name, one in kept.items() if _is_tensor(one) and not _is_dtype(one)]
+    return f"{wrong[0]}: found {kept[wrong[0]]!r:.60}, expected a dtype" if wrong else ""
+
+
+def _group_problem(group: Any) -> str:
+    if not isinstance(group, dict) or set(group) != {"names", "options"}:
+        return f"{group!r:.60}, expected names and options"
+    names, options = group["names"], group["options"]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return f"names {names!r:.60}, expected texts"
+    if not isinstance(options, dict) or OWN_OPTIONS & options.keys():
+        return f"options {options!r:.60}, expected those that a save writes"
+    return ""
+
+
+def _is_dtype(kept: Mapping[str, Any]) -> bool:
+    name = kept["$like"]
+    return set(kept) == {"$like"} and isinstance(getattr(torch, str(name), None), torch.dtype)
 
 
 class Restored:
@@ -118,6 +165,8 @@ class Restored:
         _check_kind(optimizer, record)
         for group, saved in zip(optimizer.param_groups, record["groups"], strict=True):
             allowed = set(saved["names"])
+            _check_state(saved["names"], record["state"])
+            _check_options(decode(saved["options"]), group)
             for p in group["params"]:
                 name = _name_of(p, names, LOAD)
                 if name not in allowed:
@@ -142,6 +191,39 @@ class Restored:
             group.update(decode(saved["options"]))
         self.optimizer.state.clear()
         self.optimizer.state.update(self._state)
+
+
+def _check_options(options: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    """What a saved group sets must be what this optimizer has, of the same kind, and finite."""
+    for name, value in options.items():
+        if name not in group and name not in OF_SCHEDULERS:
+            problem = f"found the option {name!r}, which this optimizer has not"
+            raise WeightsError(LOAD, "optimizer", problem, "make the same optimizer as when saving")
+        ours = group.get(name)
+        if None not in (value, ours) and _kinds(value) != _kinds(ours):
+            problem = f"found {value!r:.60}, expected a value like {ours!r:.60}"
+            raise WeightsError(LOAD, f"optimizer option {name}", problem, "is the file damaged?")
+        numbers = value if isinstance(value, tuple | list) else [value]
+        if not all(math.isfinite(one) for one in numbers if isinstance(one, int | float)):
+            problem = f"found {value!r:.60}, expected finite numbers"
+            raise WeightsError(LOAD, f"optimizer option {name}", problem, "is the file damaged?")
+
+
+def _kinds(value: Any) -> Any:
+    """Numbers of all kinds are one kind: lr may be a tensor here and a float there."""
+    if isinstance(value, tuple | list):
+        return [_kinds(one) for one in value]
+    return bool if isinstance(value, bool) else "number" if isinstance(value, int | float | Tensor) else type(value)  # fmt: skip
+
+
+def _check_state(names: Sequence[str], state: Mapping[str, Any]) -> None:
+    """What is remembered of one parameter of a group is remembered of all that have a state."""
+    found = {name: state[name].keys() for name in names if state.get(name)}
+    most = max(found.values(), key=len, default=())
+    for name, keys in found.items():
+        if keys != most:
+            problem = f"found the state {sorted(keys)}, expected {sorted(most)} as for the others"
+            raise WeightsError(LOAD, name, problem, "is training_state.json damaged?")
 
 
 def _check_kind(optimizer: Any, record: Record) -> None:

@@ -1,7 +1,8 @@
 """A `pytorch_model.bin`, for those who asked for it; the same face as SafetensorsFile."""
 
-import pickle
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -20,7 +21,10 @@ class PickleFile:
 
     Attributes:
         entries: as of SafetensorsFile; `start` and `stop` only count up.
+        metadata: none.
     """
+
+    metadata: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, path: Path):
         self._tensors = _load(path)
@@ -48,7 +52,7 @@ def _load(path: Path) -> dict[str, Tensor]:
         with path.open("rb") as file:
             is_zip = file.read(4) == b"PK\x03\x04"
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+    except Exception as error:  # damaged bytes: torch raises whatever they make it stumble over
         problem = f"found no plain state dict: {str(error).partition(chr(10))[0]:.200}"
         hint = "fetch the file again; a pickle that holds more than tensors is never loaded"
         raise WeightsError(str(path), "", problem, hint) from error

@@ -7,7 +7,7 @@ from slapo_zoo.errors import WeightsError
 
 # What a save writes; other files of the folder are nobody's business.
 PATTERNS = ["model*.safetensors", "model.safetensors.index.json", "*config.json", "README.md",
-            "schedule.json"]  # fmt: skip
+            "schedule.json", "checksums.json"]  # fmt: skip
 
 
 class Push:

@@ -1,20 +1,29 @@
-"""Where torch's own generators stand on every rank, as text; equal states are kept once."""
+"""Where the generators of torch, Python and NumPy stand on every rank; equal states are kept once."""
 
 import base64
+import json
+import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from slapo_zoo.parallel.mesh import Mesh
 
+CUDA_BYTES = 16
+
 
 def states_here(device: torch.device) -> dict[str, str]:
-    """The states of this rank's generators, by kind of device."""
-    states = {"cpu": _text(torch.get_rng_state())}
+    """The states of this rank's generators, by kind: torch's per device, Python's and NumPy's."""
+    states = {"cpu": _text(torch.get_rng_state().numpy().tobytes())}
     if device.type == "cuda":
-        states["cuda"] = _text(torch.cuda.get_rng_state(device))
+        states["cuda"] = _text(torch.cuda.get_rng_state(device).numpy().tobytes())
+    version, words, gauss = random.getstate()
+    states["python"] = _text(json.dumps([version, words, gauss]).encode())
+    kind, words, *rest = np.random.get_state()
+    states["numpy"] = _text(json.dumps([kind, np.asarray(words).tolist(), *rest]).encode())
     return states
 
 
@@ -28,6 +37,31 @@ def pack_states(by_rank: Sequence[dict[str, str]]) -> dict[str, Any]:
     return packed
 
 
+def check_states(packed: Any, ranks: int) -> str:
+    """Why `restore_states` could not use what a file holds, or the empty string.
+
+    Args:
+        packed: of `pack_states`.
+        ranks: of the mesh that was saved.
+    """
+    if "cpu" not in packed or not packed.keys() <= set(TAKE):
+        return f"found generators of {sorted(packed)!r:.60}, expected some of {sorted(TAKE)}"
+    for kind, found in packed.items():
+        if not isinstance(found, dict) or set(found) != {"states", "of_rank"}:
+            return f"{kind}: found {found!r:.60}, expected states and of_rank"
+        states, of_rank = found["states"], found["of_rank"]
+        if not isinstance(states, list) or not isinstance(of_rank, list) or len(of_rank) != ranks:
+            return f"{kind}: expected the state of each of {ranks} ranks"
+        if not all(type(i) is int and 0 <= i < len(states) for i in of_rank):
+            return f"{kind}: found of_rank {of_rank!r:.60}, expected numbers of states"
+        for text in states:
+            try:
+                TAKE[kind](text, None)
+            except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                return f"{kind}: found no state of a generator: {str(error).splitlines()[0]:.80}"
+    return ""
+
+
 def restore_states(packed: dict[str, Any], saved: Mesh, mesh: Mesh, device: torch.device) -> None:
     """Set this rank's generators: to its own states on the same mesh.
 
@@ -37,16 +71,51 @@ def restore_states(packed: dict[str, Any], saved: Mesh, mesh: Mesh, device: torc
     same = (saved.tp, saved.pp, saved.dp) == (mesh.tp, mesh.pp, mesh.dp)
     rank = mesh.rank if same else saved.at(tp=0, pp=0, dp=mesh.coord("dp") % saved.dp)
     for kind, found in packed.items():
-        state = _tensor(found["states"][found["of_rank"][rank]])
-        if kind == "cpu":
-            torch.set_rng_state(state)
-        elif device.type == kind:
-            torch.cuda.set_rng_state(state, device)
+        if kind != "cuda" or device.type == "cuda":
+            TAKE[kind](found["states"][found["of_rank"][rank]], device)
 
 
-def _text(state: Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
+def _take_cpu(text: str, device: torch.device | None) -> None:
+    state = _tensor(text)
+    torch.Generator().set_state(state)  # raises for what is none
+    if device is not None:
+        torch.set_rng_state(state)
+
+
+def _take_cuda(text: str, device: torch.device | None) -> None:
+    state = _tensor(text)
+    if state.numel() != CUDA_BYTES:
+        raise ValueError(f"{state.numel()} bytes, expected {CUDA_BYTES}")
+    if device is not None:
+        torch.cuda.set_rng_state(state, device)
+
+
+def _take_python(text: str, device: torch.device | None) -> None:
+    version, words, gauss = json.loads(_bytes(text))
+    state = (version, tuple(words), gauss)
+    random.Random().setstate(state)  # noqa: S311 - no secret
+    if device is not None:
+        random.setstate(state)
+
+
+def _take_numpy(text: str, device: torch.device | None) -> None:
+    kind, words, *rest = json.loads(_bytes(text))
+    state = (kind, np.array(words, np.uint32), *rest)
+    np.random.RandomState().set_state(state)
+    if device is not None:
+        np.random.set_state(state)
+
+
+TAKE = {"cpu": _take_cpu, "cuda": _take_cuda, "python": _take_python, "numpy": _take_numpy}
+
+
+def _text(state: bytes) -> str:
+    return base64.b64encode(state).decode("ascii")
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
 
 
 def _tensor(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(_bytes(text)), dtype=torch.uint8)

@@ -21,11 +21,21 @@ from slapo_zoo.errors import WeightsError
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.weights.carry import WEIGHT_FILE
+from slapo_zoo.weights.checksums import (
+    Checksums,
+    damaged_files,
+    damaged_tensors,
+    raise_first,
+    read_checksums,
+    same_save,
+    save_in,
+)
 from slapo_zoo.weights.folder import CheckpointFolder, open_checkpoint
 from slapo_zoo.weights.load import FLOATS
 from slapo_zoo.weights.progress import OnBytes, byte_progress
 from slapo_zoo.weights.save import save_folder
-from slapo_zoo.weights.training_state import FILE
+from slapo_zoo.weights.snapshot import read_whole
+from slapo_zoo.weights.training_state import FILE, write_state
 
 
 @dataclass(frozen=True)
@@ -60,10 +70,11 @@ def reshard(
         names = ", ".join(str(one).removeprefix("torch.") for one in FLOATS)
         raise WeightsError("reshard", "dtype", f"found {dtype}, expected one of {names}")
     with ExitStack() as stack:
-        model = stack.enter_context(open_checkpoint(source, allow_pickle))
-        optimizer = None
-        if list(source.glob("optimizer*.safetensors*")):
-            optimizer = stack.enter_context(open_checkpoint(source, stem="optimizer"))
+        opened, kept = read_whole(source, lambda: _open(source, allow_pickle), _close)
+        stack.callback(_close, (opened, kept))
+        model, optimizer = opened[0], opened[1] if len(opened) > 1 else None
+        for folder in opened if kept is not None else ():
+            raise_first(damaged_tensors(folder, kept))
         specs = [_spec(model, key, dtype) for key in model.key_to_file]
         beside = [_spec(optimizer, key, None) for key in optimizer.key_to_file] if optimizer else []
         total = sum(math.prod(s.shape) * getattr(torch, s.dtype).itemsize for s in specs + beside)
@@ -73,9 +84,26 @@ def reshard(
             local |= {spec.name: _unread(optimizer, spec, done) for spec in beside}
         save_folder(
             target, specs, local, Mesh(),
-            write_extras=functools.partial(_write_others, source, dtype),
+            write_extras=functools.partial(_write_others, source, dtype, kept),
             max_shard_size=max_shard_size, beside={"optimizer": beside} if beside else None,
+            stamp=kept.save if kept is not None else "",
         )  # fmt: skip
+
+
+def _open(source: Path, allow_pickle: bool) -> tuple[list[CheckpointFolder], Checksums | None]:
+    kept = read_checksums(source)
+    found = [open_checkpoint(source, allow_pickle).open_all()]
+    if any(source.glob("optimizer*.safetensors*")):
+        found.append(open_checkpoint(source, stem="optimizer").open_all())
+    if kept is not None:
+        same_save(found, kept)
+        raise_first(damaged_files(source, kept, WEIGHT_FILE))
+    return found, kept
+
+
+def _close(opened: tuple[list[CheckpointFolder], Checksums | None]) -> None:
+    for folder in opened[0]:
+        folder.close()
 
 
 def _spec(folder: CheckpointFolder, key: str, dtype: torch.dtype | None) -> TensorSpec:
@@ -95,7 +123,9 @@ def _unread(folder: CheckpointFolder, spec: TensorSpec, done: OnBytes) -> Unread
     return Unread(spec.shape, dtype, read)
 
 
-def _write_others(source: Path, dtype: torch.dtype | None, folder: Path) -> None:
+def _write_others(
+    source: Path, dtype: torch.dtype | None, kept: Checksums | None, folder: Path
+) -> None:
     """Copy what is no weights; a link between two folders would change both at the next edit."""
     for item in source.iterdir():
         if WEIGHT_FILE.fullmatch(item.name) and item.name != FILE:
@@ -104,6 +134,13 @@ def _write_others(source: Path, dtype: torch.dtype | None, folder: Path) -> None
             shutil.copytree(item, folder / item.name, symlinks=True)
         elif item.is_file():
             shutil.copy2(item, folder / item.name)
+    state = folder / FILE
+    if state.exists():
+        content = json.loads(state.read_text(encoding="utf-8"))
+        if content.get("save") != (kept.save if kept is not None else None):
+            problem = "it was replaced while it was read"
+            raise WeightsError(str(source), FILE, problem, "reshard a copy, or try again")
+        write_state(folder, {**content, "save": save_in(folder)})
     config = folder / "config.json"
     if dtype is not None and config.exists():
         content = json.loads(config.read_text(encoding="utf-8"))

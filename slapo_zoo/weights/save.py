@@ -7,6 +7,7 @@ folder as it was.
 import errno
 import hashlib
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,13 +15,17 @@ from pathlib import Path
 from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
+from slapo_zoo.parallel.agreement import together
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import TensorSpec
+from slapo_zoo.weights import checksums, crc
+from slapo_zoo.weights.carry import WEIGHT_FILE
+from slapo_zoo.weights.checksums import BLANK, Checksums
+from slapo_zoo.weights.header import SAVE_ID
 from slapo_zoo.weights.layout import Layout, Slot, plan_layout, tensor_bytes, torch_dtype
 from slapo_zoo.weights.safetensors_file import SafetensorsFile
 from slapo_zoo.weights.staging import Staging
-from slapo_zoo.parallel.agreement import together
-from slapo_zoo.weights.write import write_tensors
+from slapo_zoo.weights.write import Written, write_tensors
 
 STEP = "save_folder"
 PYTORCH = {"format": "pt"}
@@ -35,6 +40,8 @@ def save_folder(
     max_shard_size: int | str = "5GB",
     metadata: Mapping[str, str] | None = None,
     beside: Mapping[str, Sequence[TensorSpec]] | None = None,
+    stem: str = "model",
+    stamp: str = "",
 ) -> None:
     """Write a checkpoint that plain `transformers` loads; a collective call on all ranks.
 
@@ -52,16 +59,20 @@ def save_folder(
         max_shard_size: largest file, "5GB" or bytes.
         metadata: `__metadata__` of the files; {"format": "pt"} by default.
         beside: more tensors, in files of their own: {"optimizer": specs}.
+        stem: how the names of the files of `specs` begin.
+        stamp: stands for what `write_extras` writes; it counts in the id of the save, which every
+            file carries (see checksums.py).
     """
-    save = _Save(_resolved(folder), {"model": specs, **(beside or {})}, local, mesh)
-    digests = together(mesh, STEP, lambda: save.prepare(max_shard_size, metadata or PYTORCH))
+    save = _Save(_resolved(folder), {stem: specs, **(beside or {})}, local, mesh)
+    kept = {**(metadata or PYTORCH), SAVE_ID: BLANK}
+    digests = together(mesh, STEP, lambda: save.prepare(max_shard_size, kept))
     if differs := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         problem = f"found other tensors or sizes on ranks {differs} than on rank 0"
         raise WeightsError(STEP, "specs", problem, "pass the same specs of the whole model")
     try:
         path = Path(together(mesh, STEP, save.create)[0])
-        written = sum(together(mesh, STEP, lambda: save.write(path)))
-        together(mesh, STEP, lambda: save.finish(written, write_extras))
+        written = together(mesh, STEP, lambda: save.write(path))
+        together(mesh, STEP, lambda: save.finish(written, stamp, write_extras))
     finally:
         save.staging.discard()
 
@@ -109,27 +120,50 @@ class _Save:
                     _reserve(self.staging.path / name, header, self.layout.sizes[name])
         return str(self.staging.path)
 
-    def write(self, path: Path) -> int:
-        """Write our share; return its bytes."""
+    def write(self, path: Path) -> Written:
+        """Write our share; return its bytes and sums."""
         with self._io_errors():
             return write_tensors(path, self.layout.slots, self.specs, self.local, self.mesh)
 
-    def finish(self, written: int, write_extras: Callable[[Path], None] | None) -> None:
+    def finish(
+        self, written: Sequence[Written], stamp: str, write_extras: Callable[[Path], None] | None
+    ) -> None:
         """Add what is no tensor, check all, and publish."""
         if self.mesh.rank != 0:
             return
-        expected = sum(map(tensor_bytes, self.specs))
-        if written != expected:
-            problem = f"found {written} bytes written by all ranks, expected {expected}"
+        found, expected = sum(one.bytes for one in written), sum(map(tensor_bytes, self.specs))
+        if found != expected:
+            problem = f"found {found} bytes written by all ranks, expected {expected}"
             raise WeightsError(STEP, self.target, problem, "do the placements cover every tensor?")
         path = self.staging.path
         with self._io_errors():
+            kept = self._stamp(written, stamp)
             for name, text in self.layout.indexes.items():
                 (path / name).write_text(text, encoding="utf-8")
             if write_extras is not None:
                 write_extras(path)
             _check_files(path, self.layout)
+            kept.files.update(_small_files(path, self.layout))
+            kept.write(path)
             self.staging.publish()
+
+    def _stamp(self, written: Sequence[Written], stamp: str) -> Checksums:
+        """Write the id of the save into every file; return the checksums so far."""
+        sums = {
+            spec.name: crc.joined(
+                [one.sums.get(spec.name, 0) for one in written], tensor_bytes(spec)
+            )
+            for spec in self.specs
+        }
+        kept = Checksums(checksums.save_id(sums, stamp))
+        for name, blank in self.layout.headers.items():
+            header = checksums.stamped(blank, kept.save)
+            with (self.staging.path / name).open("r+b", buffering=0) as file:
+                file.write(header)
+            kept.files[f"{name}#header"] = zlib.crc32(header)
+        for name, slot in self.layout.slots.items():
+            kept.tensors.setdefault(slot.file, {})[name] = sums[name]
+        return kept
 
     @contextmanager
     def _io_errors(self) -> Iterator[None]:
@@ -182,6 +216,13 @@ def _reserve(path: Path, header: bytes, size: int) -> None:
             if isinstance(error, OSError) and error.errno not in cannot:
                 raise
             file.truncate(size)
+
+
+def _small_files(path: Path, layout: Layout) -> dict[str, int]:
+    """CRC-32 of what belongs to these weights and is none; a tokenizer may change later."""
+    found = sorted(item.name for item in path.iterdir() if item.name not in layout.headers)
+    ours = [name for name in found if WEIGHT_FILE.fullmatch(name) or name == "config.json"]
+    return {name: checksums.crc_of_file(path / name) for name in ours}
 
 
 def _check_files(path: Path, layout: Layout) -> None:

@@ -9,11 +9,15 @@ import re
 import secrets
 import shutil
 import stat
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.weights.carry import carry_over
 
+BLINK_S = 0.5
+LEFT_S = 86400.0  # without locks, what is older was left by a save that was killed
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
@@ -88,21 +92,38 @@ def _check_target(target: Path, mark: str | None) -> None:
         raise WeightsError(str(target), "", problem, hint)
 
 
+def bring_back(target: Path) -> None:
+    """Undo a save that was killed between its two renames, where folders cannot be exchanged."""
+    if os.path.lexists(target) or not _moved_away(target):
+        return
+    time.sleep(BLINK_S)  # a save that lives is between them for a moment only
+    found = _moved_away(target)
+    if found and not os.path.lexists(target):
+        with suppress(OSError):  # another rank was faster
+            os.rename(max(found, key=lambda path: path.stat().st_mtime), target)
+
+
+def _moved_away(target: Path) -> list[Path]:
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.previous-[0-9a-f]{{8}}")
+    try:
+        return [path for path in target.parent.iterdir() if pattern.fullmatch(path.name)]
+    except OSError:
+        return []
+
+
 def _sweep(target: Path) -> None:
     """Finish what killed saves began: bring a moved-away folder back, remove the rest."""
+    bring_back(target)
     pattern = re.compile(rf"\.{re.escape(target.name)}\.(partial|previous)-[0-9a-f]{{8}}")
     for path in sorted(target.parent.iterdir()):
         match = pattern.fullmatch(path.name)
         if match is None or _is_alive(path):
             continue
-        if match[1] == "previous" and not os.path.lexists(target):
-            os.rename(path, target)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_alive(path: Path) -> bool:
-    """Whether another process is saving into `path` at this moment."""
+    """Whether another process is saving into `path`, or may be: where there are no locks, for a day."""
     try:
         lock = os.open(path, os.O_RDONLY)
     except OSError:
@@ -112,7 +133,7 @@ def _is_alive(path: Path) -> bool:
     except BlockingIOError:
         return True
     except OSError:
-        return False
+        return time.time() - os.fstat(lock).st_mtime < LEFT_S
     finally:
         os.close(lock)
     return False

@@ -1,16 +1,21 @@
 """The part of a training checkpoint that is no tensor: `training_state.json`."""
 
 import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slapo_zoo.errors import WeightsError
+from slapo_zoo.errors import MeshError, WeightsError
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.weights.encode import decode
+from slapo_zoo.weights.optimizer import check_record
+from slapo_zoo.weights.random_state import check_states
 
 FILE, FORMAT = "training_state.json", "slapo-zoo-training-state/1"
-FIELDS = {
-    "step": int, "mesh": dict, "random": dict, "torch_random": dict,
-    "optimizer": dict | None, "scheduler": dict | None, "data_position": object, "extra": object,
-}  # fmt: skip
+MAX_BYTES = 100_000_000
+AGAIN = "pass the folder that save_checkpoint wrote"
+OF_COPY = ("data_position", "extra")  # each data-parallel rank has its own
+BY_DP = "$by_dp"
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
@@ -20,20 +25,148 @@ def write_state(folder: Path, state: dict[str, Any]) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The JSON part, checked as far as its own fields go."""
-    place, again = str(folder / FILE), "pass the folder that save_checkpoint wrote"
-    try:
-        state = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        hint = f"{again}; weights alone are loaded by from_pretrained"
-        raise WeightsError(place, "", "found no such file", hint) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise WeightsError(place, "", f"found no JSON: {error}", again) from error
+    """The JSON part; every field is of the form and within the bounds that a save writes."""
+    place = str(folder / FILE)
+    state = _json(folder / FILE)
     found = state.get("format") if isinstance(state, dict) else type(state).__name__
     if found != FORMAT:
-        raise WeightsError(place, "format", f"found {found!r:.80}, expected {FORMAT!r}", again)
-    for name, kind in FIELDS.items():
-        if name not in state or not isinstance(state[name], kind):
-            found = type(state[name]).__name__ if name in state else "nothing"
-            raise WeightsError(place, name, f"found {found}, expected {kind}", again)
+        raise WeightsError(place, "format", f"found {found!r:.80}, expected {FORMAT!r}", AGAIN)
+    for name, check in CHECKS.items():
+        if name not in state:
+            raise WeightsError(place, name, "found nothing", AGAIN)
+        if problem := _problem(check, state[name]):
+            raise WeightsError(place, name, problem, AGAIN)
+    _check_together(place, state)
     return state
+
+
+def _json(path: Path) -> Any:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise WeightsError(str(path), "", f"found more than {MAX_BYTES} bytes", AGAIN)
+        return json.loads(path.read_bytes().decode("utf-8"))
+    except FileNotFoundError:
+        hint = f"{AGAIN}; weights alone are loaded by from_pretrained"
+        raise WeightsError(str(path), "", "found no such file", hint) from None
+    except WeightsError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise WeightsError(str(path), "", f"found no JSON: {error}", AGAIN) from error
+
+
+def _problem(check: Callable[[Any], str], value: Any) -> str:
+    try:
+        decode(value)
+        return check(value)
+    except WeightsError as error:
+        return error.problem
+    except RecursionError:
+        return "nested too deep"
+
+
+def _check_together(place: str, state: Mapping[str, Any]) -> None:
+    """What one field says about another."""
+    mesh = Mesh(**state["mesh"])
+    if problem := check_states(state["torch_random"], mesh.world_size):
+        raise WeightsError(place, "torch_random", problem, AGAIN)
+    if problem := _loss_scale(state.get("loss_scale")):
+        raise WeightsError(place, "loss_scale", problem, AGAIN)
+    for name in OF_COPY:
+        kept = state[name]
+        if isinstance(kept, dict) and BY_DP in kept and len(kept[BY_DP]) != mesh.dp:
+            problem = f"found {len(kept[BY_DP])} of them, expected one for each of dp={mesh.dp}"
+            raise WeightsError(place, name, problem, AGAIN)
+
+
+def _count(value: Any) -> str:
+    is_count = type(value) is int and 0 <= value < 2**63
+    return "" if is_count else f"found {value!r:.40}, expected an integer of at least 0"
+
+
+def _mesh(value: Any) -> str:
+    names = {"tp", "pp", "dp"}
+    if not isinstance(value, dict) or set(value) != names:
+        return f"found {value!r:.80}, expected the sizes tp, pp and dp"
+    try:
+        size = Mesh(**value).world_size
+    except MeshError as error:
+        return error.problem
+    is_size = all(type(one) is int for one in value.values()) and size <= 2**20
+    return "" if is_size else f"found {value!r:.80}, expected sizes"
+
+
+def _stream(value: Any) -> str:
+    if not isinstance(value, dict) or set(value) != {"seed", "step"}:
+        return f"found {value!r:.80}, expected seed and step"
+    if type(value["seed"]) is not int or not -(2**63) <= value["seed"] < 2**64:
+        return f"found the seed {value['seed']!r:.40}, expected an integer of 64 bits"
+    return _count(value["step"])
+
+
+def _record(value: Any) -> str:
+    return "" if value is None else check_record(value)
+
+
+def _scheduler(value: Any) -> str:
+    is_state = value is None or isinstance(value, dict)
+    return "" if is_state else f"found {type(value).__name__}, expected the state of a scheduler"
+
+
+def _copies(value: Any) -> str:
+    if isinstance(value, dict) and BY_DP in value:
+        is_list = set(value) == {BY_DP} and isinstance(value[BY_DP], list)
+        return "" if is_list else "found more than one value for each data-parallel rank"
+    return ""
+
+
+def _loss_scale(value: Any) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, dict) or set(value) != {"scale", "good_steps"}:
+        return f"found {value!r:.60}, expected scale and good_steps"
+    scale = value["scale"]
+    is_scale = type(scale) in (int, float) and 0 < scale < float("inf")
+    return _count(value["good_steps"]) if is_scale else f"found the scale {scale!r:.40}"
+
+
+def _states(value: Any) -> str:
+    return "" if isinstance(value, dict) else f"found {type(value).__name__}, expected states"
+
+
+CHECKS: dict[str, Callable[[Any], str]] = {
+    "step": _count, "mesh": _mesh, "random": _stream, "torch_random": _states,
+    "optimizer": _record, "scheduler": _scheduler, "data_position": _copies, "extra": _copies,
+}  # fmt: skip
+
+
+def by_copy(name: str, values: Sequence[Any], mesh: Mesh, where: str) -> Any:
+    """One value where all ranks have the same, else one for each data-parallel rank.
+
+    Args:
+        name: of the field.
+        values: encoded, by rank.
+        mesh: of all ranks.
+        where: the step, as error messages name it.
+
+    Raises:
+        WeightsError: tp or pp peers, which are fed the same rows, have different ones.
+    """
+    ranks = [Mesh(mesh.tp, mesh.pp, mesh.dp, rank) for rank in range(mesh.world_size)]
+    differ = [m.rank for m in ranks if values[m.rank] != values[m.at(tp=0, pp=0)]]
+    if differ:
+        first = Mesh(mesh.tp, mesh.pp, mesh.dp, differ[0]).at(tp=0, pp=0)
+        problem = f"rank {differ[0]} has {values[differ[0]]!r:.60}, its peer {first} {values[first]!r:.60}"
+        hint = (
+            "ranks that share a dp coordinate are fed the same rows: pass the same on all of them"
+        )
+        raise WeightsError(where, name, problem, hint)
+    found = [values[mesh.at(tp=0, pp=0, dp=copy)] for copy in range(mesh.dp)]
+    return found[0] if all(one == found[0] for one in found) else {BY_DP: found}
+
+
+def of_copies(state: Mapping[str, Any], name: str) -> list[Any]:
+    """The values of a field for every data-parallel rank of the saved mesh."""
+    kept = state[name]
+    if isinstance(kept, dict) and BY_DP in kept:
+        return [decode(one) for one in kept[BY_DP]]
+    return [decode(kept)] * state["mesh"]["dp"]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import TensorSpec
+from slapo_zoo.weights import crc
 from slapo_zoo.weights.layout import Slot
 
 LEAST_FLUSHED = 2**20  # bytes
@@ -28,14 +29,21 @@ class Share(NamedTuple):
     offset: int
 
 
+class Written(NamedTuple):
+    """What one rank wrote: bytes, and per tensor its part of the tensor's CRC (see crc.py)."""
+
+    bytes: int
+    sums: dict[str, int]
+
+
 def write_tensors(
     path: Path,
     slots: Mapping[str, Slot],
     specs: Sequence[TensorSpec],
     local: Mapping[str, Tensor],
     mesh: Mesh,
-) -> int:
-    """Write our shares into the files below `path`, force them onto the disk, return the bytes.
+) -> Written:
+    """Write our shares into the files below `path` and force them onto the disk.
 
     At most one tensor at a time is copied (to the CPU, or to make it contiguous).
 
@@ -47,18 +55,19 @@ def write_tensors(
         mesh: sizes of the mesh, and our coordinates.
     """
     mine = [spec for spec in specs if shares(spec, mesh)]
-    written = 0
+    written, sums = 0, {}
     by_place = sorted(mine, key=lambda spec: slots[spec.name])
     for name, group in groupby(by_place, key=lambda spec: slots[spec.name].file):
         with (path / name).open("r+b", buffering=0) as file:
             for spec in group:
                 tensor = local[spec.name].detach().to("cpu")
-                written += _write(file, slots[spec.name].start, tensor, spec, mesh)
+                count, sums[spec.name] = _write(file, slots[spec.name].start, tensor, spec, mesh)
+                written += count
                 del tensor  # before the next one is copied
     for name in sorted({slots[spec.name].file for spec in mine}):  # not one by one: no disk idles
         with (path / name).open("r+b", buffering=0) as file:
             os.fsync(file.fileno())
-    return written
+    return Written(written, sums)
 
 
 def shares(spec: TensorSpec, mesh: Mesh) -> list[Share]:
@@ -88,13 +97,19 @@ def shares(spec: TensorSpec, mesh: Mesh) -> list[Share]:
     return found
 
 
-def _write(file: BinaryIO, start: int, tensor: Tensor, spec: TensorSpec, mesh: Mesh) -> int:
-    """Write the shares of one CPU tensor whose first byte lies at `start` of the file."""
+def _write(
+    file: BinaryIO, start: int, tensor: Tensor, spec: TensorSpec, mesh: Mesh
+) -> tuple[int, int]:
+    """Write the shares of one CPU tensor whose first byte lies at `start` of the file.
+
+    Returns:
+        their bytes, and their part of the tensor's CRC.
+    """
     axis = spec.placement.axis if spec.placement else 0
     shape = spec.shape if spec.placement else (1, *spec.shape)
     tensor = tensor if spec.placement else tensor.unsqueeze(0)
     inner = math.prod(shape[axis + 1 :]) * tensor.itemsize
-    written = 0
+    written = total = 0
     for share in shares(spec, mesh):
         width = share.stop - share.start
         piece = _bytes(tensor.narrow(axis, share.offset, width))
@@ -106,8 +121,13 @@ def _write(file: BinaryIO, start: int, tensor: Tensor, spec: TensorSpec, mesh: M
             _pwrite(file, piece[row * chunk : (row + 1) * chunk], place)
         if rows == 1 and chunk >= LEAST_FLUSHED:
             _start_flush(file, start + share.start * inner, chunk)
+        if chunk and rows:
+            stride = shape[axis] * inner
+            behind = math.prod(shape) * tensor.itemsize - (rows - 1) * stride
+            behind -= share.start * inner + chunk
+            total ^= crc.times(crc.of_rows(piece, rows, chunk, stride), crc.shift(behind))
         written += rows * chunk
-    return written
+    return written, total
 
 
 def _start_flush(file: BinaryIO, begin: int, count: int) -> None:

@@ -1,13 +1,10 @@
-"""Applying a zoo table: divided tensors, random streams, recomputation and pipeline cuts."""
+"""Applying a zoo table: sharded tensors, random streams, recomputation and pipeline cuts."""
 
 import dataclasses
 from typing import Any
 
-from slapo_zoo.pipeline.unit_costs import unit_costs
-from slapo_zoo.language.directive import Directive
 from slapo_zoo.errors import ArchitectureError, MeshError
-from slapo_zoo.zoo.kernel_choice import apply_kernels
-from slapo_zoo.pipeline.orders import balanced_cuts
+from slapo_zoo.language.directive import Directive
 from slapo_zoo.language.primitives import (
     Checkpoint,
     CoreAttentionSeam,
@@ -16,29 +13,39 @@ from slapo_zoo.language.primitives import (
     SumGradient,
     Sync,
 )
-from slapo_zoo.zoo.rules import Row, Rule, all_tokens, dropout, dropout_tokens
 from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.pipeline.orders import balanced_cuts
 from slapo_zoo.pipeline.stages import leaf_units
+from slapo_zoo.pipeline.unit_costs import UnitCost, unit_costs
+from slapo_zoo.zoo.kernel_choice import apply_kernels, device_name
+from slapo_zoo.zoo.options import BuildOptions
+from slapo_zoo.zoo.rules import Row, Rule, all_tokens, dropout, dropout_tokens
 from slapo_zoo.zoo.table import Table, base_prefix
+
+DEFAULT = BuildOptions()
+KEEP, RECOMPUTE = "keep", "recompute"
 
 
 def block_paths(sch: Schedule, table: Table) -> list[str]:
-    """Paths of the repeated blocks, in order."""
+    """Paths of the repeated blocks, in order; none where a derived table found no stack."""
     prefix = base_prefix(sch.model)
+    if not table.blocks:
+        return []
     found = [path for pattern in table.blocks for path in sch[prefix + pattern].paths]
     return found or sch.matching(prefix + table.blocks[0], "blocks")
+
+
+def units_of(model: Any, table: Table, blocks: list[str]) -> list[str]:
+    """What a stage holds as a whole, in the order in which it runs."""
+    late = [base_prefix(model) + path for path in table.after_blocks]
+    return leaf_units(model, blocks, late, table.order)
 
 
 def apply_table(
     sch: Schedule,
     table: Table,
-    checkpoint_ratio: float = 0.0,
-    sequence_parallel: bool = False,
+    options: BuildOptions = DEFAULT,
     num_stages: int | None = None,
-    checkpoint_policy: str = "",
-    attention: str | None = None,
-    kernels: Any = "reference",
-    device: str = "cpu",
     tuned_kernels: Any = None,
 ) -> Schedule:
     """Apply a table: tensor and sequence parallelism, random streams, kernels, recomputation, cuts.
@@ -49,33 +56,46 @@ def apply_table(
     Args:
         sch: a schedule of an unscheduled model on meta.
         table: of its family.
-        checkpoint_ratio: share of the blocks whose activations are recomputed.
-        sequence_parallel: tp ranks divide the tokens too.
+        options: all that can be asked of a model; its schedule does not count here.
         num_stages: pipeline stages; None takes pp.
-        checkpoint_policy: what a recomputed block keeps.
-        attention: the back end of the attention seam; None takes sdpa.
-        kernels: "auto", "reference", a name, or several.
-        device: for which "auto" chooses, see `kernel_choice.device_name`.
         tuned_kernels: what "auto" means where a search found it fastest for this very model.
     """
     blocks = block_paths(sch, table)
     cuts = place_cuts(sch, table, num_stages or sch.mesh.pp)
-    rows = [(p, _with_backend(rule, attention)) for p, rule in table.rows(sch.model)]
+    rows = [(p, _with_backend(rule, options.attention)) for p, rule in table.rows(sch.model)]
     _apply_rows(sch, rows)
-    if sequence_parallel and sch.mesh.tp > 1:
+    if options.sequence_parallel and sch.mesh.tp > 1:
         _apply_rows(sch, _sequence_rows(sch, table, rows))
     _apply_rows(sch, [("**:Dropout", dropout)])
-    apply_kernels(sch, kernels, device, attention, tuned_kernels)
-    recomputed = spread(len(blocks), checkpoint_ratio)
-    if checkpoint_policy and not recomputed:
-        problem = f"no block is recomputed at checkpoint_ratio={checkpoint_ratio}"
-        what, hint = f"checkpoint_policy={checkpoint_policy!r}", "pass checkpoint_ratio=1.0"
-        raise ArchitectureError("zoo", what, problem, hint)
-    for i in recomputed:
-        sch.do(blocks[i], Checkpoint(policy=checkpoint_policy))
+    device = device_name(options.device)
+    apply_kernels(sch, options.kernels, device, options.attention, tuned_kernels)
+    for block, policy in zip(blocks, block_policies(len(blocks), options), strict=True):
+        if policy != KEEP:
+            sch.do(block, Checkpoint(policy="" if policy == RECOMPUTE else policy))
     for block, call in cuts:
         sch.do(block, CutPipelineStage(call))
     return sch
+
+
+def block_policies(count: int, options: BuildOptions) -> list[str]:
+    """What is done with the activations of each of so many blocks: KEEP, RECOMPUTE or a policy.
+
+    Raises:
+        ArchitectureError: a policy without blocks, or a list that is no list of one per block.
+    """
+    policy, ratio = options.checkpoint_policy, options.checkpoint_ratio
+    what = f"checkpoint_policy={policy!r:.60}"
+    if isinstance(policy, str):
+        chosen = spread(count, ratio)
+        if policy and not chosen:
+            problem = f"no block is recomputed at checkpoint_ratio={ratio}"
+            raise ArchitectureError("zoo", what, problem, "pass checkpoint_ratio=1.0")
+        return [(policy or RECOMPUTE) if i in chosen else KEEP for i in range(count)]
+    if len(policy) != count or ratio:
+        problem = f"found {len(policy)} policies and checkpoint_ratio={ratio:g}, the model has {count} blocks"
+        hint = "pass one policy per block, and leave checkpoint_ratio out"
+        raise ArchitectureError("zoo", what, problem, hint)
+    return list(policy)
 
 
 def _with_backend(rule: Rule, attention: str | None) -> Rule:
@@ -143,17 +163,28 @@ def place_cuts(sch: Schedule, table: Table, num_stages: int) -> list[tuple[str, 
     """
     blocks = block_paths(sch, table)
     calls = getattr(sch.model.config, table.calls) if table.calls else 1
-    if num_stages > len(blocks) * calls:
-        problem = f"{num_stages} stages, but the model has {len(blocks) * calls} blocks"
-        hint = f"choose pp between 1 and {len(blocks) * calls}"
-        raise MeshError("mesh", f"pp={num_stages}", problem, hint)
     if num_stages == 1:
         return []
-    late = [base_prefix(sch.model) + path for path in table.after_blocks]
-    costs = unit_costs(sch.model, leaf_units(sch.model, blocks, late))
+    if num_stages > len(blocks) * calls:
+        problem = f"{num_stages} stages, but the model has {len(blocks) * calls} blocks"
+        hint = f"choose pp between 1 and {max(1, len(blocks) * calls)}"
+        raise MeshError("mesh", f"pp={num_stages}", problem, hint)
+    costs = _costs(sch.model, units_of(sch.model, table, blocks), blocks, num_stages)
     may_cut = [i for i, cost in enumerate(costs) if cost.unit in blocks]
     ends = balanced_cuts([cost.step for cost in costs], may_cut, num_stages)
     return [(costs[i].unit, costs[i].call) for i in ends]
+
+
+def _costs(model: Any, units: list[str], blocks: list[str], num_stages: int) -> list[UnitCost]:
+    """What the units cost; by their weights alone where a forward suits no fake tensors or long rows."""
+    try:
+        found = unit_costs(model, units)
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):
+        found = []
+    if sum(cost.unit in blocks for cost in found) >= num_stages - 1:
+        return found
+    sizes = [sum(p.numel() for p in model.get_submodule(unit).parameters()) for unit in units]
+    return [UnitCost(unit, 0, float(n), n) for unit, n in zip(units, sizes, strict=True)]
 
 
 def spread(num_blocks: int, ratio: float) -> list[int]:

@@ -1,19 +1,22 @@
 """What the arguments of the loader mean here: the mesh, the folder, the dtype, the device."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from slapo_zoo.errors import MeshError, SlapoError, WeightsError
 from slapo_zoo.hf import models as hf
-from slapo_zoo.parallel.process_group import init_distributed, is_distributed_launch
-from slapo_zoo.errors import MeshError, SlapoError
-from slapo_zoo.zoo.knobs import INSTEAD, KNOBS, unknown_knob
+from slapo_zoo.hf.configs import read_config
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.paths import nearest
-from slapo_zoo.zoo.table import families
+from slapo_zoo.parallel.process_group import init_distributed, is_distributed_launch
 from slapo_zoo.weights.folder import CheckpointFolder
+from slapo_zoo.zoo.hf_arguments import HubArguments
+from slapo_zoo.zoo.knobs import INSTEAD, KNOBS, unknown_knob
+from slapo_zoo.zoo.table import families, table_for
 
 
 def make_mesh(tp: int, pp: int, dp: int | None) -> Mesh:
@@ -31,21 +34,28 @@ def make_mesh(tp: int, pp: int, dp: int | None) -> Mesh:
     return Mesh(tp, pp, dp, dist.get_rank() if dist.is_initialized() else 0)
 
 
-def local_folder(name_or_path: str, revision: str | None, allow_pickle: bool) -> Path:
+def local_folder(
+    name_or_path: str, revision: str | None, allow_pickle: bool, hub: HubArguments = HubArguments()  # noqa: B008 - frozen
+) -> Path:  # fmt: skip
     """A local folder as it is; a model of the Hub is fetched into the cache first."""
     if Path(name_or_path).exists():
-        return Path(name_or_path)
+        return Path(name_or_path) / hub.subfolder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model"]
+    patterns = ["*.safetensors", "*.safetensors.index*.json", "*.json", "*.txt", "*.model"]
     patterns += ["pytorch_model*.bin"] if allow_pickle else []
+    if hub.subfolder:
+        patterns = [f"{hub.subfolder}/{pattern}" for pattern in patterns]
     try:
-        return Path(snapshot_download(name_or_path, revision=revision, allow_patterns=patterns))
+        fetched = snapshot_download(
+            name_or_path, revision=revision, allow_patterns=patterns, **hub.fetching
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         problem = f"no such folder, and the Hub answered: {str(error).splitlines()[0]}"
         hint = "check the path or model id; HF_HUB_OFFLINE=1 allows cached models only"
         raise SlapoError("from_pretrained", repr(name_or_path), problem, hint) from None
+    return Path(fetched) / hub.subfolder
 
 
 def checkpoint_dtype(config: Any, checkpoint: CheckpointFolder) -> torch.dtype:
@@ -94,22 +104,25 @@ def _named_device(device: str | torch.device) -> torch.device:
     return found
 
 
-def changed_config(folder: Path, changes: dict[str, Any]) -> Any:
+def changed_config(
+    folder: Path, changes: dict[str, Any], hub: HubArguments = HubArguments()  # noqa: B008 - frozen
+) -> Any:  # fmt: skip
     """The config of a checkpoint with some fields changed.
 
     Legal names are the fields of the config. What plain `transformers` takes beside them has an
     argument of its own here, or would be ignored: an error says which.
 
     Raises:
-        SlapoError: a name that is no field.
+        SlapoError: a name that is no field; a checkpoint that is quantized.
     """
-    from transformers import AutoConfig
-
     if instead := [name for name in changes if name in INSTEAD]:
         raise unknown_knob("from_pretrained", instead[0], ())
-    config: Any
+    config: Any = hub.own_config(changes)
+    if config is not None:
+        return _without_quantization(folder, config)
+    source = folder if hub.config is None else hub.config
     try:
-        config, unused = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **changes)
+        config, unused = read_config(source, return_unused_kwargs=True, **changes)
     except (OSError, ValueError) as error:
         problem = f"no config can be read: {str(error).strip().splitlines()[0]}"
         hint = "pass a folder with config.json, as save_pretrained writes it"
@@ -117,7 +130,17 @@ def changed_config(folder: Path, changes: dict[str, Any]) -> Any:
     if unused:
         known = [*KNOBS, *config.to_dict()]
         raise unknown_knob("from_pretrained", next(iter(unused)), known)
-    return config
+    return _without_quantization(folder, config)
+
+
+def _without_quantization(folder: Path, config: Any) -> Any:
+    """The config, unless it says that the weights are quantized."""
+    if (found := getattr(config, "quantization_config", None)) is None:
+        return config
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    problem = f"this checkpoint is quantized ({method or type(found).__name__}): no such weights can be trained"
+    hint = "load the checkpoint that it was made from, or one that was dequantized"
+    raise SlapoError("from_pretrained", str(folder), problem, hint)
 
 
 def config_of(name: str) -> tuple[Any, str | None]:
@@ -125,7 +148,7 @@ def config_of(name: str) -> tuple[Any, str | None]:
 
     A bare family has the defaults of its config, and the head that most people mean.
     """
-    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForPreTraining
+    from transformers import CONFIG_MAPPING, AutoModelForPreTraining
 
     hf.register_models()
     if name in CONFIG_MAPPING and not Path(name).exists():
@@ -133,14 +156,58 @@ def config_of(name: str) -> tuple[Any, str | None]:
         mapping: Any = AutoModelForPreTraining._model_mapping
         has_head = type(config) in mapping
         return config, "AutoModelForPreTraining" if has_head else _last_head(config)
+    if problem := _no_folder(name):
+        raise SlapoError(
+            "config",
+            repr(name),
+            problem,
+            "name a folder with config.json, a Hub id, or a family (slapo-zoo list)",
+        )
+    near = nearest(name, families())
+    hint = "pass a family (slapo-zoo list), a folder or a model id"
+    hint += f"; nearest families: {', '.join(near)}" if near else ""
+    return _read_config(name, hint), None
+
+
+def checkpoint_config(name: str) -> Any:
+    """The config of a checkpoint folder or Hub id whose family has a table; no bare family."""
+    if problem := _no_folder(name):
+        raise WeightsError(name, "model", problem, "name a checkpoint folder")
+    config = _read_config(name, "name a checkpoint folder, or the id of a model on the Hub")
+    table_for(config.model_type)
+    return config
+
+
+def _no_folder(name: str) -> str:
+    """What is wrong with a name that can only be a folder, or ""."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return "" if (folder / "config.json").exists() else "found no config.json"
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    return "found no such folder" if is_path and not folder.exists() else ""
+
+
+def _read_config(name: str, hint: str) -> Any:
+    """config.json of a folder or of the Hub; nothing of it is run, and one request asks the Hub."""
     try:
-        return AutoConfig.from_pretrained(name), None
+        if not Path(name).exists():
+            _ask_the_hub(name)
+        return read_config(name)
     except (OSError, ValueError) as error:
         problem = str(error).strip().splitlines()[0]
-        near = nearest(name, families())
-        hint = "pass a family (slapo-zoo list), a folder or a model id"
-        hint += f"; nearest families: {', '.join(near)}" if near else ""
         raise SlapoError("config", repr(name), problem, hint) from None
+
+
+def _ask_the_hub(name: str) -> None:
+    """Raise what the Hub, or the network, says to one request; `transformers` would try five times."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    with suppress(HfHubHTTPError):  # an answer: transformers puts it into better words
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)
 
 
 def _last_head(config: Any) -> str | None:

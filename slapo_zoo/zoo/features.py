@@ -4,7 +4,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from slapo_zoo.language.directive import Directive
-from slapo_zoo.language.primitives import CoreAttentionSeam, ExpertParallel, Shard, Sync, SyncBatchNorm
+from slapo_zoo.language.primitives import (
+    CoreAttentionSeam,
+    ExpertParallel,
+    Shard,
+    Sync,
+    SyncBatchNorm,
+)
 from slapo_zoo.zoo.table import Table, families, table_for
 
 

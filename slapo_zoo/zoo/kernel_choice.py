@@ -1,23 +1,25 @@
 """Which kernels a model gets, and why: the knob `kernels=`.
 
 Where a kernel applies follows from the classes of the modules, so tables name none. Whether it is
-switched on follows from what was measured on the device (`hub_cards/bench/<device>.json`).
+switched on follows from what was measured on the device (slapo_zoo.dispatch.tables).
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from slapo_zoo.dispatch.benchmark import quick_table
+from slapo_zoo.dispatch.registry import Kernel, load_kernels
+from slapo_zoo.dispatch.tables import decide, keep
 from slapo_zoo.errors import ScheduleError
-from slapo_zoo.dispatch.registry import UNMEASURED, Kernel, dispatch_table, load_kernels, measured_ratio
-from slapo_zoo.parallel.paths import nearest
 from slapo_zoo.language.primitives import Replace
 from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.parallel.agreement import together
+from slapo_zoo.parallel.paths import nearest
 
-WORDS = ("auto", "reference")
+WORDS = ("auto", "reference", "measure")
 ASKED, NOT_ASKED = "asked for", "not asked for"
 
 
@@ -50,12 +52,12 @@ def device_name(device: torch.device | str) -> str:
 
 
 def asked_names(asked: Any) -> list[str] | None:
-    """The kernels that a value of the knob names, or None for "auto".
+    """The kernels that a value of the knob names, or None for "auto" and "measure".
 
     Raises:
         ScheduleError: an unknown name; the error has all that there are.
     """
-    if asked == "auto":
+    if asked in ("auto", "measure"):
         return None
     names = [] if asked == "reference" else [asked] if isinstance(asked, str) else [*asked]
     known = sorted(name for name, kernel in load_kernels().items() if kernel.serves)
@@ -84,12 +86,12 @@ def choose(
 
     Args:
         sch: the schedule; nothing is changed.
-        asked: "auto", "reference", a name, or several.
+        asked: "auto", "measure" (see `measure_here`), "reference", a name, or several.
         device: see `device_name`.
         attention: the back end that was asked for, or None: "auto" puts no kernel in its place.
         tuned: what a search found fastest for this very model, which "auto" then means; or None.
     """
-    names, by_device = asked_names(asked), asked == "auto"
+    names, by_device = asked_names(asked), asked in ("auto", "measure")
     if by_device and tuned is not None:
         names = asked_names(kernels_of(tuned))
     found: list[Choice] = []
@@ -131,21 +133,24 @@ def _verdict(
     reasons = (kernel.refuses(sch.state.modules[path]) for path in paths)
     if refusal := next(filter(None, reasons), ""):
         return False, refusal
-    return (True, ASKED) if names is not None else measured(sch.model, kernel.name, device)
+    return (True, ASKED) if names is not None else measured(sch, kernel, device)
 
 
-def measured(model: Any, name: str, device: str) -> tuple[bool, str]:
-    """Whether a kernel was measured not to lose on a device, at the size nearest to the model's."""
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    rows = {key: verdict for key, verdict in dispatch_table(device).items()
-            if key.startswith(f"{name}:{dtype}:")}  # fmt: skip
-    if not rows:
-        return False, f"{UNMEASURED} on {device} in {dtype}"
-    width = getattr(model.config, "hidden_size", None) or 1024
-    key = min(rows, key=lambda key: abs(math.log2(int(key.rpartition(":")[2]) / width)))
-    ratio = measured_ratio(device, key)
-    said = f"the best alternative takes {ratio:.2f} times as long ({key} on {device})"
-    return rows[key] != "torch", said
+def measured(sch: Schedule, kernel: Kernel, device: str) -> tuple[bool, str]:
+    """Whether a kernel was measured, or is estimated, not to lose on a device for a model's size."""
+    computes = sch.state.compute_dtype or next(sch.model.parameters()).dtype
+    dtype = str(computes).removeprefix("torch.")
+    found = decide(kernel.name, dtype, _size(sch.model.config, kernel), device)
+    return found.runs, found.reason
+
+
+def _size(config: Any, kernel: Kernel) -> int:
+    """What a kernel's table calls the size: the width; for attention that of a head."""
+    width = getattr(config, "hidden_size", None) or 1024
+    if not any(name.endswith("Attention") for name in kernel.serves):
+        return width
+    own = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
+    return own or width // (getattr(config, "num_attention_heads", None) or 1)
 
 
 def _outermost(sch: Schedule, choices: Sequence[Choice]) -> list[Choice]:
@@ -173,12 +178,28 @@ def _outer(path: str, served: dict[str, Choice]) -> Choice | None:
     return None
 
 
+def measure_here(sch: Schedule, device: str) -> None:
+    """Measure the kernels that serve a model on this device, unless this user has done it before.
+
+    A collective call: rank 0 measures for seconds and keeps the table in the user's cache folder; all
+    ranks then follow this one table.
+    """
+    served = sorted(k.name for k in load_kernels().values() if _places(sch, k))
+
+    def action() -> Any:
+        return quick_table(served, device) if sch.mesh.rank == 0 else None
+
+    keep(device, together(sch.mesh, 'kernels="measure"', action)[0])
+
+
 def apply_kernels(
     sch: Schedule, asked: Any, device: str, attention: str | None = None, tuned: Any = None
 ) -> None:
     """Put the chosen kernels into a scheduled model; `sch.kernels` says what was decided and why."""
     if asked == "reference":
         return
+    if asked == "measure":
+        measure_here(sch, device)
     sch.kernels = choose(sch, asked, device, attention, tuned)
     for choice in sch.kernels:
         if choice.accepted:

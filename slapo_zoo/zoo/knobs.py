@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slapo_zoo.hf.attention_backends import BACKENDS
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.hf.attention_backends import BACKENDS
 from slapo_zoo.parallel.paths import nearest
 
 
@@ -58,25 +58,26 @@ def _kernels(value: Any) -> bool:
 COUNT = "an integer of at least 1"
 # One line per knob; the argument of the same name in `auto.py` says the rest.
 KNOBS = {
-    "tp": Knob("ranks that divide each layer", COUNT, _count, (1, 2, 4, 8)),
-    "pp": Knob("ranks that divide the layers into stages", COUNT, _count, (1, 2, 4, 8)),
-    "dp": Knob("ranks that divide the batch", f"{COUNT}, or None for all that are left", _optional(_count)),
-    "sequence_parallel": Knob("tp ranks divide the tokens too", "True or False", _flag, (False, True)),
+    "tp": Knob("ranks that shard each layer", COUNT, _count, (1, 2, 4, 8)),
+    "pp": Knob("ranks that shard the layers into stages", COUNT, _count, (1, 2, 4, 8)),
+    "dp": Knob("ranks that shard the batch", f"{COUNT}, or None for all that are left", _optional(_count)),
+    "sequence_parallel": Knob("tp ranks shard the tokens too", "True or False", _flag, (False, True)),
     "pipeline_order": Knob("how stages interleave micro-batches", "a name", _name, ("1f1b", "gpipe", "interleaved_1f1b")),
     "stages_per_rank": Knob("of an interleaved order", f"{COUNT}, or None", _optional(_count)),
     "micro_batches": Knob("equal parts of a batch", f"{COUNT}, or None", _optional(_count), (1, 2, 4, 8, 16)),
     "checkpoint_ratio": Knob("share of the blocks that are recomputed", "a number from 0 to 1", _number, (0.0, 0.25, 0.5, 0.75, 1.0)),
-    "checkpoint_policy": Knob("what a recomputed block keeps", "a name", _name, ("", "save_matmuls")),
+    "checkpoint_policy": Knob("what a recomputed block keeps", "a name, or a list of one name per block", _kernels, ("", "save_matmuls")),
     "attention": Knob("the attention back end", f"None or one of {', '.join(BACKENDS)}", _optional(_name), tuple(BACKENDS)),
     "kernels": Knob("the fast paths", "auto, reference, the name of a kernel or a list of them", _kernels, ("auto", "reference")),
     "seed": Knob("of dropout masks and of new weights", "an integer, or None", _optional(_integer)),
+    "dp_shard": Knob("dp ranks that divide parameters, gradients and optimizer states", COUNT, _count),
+    "zero_stage": Knob("1: gradients are summed over dp once a step, 2: once a micro-batch, 3: and a block is whole only while it runs", "1, 2 or 3", lambda value: value in (1, 2, 3)),
+    "precision": Knob("fp32 masters and 16-bit compute, or one dtype", "fp32, bf16, bf16-pure, fp16, or None", _optional(_name)),
     "dtype": Knob("of the parameters", "a torch dtype, its name, or auto", lambda value: True, ("float32", "bfloat16")),
 }  # fmt: skip
 MESH = ("tp", "pp", "dp")  # the mesh checks its own sizes
 # Arguments of plain `transformers` --> what stands for them here.
 INSTEAD = {
-    "attn_implementation": "pass attention=",
-    "torch_dtype": "pass dtype=",
     "device_map": "pass device=; ranks are placed by tp, pp and dp",
     "tp_plan": "pass tp=",
     "tp_size": "pass tp=",
@@ -84,12 +85,9 @@ INSTEAD = {
     "distributed_config": "pass tp=, pp= and dp=",
     "gradient_checkpointing": "pass checkpoint_ratio=1.0",
     "use_safetensors": "leave it out; allow_pickle=True reads .bin files",
-    "low_cpu_mem_usage": "leave it out; a rank never holds more than its part",
-    "token": "log in with `hf auth login`, or set HF_TOKEN",
-    "cache_dir": "set HF_HOME",
-    "local_files_only": "set HF_HUB_OFFLINE=1",
-    "force_download": "remove it from the cache",
-    "subfolder": "pass the path of the folder",
+    "max_memory": "pass max_load_memory=",
+    "offload_folder": "leave it out; a rank never holds more than its part",
+    "state_dict": "leave it out: weights come from the files of the checkpoint",
     "quantization_config": "leave it out; quantized weights cannot be trained",
 }
 

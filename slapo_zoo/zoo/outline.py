@@ -7,20 +7,21 @@ from typing import Any
 
 import torch
 
-from slapo_zoo.hf import models as hf
-from slapo_zoo.zoo.derive import find_table
-from slapo_zoo.language.directive import State
 from slapo_zoo.errors import MeshError, SlapoError
-from slapo_zoo.zoo.kernel_choice import device_name
-from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.pipeline.orders import StageMap
-from slapo_zoo.parallel.placement import TensorSpec
+from slapo_zoo.hf import models as hf
+from slapo_zoo.language.directive import State
 from slapo_zoo.language.schedule import Schedule
-from slapo_zoo.pipeline.stages import assign_stages, leaf_units, stages_of
-from slapo_zoo.zoo.table import base_prefix
-from slapo_zoo.zoo.tuned import tuned_knobs
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.placement import TensorSpec
+from slapo_zoo.pipeline.orders import StageMap
+from slapo_zoo.pipeline.stages import assign_stages, stages_of
 from slapo_zoo.weights.keys import KeyMap
-from slapo_zoo.zoo.apply import apply_table, block_paths
+from slapo_zoo.zoo.apply import apply_table, block_paths, units_of
+from slapo_zoo.zoo.derive import find_table
+from slapo_zoo.zoo.options import BuildOptions
+from slapo_zoo.zoo.tuned import tuned_knobs
+
+DEFAULT = BuildOptions()
 
 
 class Outline:
@@ -31,52 +32,51 @@ class Outline:
         auto_class: which head; None takes the config's own class.
         mesh: need not have a process group.
         dtype: of the parameters.
-        seed: of dropout and of new weights.
-        checkpoint_ratio: share of the blocks whose activations are recomputed.
-        sequence_parallel: tp ranks divide the tokens too.
-        pipeline_order: how the stages interleave micro-batches.
-        stages_per_rank: for interleaved orders.
-        schedule: "zoo", "auto", a Schedule or its steps to replay, or a function of the schedule.
-        checkpoint_policy: what a recomputed block keeps.
-        attention: the attention back end; None takes the family's own.
-        kernels: "auto", "reference", a name, or several.
-        device: for which "auto" chooses.
+        options: all that can be asked of a model.
+        changes: fields of the options that differ.
     """
 
     def __init__(
-        self, config: Any, auto_class: Any, mesh: Mesh, dtype: torch.dtype, seed: int | None = None,
-        checkpoint_ratio: float = 0.0, sequence_parallel: bool = False,
-        pipeline_order: str = "1f1b", stages_per_rank: int | None = None, schedule: Any = "zoo",
-        checkpoint_policy: str = "", attention: str | None = None, kernels: Any = "reference",
-        device: torch.device | str = "cpu",
-    ):  # fmt: skip
-        self.mesh, self.seed = mesh, 0 if seed is None else seed
+        self,
+        config: Any,
+        auto_class: Any,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        options: BuildOptions = DEFAULT,
+        **changes: Any,
+    ):
+        self.options = options = options.but(**changes)
+        self.mesh, self.seed = mesh, options.seed or 0
         self._config, self._dtype = config, dtype
         config = copy.deepcopy(config)
         self.cls: Any = hf.resolve_class(config, auto_class)
-        self.table = find_table(config, lambda: hf.build_on_meta(self.cls, config, dtype), schedule)
+        self.table = find_table(config, self.cls, options.kind, mesh)
         self.keys = KeyMap(self.table.renames, self.table.pieces)
         self.model = hf.build_on_meta(self.cls, config, dtype, self.table.seam)
         whole = {name: _spec(name, tensor) for name, tensor in self.model.state_dict().items()}
         self.schedule = Schedule(self.model, mesh, self.seed)
         self.state: State = self.schedule.state
-        self.places = StageMap.make(pipeline_order, mesh.pp, stages_per_rank)
-        if isinstance(schedule, str) and schedule in ("zoo", "auto"):
+        self.state.compute_dtype = options.compute_dtype
+        self.places = StageMap.make(options.pipeline_order, mesh.pp, options.stages_per_rank)
+        if options.kind in ("zoo", "auto", "extended"):
+            is_auto = options.kernels == "auto"
+            tuned = (
+                tuned_knobs(config, options.compute_dtype or dtype, options.device)
+                if is_auto
+                else {}
+            )
+            own = options.attention or tuned.get("attention")
             stages = self.places.num_stages
-            tuned = tuned_knobs(config, dtype, device) if kernels == "auto" else {}
             apply_table(
-                self.schedule, self.table, checkpoint_ratio, sequence_parallel, stages,
-                checkpoint_policy, attention or tuned.get("attention"), kernels, device_name(device),
-                tuned.get("kernels"),
-            )  # fmt: skip
+                self.schedule, self.table, options.but(attention=own), stages, tuned.get("kernels")
+            )
+            if options.kind == "extended":
+                options.schedule.function(self.schedule)
         else:
-            _refuse_knobs(checkpoint_ratio=checkpoint_ratio, sequence_parallel=sequence_parallel,
-                          checkpoint_policy=checkpoint_policy, attention=attention,
-                          kernels="" if kernels in ("auto", "reference") else kernels)  # fmt: skip
-            self._apply(schedule)
-        late = [base_prefix(self.model) + path for path in self.table.after_blocks]
+            _refuse_knobs(options)
+            self._apply(options)
         blocks = block_paths(self.schedule, self.table)
-        self.units = leaf_units(self.model, blocks, late)
+        self.units = units_of(self.model, self.table, blocks)
         repeated = blocks if self.table.calls else ()  # also with one cut, after the first call
         self.stages = assign_stages(self.units, self.state.cuts, repeated)
         self.holders = {unit: self._ranks(stages) for unit, stages in self.stages.items()}
@@ -89,16 +89,13 @@ class Outline:
         config = copy.deepcopy(self._config)
         return hf.build_on_meta(self.cls, config, self._dtype, self.table.seam)
 
-    def _apply(self, schedule: Any) -> None:
+    def _apply(self, options: BuildOptions) -> None:
         """A program of the user's own in place of the table."""
-        if isinstance(schedule, Schedule | list | tuple):
-            self.schedule.replay(schedule if isinstance(schedule, Schedule) else list(schedule))
-        elif callable(schedule):
+        schedule = options.schedule
+        if options.kind == "function":
             schedule(self.schedule)
         else:
-            problem = f"found {schedule!r}"
-            hint = 'pass "zoo", "auto", a Schedule, its steps, or a function of the schedule'
-            raise SlapoError("from_pretrained", "schedule", problem, hint)
+            self.schedule.replay(schedule if isinstance(schedule, Schedule) else list(schedule))
         found, wanted = len(self.state.cuts) + 1, self.places.num_stages
         if found != wanted:
             problem = f"the schedule has {found} stages, the mesh and order need {wanted}"
@@ -110,10 +107,17 @@ class Outline:
         return tuple(dict.fromkeys(self.places.rank_of(stage) for stage in stages))
 
 
-def _refuse_knobs(**knobs: Any) -> None:
+def _refuse_knobs(options: BuildOptions) -> None:
     """Knobs shape the zoo's schedule; beside a program of the user's own they would do nothing."""
-    for name, value in knobs.items():
-        if value:
+    for name in (
+        "checkpoint_ratio",
+        "sequence_parallel",
+        "checkpoint_policy",
+        "attention",
+        "kernels",
+    ):
+        value = getattr(options, name)
+        if value and value not in ("auto", "reference"):
             problem = "the schedule that you pass says this itself"
             hint = f'leave {name}= out and put it into the program, or use schedule="zoo"'
             raise SlapoError("from_pretrained", f"{name}={value!r}", problem, hint)

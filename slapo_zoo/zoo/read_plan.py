@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
-from slapo_zoo.hf import models as hf
 from slapo_zoo.errors import WeightsError
+from slapo_zoo.hf import models as hf
+from slapo_zoo.hf.configs import read_config
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.zoo.outline import Outline
 from slapo_zoo.parallel.placement import Placement, Run, TensorSpec
 from slapo_zoo.pipeline.stages import stages_of
 from slapo_zoo.weights.folder import open_checkpoint
 from slapo_zoo.weights.header import DTYPES
 from slapo_zoo.weights.names import match_names
+from slapo_zoo.zoo.outline import Outline
 
 
 @dataclass(frozen=True)
@@ -81,17 +82,15 @@ def plan_weights(
 
     Args:
         name_or_path: a folder, or a model id of the Hub: then only headers are fetched.
-        tp: ranks that divide each layer.
-        pp: ranks that divide the layers into stages.
+        tp: ranks that shard each layer.
+        pp: ranks that shard the layers into stages.
         dp: copies of the model.
         auto_class: which head; None takes the checkpoint's own class.
         revision: branch, tag or commit of the Hub.
     """
-    from transformers import AutoConfig
-
     sources = read_sources(name_or_path, revision)
     hf.register_models()
-    config = AutoConfig.from_pretrained(name_or_path, revision=revision)
+    config = read_config(name_or_path, revision=revision)
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     outline = Outline(config, auto_class, Mesh(tp, pp, dp), dtype)
     model, key_of = outline.model, {outline.keys.to_model(key): key for key in sources}

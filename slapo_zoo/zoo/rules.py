@@ -43,7 +43,7 @@ def column(
     Args:
         axis: output axis of the weight.
         unit: dim that stays whole (head_dim).
-        groups: dims of parts that are divided one by one (q|k|v).
+        groups: dims of parts that are sharded one by one (q|k|v).
         together: dim: query heads per KV head.
         kv: heads of keys or values: shared by neighbouring ranks when there are too few.
     """
@@ -123,5 +123,5 @@ dropout_tokens: Rule = (ForkRng(tokens=True),)  # with sequence parallelism it s
 
 
 def dropout_on(axis: int, size: str) -> Rule:
-    """Dropout of an activation that is divided over tp along an axis."""
+    """Dropout of an activation that is sharded over tp along an axis."""
     return (ForkRng(axis=axis, size=_dim(size)),)

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.hf.example_inputs import example_batch
+from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.language.explain import Explanation, after_backward
-from slapo_zoo.pipeline.dataflow import Call, rehearse
-from slapo_zoo.zoo.outline import Outline
-from slapo_zoo.pipeline.runtime import fake_schedule
-from slapo_zoo.parallel.placement import TensorSpec
-from slapo_zoo.pipeline.stages import StagePlan, stages_of
 from slapo_zoo.language.traffic import Traffic, Transfer
+from slapo_zoo.parallel.placement import TensorSpec
+from slapo_zoo.pipeline.dataflow import Call, dry_run
+from slapo_zoo.pipeline.runtime import fake_schedule
+from slapo_zoo.pipeline.stages import StagePlan, stages_of
+from slapo_zoo.zoo.outline import Outline
 
 
 @dataclass(frozen=True)
@@ -106,16 +107,16 @@ def _traffic(outline: Outline, batch: Mapping[str, Tensor]) -> list[TrafficRow]:
     mesh, dtype = outline.mesh, next(outline.model.parameters()).dtype
     mode, schedule = fake_schedule(outline.schedule, outline.cls)
     fake = schedule.model
-    state = schedule.state
-    state.tokens_divided, state.traffic = outline.state.sequence_parallel, Traffic()
+    traffic = Traffic()
+    schedule.state.forward = ForwardContext(outline.state.sequence_parallel, traffic=traffic)
     floats = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
-    calls = rehearse(fake, outline.units, mode, floats, state.traffic.backward)
-    found = [*state.traffic.transfers, *_between_stages(outline, calls)]
+    calls = dry_run(fake, outline.units, mode, floats, traffic.backward)
+    found = [*traffic.transfers, *_between_stages(outline, calls)]
     for stage in range(mesh.pp):
         held = [
             (n, p) for n, p in fake.named_parameters() if stage in stages_of(n, outline.holders)
         ]
-        found += after_backward(state, held)
+        found += after_backward(schedule.state, held)
     totals = Explanation({}, found).totals()
     return [TrafficRow(*row) for row in totals]
 

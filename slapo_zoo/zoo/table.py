@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from slapo_zoo.zoo.expressions import Named, evaluate
-from slapo_zoo.language.directive import Directive
 from slapo_zoo.errors import ArchitectureError
-from slapo_zoo.zoo.knobs import tunable
+from slapo_zoo.language.directive import Directive
 from slapo_zoo.parallel.paths import nearest
-from slapo_zoo.zoo.rules import Dim, Row
 from slapo_zoo.weights.keys import Pieces
+from slapo_zoo.zoo.expressions import Named, evaluate
+from slapo_zoo.zoo.knobs import tunable
+from slapo_zoo.zoo.rules import Dim, Row
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class Table:
         heads: rows for modules outside the base model.
         blocks: patterns of the repeated blocks, below the base model; cuts fall between them.
         after_blocks: modules below the base model that run after the blocks, though defined before.
+        order: children beside and above the blocks in the order in which they run, by full pattern,
+            where the model defines them in another one.
         calls: config attribute: how often a shared block runs (ALBERT).
         seam: whether the attention of the family goes through the AttentionInterface.
         all_tokens: modules within blocks, below the base model, that always see all tokens.
@@ -39,8 +41,11 @@ class Table:
         renames: (in files, in the model): parts of names that the family's files spell otherwise.
         pieces: tensors that the family's files hold in pieces (experts).
         whole_batch: options (of the config or a forward) whose loss is no mean over rows: refused
-            where a batch is divided.
+            where a batch is sharded.
         tunable: knob --> values that a tuner may try; `attention` names all that the family has.
+        shifts_labels: whether the head compares each token with the label of the next; None tells it
+            by the name of the class.
+        undivided: its loss is no mean that parts of a batch add up to: refused where one is sharded.
         batch_statistics: micro-batches change the result (BatchNorm), so their number must be given.
     """
 
@@ -51,6 +56,7 @@ class Table:
     heads: tuple[Row, ...]
     blocks: tuple[str, ...]
     after_blocks: tuple[str, ...] = ()
+    order: tuple[str, ...] = ()
     calls: str = ""
     seam: bool = True
     all_tokens: tuple[str, ...] = ()
@@ -59,6 +65,8 @@ class Table:
     pieces: tuple[Pieces, ...] = ()
     whole_batch: tuple[str, ...] = ()
     tunable: Mapping[str, tuple[Any, ...]] = field(default_factory=tunable)
+    shifts_labels: bool | None = None
+    undivided: bool = False
     batch_statistics: bool = False
 
     def rows(self, model: Any) -> list[Row]:
@@ -68,6 +76,12 @@ class Table:
         dims = {name: _number(of, model.config) for name, of in self.dims.items()}
         rows = [*body, *self.heads]
         return [(p, tuple(_resolve(d, dims) for d in rule)) for p, rule in rows]
+
+    def tp_plan(self, model: Any) -> dict[str, str]:
+        """The table in the words of `transformers`, where they can say it: `slapo_zoo.zoo.tp_plan`."""
+        from slapo_zoo.zoo.tp_plan import tp_plan
+
+        return tp_plan(self, model)
 
 
 def base_prefix(model: Any) -> str:

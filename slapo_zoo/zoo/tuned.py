@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-CARDS = Path(__file__).parent / "hub_cards"
+CARDS = Path(__file__).parents[1] / "hub_cards"
 TUNING = "tuning.json"
 USED = ("attention", "kernels")
 # names, words for people and for generation: they change no shape and no operation of a training step

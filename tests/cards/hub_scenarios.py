@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from slapo_zoo import AutoScheduledModel
-from slapo_zoo import Mesh
+from slapo_zoo import AutoScheduledModel, Mesh
 from slapo_zoo.cards.card import read_card
 from slapo_zoo.cards.hub import Reference, pull, push
 from slapo_zoo.cards.make import zoo_card

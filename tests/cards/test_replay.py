@@ -3,16 +3,14 @@
 import json
 from pathlib import Path
 
+import card_collection
 import pytest
 import torch
 import transformers
 
 from parity import Case, checkpoint, compare, references, scheduled
-from slapo_zoo import AutoScheduledModel
-from slapo_zoo import Mesh
-from slapo_zoo import Schedule
-from slapo_zoo import cards
-from slapo_zoo.cards import Program, collection
+from slapo_zoo import AutoScheduledModel, Mesh, Schedule, cards
+from slapo_zoo.cards import Program
 from slapo_zoo.cards.card import read_card
 from slapo_zoo.cards.make import make_program, zoo_card
 from slapo_zoo.cards.schema import build_schema, schema
@@ -125,7 +123,7 @@ def test_the_hash_does_not_see_spaces_or_order():
 def test_published_cards_are_what_the_code_says():
     """hub_cards/<family>: `python3 ci/run.py cards` writes them."""
     folder = Path(__file__).parents[2] / "hub_cards"
-    wanted = dict(collection.cards())
+    wanted = dict(card_collection.cards())
     assert {path.name for path in folder.iterdir() if path.is_dir()} >= set(wanted)
     for family, card in wanted.items():
         found = read_card(folder / family)

@@ -7,8 +7,7 @@ import torch
 from torch.nn import functional
 from transformers import BertConfig, GPT2Config
 
-from slapo_zoo import AutoScheduledModel
-from slapo_zoo import SlapoError
+from slapo_zoo import AutoScheduledModel, SlapoError
 
 ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 CONFIGS = {
@@ -131,3 +130,117 @@ def test_the_loss_divides_where_its_gradients_are_made(family, micro_batches, mo
     theirs = dict(plain.named_parameters())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, theirs[name].grad)
+
+
+def _shifted(logits):
+    return logits[:, :-1], IDS[:, 1:]
+
+
+def log_probabilities(logits):
+    shifted, targets = _shifted(logits)
+    return shifted.log_softmax(-1).gather(-1, targets[..., None]).sum()
+
+
+def distillation(logits):
+    return (logits.float().log_softmax(-1) * logits.detach().softmax(-1)).sum()
+
+
+def per_token(logits):
+    shifted, targets = _shifted(logits)
+    loss = functional.cross_entropy(shifted.reshape(-1, 31), targets.reshape(-1), reduction="none")
+    return (loss * torch.arange(len(loss))).sum()
+
+
+def weighted_classes(logits):
+    return functional.cross_entropy(logits.view(-1, 31), IDS.view(-1), torch.arange(31.0))
+
+
+def beside_another(logits):
+    loss = functional.cross_entropy(logits.view(-1, 31), IDS.view(-1))
+    return loss + logits.float()[:, 1:].logsumexp(-1).square().mean()
+
+
+def a_target_of_no_gradient(logits):
+    with torch.no_grad():
+        target = logits[:, :-1].float() * 0.5
+        assert not target.requires_grad
+    return (logits[:, :-1] - target).square().sum()
+
+
+def in_place(logits):
+    before, view, copy = logits[:, :-1], logits.view(-1, 31), logits.double()
+    logits.div_(3.0)
+    logits[:, 0] = 0.0
+    return before.square().sum() + (2 * view).sin().sum() + copy.cos().sum() + logits.exp().sum()
+
+
+def in_place_through_a_view(logits):
+    some, copy = logits[:, 1:], logits.double()
+    some.mul_(2.0)
+    return copy.square().sum() + logits.square().sum()
+
+
+def an_index_that_changes(logits):
+    index = IDS % 3 == 0
+    with torch.no_grad():
+        some = logits[index]
+    index.fill_(True)
+    return (logits.square() * some.sum()).sum()
+
+
+def halves(logits):
+    return logits.half().float().square().sum() + logits.to(torch.float64).sin().sum()
+
+
+def a_hook_that_changes_gradients(logits):
+    logits.register_hook(lambda grad: 5 * grad)
+    return functional.cross_entropy(logits.view(-1, 31), IDS.view(-1))
+
+
+def by_autograd_grad(logits):
+    loss = logits.float().square().sum()
+    (d_logits,) = torch.autograd.grad(loss, logits, create_graph=True)
+    return d_logits.sin().sum()
+
+
+def compiled(logits):
+    return torch.compile(
+        lambda x: x[:, :-1].float().log_softmax(-1).square().sum(), backend="eager"
+    )(logits)
+
+
+LOSSES = [log_probabilities, distillation, per_token, weighted_classes, beside_another, a_target_of_no_gradient,
+          in_place, in_place_through_a_view, an_index_that_changes, halves, a_hook_that_changes_gradients,
+          by_autograd_grad, compiled, OwnLoss.apply]  # fmt: skip
+
+
+def gradients_of_losses(tp):
+    """Loss and whole gradients of each, with logits on demand and with logits that are made."""
+    found = {}
+    for kernels in ("auto", "reference"):
+        for number, loss_of in enumerate(LOSSES):
+            torch._dynamo.reset()
+            model = AutoScheduledModel.from_config(
+                CONFIGS["gpt2"], tp=tp, seed=0, kernels=kernels
+            ).train()
+            for module in model.modules():
+                if isinstance(module, torch.nn.Dropout):
+                    module.p = 0.0
+            loss = loss_of(model(input_ids=IDS).logits)
+            loss.backward()
+            found[kernels, number] = loss.detach(), model.consolidated_state_dict(grads=True)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at its inputs
+@pytest.mark.parametrize("tp", [1, 2])
+def test_any_loss_on_them_has_the_plain_gradient(ranks, tp):
+    found = ranks.run(gradients_of_losses, tp, tp)[0]
+    for number, loss_of in enumerate(LOSSES):
+        (loss, grads), (expected, theirs) = found["auto", number], found["reference", number]
+        name = getattr(loss_of, "__name__", "OwnLoss")
+        torch.testing.assert_close(loss, expected, msg=name)
+        for key, grad in grads.items():
+            torch.testing.assert_close(
+                grad, theirs[key], rtol=1e-4, atol=1e-5, msg=f"{name}: {key}"
+            )

@@ -1,4 +1,4 @@
-"""Losses of a divided vocabulary on 2 to 4 ranks; memory of the losses without logits."""
+"""Losses of a sharded vocabulary on 2 to 4 ranks; memory of the losses without logits."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from slapo_zoo.parallel.collectives import group_size
-from slapo_zoo.parallel.placement import Placement
 from slapo_zoo.parallel.local_tensors import local_part
+from slapo_zoo.parallel.placement import Placement
 from slapo_zoo.weights.ledger import AnonymousPeak, anonymous_bytes
 
 V, N, H = 37, 11, 8  # 37 columns on 2, 3 and 4 ranks: padding on the last, targets on every one

@@ -4,9 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slapo_zoo import Space
-from slapo_zoo import Symbol
-from slapo_zoo import get_logger
+from slapo_zoo import Space, Symbol, get_logger
 from slapo_zoo.tune.symbol import SpaceError
 
 

@@ -12,13 +12,13 @@ import pytest
 from transformers import GPT2Config
 
 from slapo_zoo import AutoScheduledModel
-from slapo_zoo.zoo import tuned
 from slapo_zoo.cli.main import main
 from slapo_zoo.tune import script
 from slapo_zoo.tune.database import Database, Scope
 from slapo_zoo.tune.outcome import CRASH, OK, OUT_OF_MEMORY, WRONG, Outcome
 from slapo_zoo.tune.record import record, recorded
 from slapo_zoo.tune.trial import Job, differs
+from slapo_zoo.zoo import tuned
 
 SPACE = """
 def update_space(args, space):

@@ -18,7 +18,7 @@ from slapo_zoo.tune.outcome import CRASH, OK, OUT_OF_MEMORY, SLOW, TIMEOUT, WRON
 from slapo_zoo.tune.search import STRATEGIES, find_strategy
 from slapo_zoo.tune.tuner import Limits, Tuner
 from slapo_zoo.tune.worker import run_trial
-from surfaces import BATCHES, SURFACES, space
+from surfaces import BATCHES, CLIFFS, SURFACES, space
 
 MOST, SOON, NEAR = 17, 10, 0.97
 
@@ -66,6 +66,37 @@ def test_the_optimum_is_found_soon_in_every_range(name):
     for end in range(4, len(BATCHES) + 1):
         grid = Grid(space(BATCHES[:end]).all_points())
         assert_found(SURFACES[name], len(grid.points) - 1, grid)
+
+
+def assert_found_in_silence(name, batches, every):
+    """The optimum of a surface with cliffs, of which only throughput and what ran out is known."""
+    grid, surface = Grid(space(batches).all_points()), CLIFFS[name]
+    best = truth(surface, grid)
+    for start in range(0, len(grid.points), every):
+        trials = tune(surface, start, grid=grid).trials
+        assert max(t.outcome.throughput for t in trials) == best, (start, best)
+
+
+@pytest.mark.parametrize("name", CLIFFS)
+def test_the_optimum_is_found_without_measured_peaks(name):
+    assert_found_in_silence(name, BATCHES, 18)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CLIFFS)
+def test_the_optimum_is_found_without_measured_peaks_from_every_start(name):
+    for end in range(4, len(BATCHES)):
+        assert_found_in_silence(name, BATCHES[:end], 1)
+
+
+MISSED = pytest.mark.xfail(reason="2 of 91 starts end beside the optimum")
+WIDE = [pytest.param(n, marks=[MISSED] if n == "the original's" else []) for n in CLIFFS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WIDE)
+def test_the_optimum_of_the_whole_range_is_found_from_every_start(name):
+    assert_found_in_silence(name, BATCHES, 1)
 
 
 @pytest.mark.parametrize("search", STRATEGIES)

@@ -6,8 +6,7 @@ import json
 import pytest
 import transformers
 
-from slapo_zoo import AutoScheduledModel
-from slapo_zoo import Mesh
+from slapo_zoo import AutoScheduledModel, Mesh
 from slapo_zoo.cards.card import read_card
 from slapo_zoo.cards.make import zoo_card
 from slapo_zoo.cli.main import main

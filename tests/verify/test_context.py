@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import slapo_zoo
-from slapo_zoo import Verify
-from slapo_zoo import emulate
+from slapo_zoo import Verify, emulate
 from slapo_zoo.verify.report import VerifyError
 
 INPUTS = [torch.linspace(-1, 1, 24).reshape(3, 8)]
@@ -132,9 +131,64 @@ def test_an_error_of_the_block_comes_out():
         sch["0"].shard("nothing", 0)
 
 
-def test_a_model_without_values_is_refused():
-    with slapo_zoo.init_empty_weights():
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.o = nn.Linear(8, 8)
+
+    def forward(self, x, mask):
+        q, k, v = (layer(x).view(2, 5, -1, 2).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.o(y.transpose(1, 2).reshape(2, 5, -1))
+
+
+def attend(mask, right):
+    """A block of attention, its heads sharded."""
+    with slapo_zoo.parallel.random_stream.drawn_from(0):
+        sch = slapo_zoo.create_schedule(Attention())
+    x = torch.linspace(-1, 1, 80).reshape(2, 5, 8)
+    try:
+        with Verify(sch, [x, mask]) as verify:
+            for name in "qkv":
+                sch[name].shard("weight", 0).shard("bias", 0)
+                if right or name != "k":
+                    sch[name].sync("bwd_post", "all_reduce")
+            sch["o"].shard("weight", 1).sync("fwd_post", "all_reduce")
+    except VerifyError:
+        return verify.report
+    return verify.report
+
+
+CAUSAL = torch.ones(5, 5, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize("least", [float("-inf"), torch.finfo(torch.float32).min, -1e4, None])
+def test_nobody_wants_the_gradient_of_a_mask(least):
+    mask = CAUSAL if least is None else torch.zeros(5, 5).masked_fill(~CAUSAL, least)
+    for report in emulate(attend, mask, True, mesh=(2, 1, 1)):
+        assert report.ok, str(report)
+    for report in emulate(attend, mask, False, mesh=(2, 1, 1)):
+        assert not report.ok
+        assert "k" in report.divergence.suspects
+
+
+def on_meta(parts):
+    with torch.device("meta"):  # of this thread alone
         model = two_layers()
     sch = slapo_zoo.create_schedule(model)
-    with pytest.raises(slapo_zoo.ScheduleError, match="no values"), Verify(sch, INPUTS):
+    try:
+        with Verify(sch, INPUTS) as verify:
+            for part in parts:
+                part(sch)
+    except VerifyError:
         pass
+    assert all(p.is_meta for p in sch.model.parameters())
+    return verify.report, {n: tuple(p.shape) for n, p in sch.model.named_parameters()}
+
+
+def test_a_model_on_meta_gets_values_meanwhile():
+    for report, shapes in emulate(on_meta, (column, row), mesh=(2, 1, 1)):
+        assert report.ok
+        assert shapes["0.weight"] == (8, 8)
+    assert not emulate(on_meta, (column, no_forward), mesh=(2, 1, 1))[0][0].ok

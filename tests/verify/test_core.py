@@ -5,14 +5,14 @@ import json
 import pytest
 import transformers
 
-from slapo_zoo.hf import models as hf
 from slapo_zoo.cli.commands.verify import _head
 from slapo_zoo.errors import ArchitectureError
-from slapo_zoo.zoo.arguments import config_of
+from slapo_zoo.hf import models as hf
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.zoo.table import families
 from slapo_zoo.verify.core import verify
 from slapo_zoo.verify.shrink import shrink
+from slapo_zoo.zoo.arguments import config_of
+from slapo_zoo.zoo.table import families
 
 LAYOUTS = {
     "tp2": ((2, 1, 1), {}), "tp4": ((4, 1, 1), {}), "pp2": ((1, 2, 1), {}),

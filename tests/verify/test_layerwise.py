@@ -9,9 +9,9 @@ import transformers
 from slapo_zoo.cli.commands.verify import verify as command  # noqa: F401 - it must import
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.zoo.outline import Outline
 from slapo_zoo.verify import layerwise
 from slapo_zoo.verify.layerwise import few_layers, verify_layers
+from slapo_zoo.zoo.outline import Outline
 from tiny_models import MODELS
 
 

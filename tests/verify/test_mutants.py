@@ -7,8 +7,8 @@ import torch
 
 from mutants import LAYOUTS, MUTANTS, config_of, mutate
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.zoo.outline import Outline
 from slapo_zoo.verify.core import verify
+from slapo_zoo.zoo.outline import Outline
 
 
 def label(mutant):

@@ -17,10 +17,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from shards import local_tensors, model
 from slapo_zoo.errors import RankError, WeightsError
+from slapo_zoo.parallel import process_group
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.weights import save, write
-from weights.shards import local_tensors, model
+from slapo_zoo.parallel.patience import patient_group
+from slapo_zoo.weights import save, staging, write
 
 WORLD = 4
 
@@ -47,6 +49,10 @@ def work(folder, rank, victim, where):
     store = dist.FileStore(f"{folder}-store", WORLD)
     timeout = timedelta(seconds=30)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timeout)
+    # who died is named by tests/parallel/test_killed_rank.py; here it would take seconds a kill
+    process_group.SILENT_S = process_group.ERROR_WAIT_S = 0.5
+    patient_group()  # ranks that never met notice a death later: tests/parallel/test_patience.py
+    dist.barrier()  # nor does a rank die while another one still connects to it
     mesh = Mesh(tp=2, pp=2, rank=rank)
     specs, full = model(mesh.pp)
     extras = None
@@ -87,6 +93,8 @@ def warm_up():
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if "NO_EXCHANGE" in os.environ:  # as on NFS
+        staging._renameat2 = lambda *args: False
     warm_up()
     for i in range(1, len(sys.argv), 3):
         run(*sys.argv[i : i + 3])

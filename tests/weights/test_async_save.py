@@ -8,12 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slapo_zoo import AutoScheduledModel
-from slapo_zoo import async_save_checkpoint
-from slapo_zoo import load_checkpoint
-from slapo_zoo import save_checkpoint
-from slapo_zoo.parallel.process_group import shutdown_distributed
+from slapo_zoo import AutoScheduledModel, async_save_checkpoint, load_checkpoint, save_checkpoint
 from slapo_zoo.errors import RankError, WeightsError
+from slapo_zoo.parallel.process_group import shutdown_distributed
 from slapo_zoo.weights import save
 
 

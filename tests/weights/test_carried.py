@@ -9,9 +9,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from slapo_zoo import AutoScheduledModel
-from slapo_zoo import RankError
-from slapo_zoo import SlapoError
+from slapo_zoo import AutoScheduledModel, RankError, SlapoError
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.weights.safetensors_file import SafetensorsFile
 
@@ -47,7 +45,13 @@ def test_config_generation_config_tokenizer_and_file_sizes(ranks, source, tmp_pa
     ranks.run(resave, 2, source, out, "30KB")
     config = GPT2Config.from_pretrained(source)  # a loaded one would be packed in the files' order
     GPT2LMHeadModel(config).save_pretrained(theirs, max_shard_size="30KB")
-    carried = {"tokenizer.json", "vocab.json", "merges.txt", "special_tokens_map.json"}
+    carried = {
+        "checksums.json",
+        "tokenizer.json",
+        "vocab.json",
+        "merges.txt",
+        "special_tokens_map.json",
+    }
     assert {p.name for p in out.iterdir()} == {p.name for p in theirs.iterdir()} | carried
     index = "model.safetensors.index.json"
     assert json.loads((out / index).read_text()) == json.loads((theirs / index).read_text())

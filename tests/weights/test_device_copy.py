@@ -4,12 +4,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from shards import assert_same, local_tensors, model
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.weights import load
 from slapo_zoo.weights.device_copy import DeviceCopy
 from slapo_zoo.weights.folder import open_checkpoint
 from slapo_zoo.weights.load import Target, load_tensors
-from weights.shards import assert_same, local_tensors, model
 
 
 def load_onto(device, folder, mesh):

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from shards import COLUMNS, SPLIT, VOCAB, cut, local_tensors, model
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import Placement
 from slapo_zoo.weights.folder import open_checkpoint
 from slapo_zoo.weights.ledger import AnonymousPeak, anonymous_bytes
 from slapo_zoo.weights.load import Target, load_tensors, parse_size
-from weights.shards import COLUMNS, SPLIT, VOCAB, cut, local_tensors, model
 
 
 @st.composite
@@ -107,7 +107,7 @@ def test_indivisible_and_many_problems(tmp_path):
     targets = {f"t{i}": Target(torch.zeros(1), (3,), SPLIT) for i in range(30)}
     with open_checkpoint(tmp_path) as folder, pytest.raises(WeightsError) as caught:
         load_tensors(targets, folder, dict.fromkeys(targets, "a"), Mesh(tp=4))
-    assert "cannot be divided over tp=4" in str(caught.value)
+    assert "cannot be sharded over tp=4" in str(caught.value)
     assert "... and 10 more" in str(caught.value)
 
 

@@ -35,3 +35,19 @@ def test_one_rank_that_has_too_much_stops_all(ranks, folder):
     block = sum(size for name, size in sizes.items() if ".h.0." in name)
     first = block + sizes["transformer.wte.weight"] + sizes["transformer.wpe.weight"]
     ranks.run(load, 2, folder, first - 1)
+
+
+def load_shared(folder):
+    options = {"dp_shard": 2, "precision": "bf16", "dtype": "auto"}
+    size = AutoScheduledModel.from_pretrained(folder, **options).ledger.shard_bytes
+    AutoScheduledModel.from_pretrained(folder, max_load_memory=size, **options)
+    with pytest.raises((WeightsError, RankError), match=r"max_load_memory: found[\s\S]*dp_shard"):
+        AutoScheduledModel.from_pretrained(folder, max_load_memory=size - 1, **options)
+    return size
+
+
+def test_dp_ranks_share_the_limit(ranks, folder):
+    """fp32 masters of a checkpoint, a half of them on each rank."""
+    plain = sum(p.nbytes for p in GPT2LMHeadModel(CONFIG).parameters())
+    for size in ranks.run(load_shared, 2, folder):
+        assert plain / 2 <= size <= 1.1 * plain / 2

@@ -92,3 +92,9 @@ def test_missing_unexpected_and_ignored():
 def test_rotary_tables_are_leftovers():
     key = "model.layers.0.self_attn.rotary_emb.inv_freq"
     assert match_names([], [key], "model").unexpected == []
+
+
+def test_a_file_that_holds_a_tied_tensor_twice_says_so():
+    names = match_names(HEAD, HEAD, "transformer", tied=TIED)
+    assert names.doubles == [("transformer.wte.weight", "lm_head.weight")]
+    assert match_names(HEAD, GPT2, "transformer", tied=TIED).doubles == []

@@ -10,8 +10,8 @@ import transformers
 from slapo_zoo import AutoScheduledModel
 from slapo_zoo.cli.main import main
 from slapo_zoo.errors import WeightsError
-from slapo_zoo.zoo.read_plan import plan_weights, read_sources
 from slapo_zoo.weights.layout import CODES
+from slapo_zoo.zoo.read_plan import plan_weights, read_sources
 
 TINY = {
     "GPT2LMHeadModel": {"n_layer": 3, "n_embd": 20, "n_head": 5, "vocab_size": 97, "n_positions": 8},
@@ -105,4 +105,5 @@ def test_command(folder, capsys):
     out = capsys.readouterr().out
     assert "32 ranks" in out
     assert "0 tensors are in no file" in out
+    assert "micro-batch" not in out  # asked for by name, it is planned alone
     assert not dist.is_initialized()

@@ -71,7 +71,7 @@ def test_a_failed_upload_leaves_the_saved_model(hub, model, tmp_path, monkeypatc
 
 
 def test_arguments_that_mean_nothing(model, tmp_path):
-    with pytest.raises(SlapoError, match="token: these arguments"):
-        model.save_pretrained(tmp_path / "out", token="t")
-    with pytest.raises(SlapoError, match="variant: these arguments"):
-        model.save_pretrained(tmp_path / "out", push_to_hub=True, variant="fp16")
+    with pytest.raises(SlapoError, match="private: no such argument"):
+        model.save_pretrained(tmp_path / "out", private=True)
+    with pytest.raises(SlapoError, match="flavour: no such argument"):
+        model.save_pretrained(tmp_path / "out", push_to_hub=True, flavour="fp16")

@@ -4,15 +4,16 @@ import json
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from shards import assert_same, single
 from slapo_zoo.cli.main import main
 from slapo_zoo.errors import WeightsError
-from slapo_zoo.weights.reshard import reshard
 from slapo_zoo.weights.folder import open_checkpoint
 from slapo_zoo.weights.ledger import AnonymousPeak, anonymous_bytes
+from slapo_zoo.weights.reshard import reshard
 from slapo_zoo.weights.save import save_folder
-from weights.shards import assert_same, single
 
 MIB = 2**20
 
@@ -63,8 +64,11 @@ def main_ok(arguments):
 
 
 def test_the_optimizer_comes_along_in_its_own_dtype(source, tmp_path):
-    save_file({"a.exp_avg": torch.ones(3)}, source / "optimizer.safetensors")
+    with safe_open(next(source.glob("model*.safetensors")), "pt") as file:
+        metadata = file.metadata()  # the id of the save: files of another are refused
+    save_file({"a.exp_avg": torch.ones(3)}, source / "optimizer.safetensors", metadata)
     (source / "training_state.json").write_text("{}")
+    (source / "checksums.json").unlink()  # which knows no such tensor
     reshard(source, tmp_path / "out", dtype=torch.float16)
     assert read(tmp_path / "out", "optimizer")["a.exp_avg"].dtype == torch.float32
     assert (tmp_path / "out" / "training_state.json").exists()

@@ -11,7 +11,8 @@ from transformers import GPT2LMHeadModel, MixtralConfig
 from parity import EPS, FLOOR, LEARNING_RATE, Case, batch_of, checkpoint, own_error
 from slapo_zoo import AutoScheduledModel
 from slapo_zoo.errors import WeightsError
-from slapo_zoo.model.checkpoint import load_checkpoint, save_checkpoint
+from slapo_zoo.model.checkpoint import save_checkpoint
+from slapo_zoo.model.checkpoint_load import load_checkpoint
 
 ROWS, STEPS = 4, 4
 DROPOUT = Case("GPT2LMHeadModel", ("tokens",), dropout=0.1)
@@ -172,7 +173,7 @@ def test_what_lies_in_the_folder(ranks, source, tmp_path):
     assert "lm_head.weight.exp_avg" not in index  # tied: once, with the embedding
     kinds = ("exp_avg", "exp_avg_sq")
     assert set(index) == {f"{name}.{kind}" for name in weights for kind in kinds}
-    others = {"config.json", "generation_config.json", "training_state.json"}
+    others = {"config.json", "generation_config.json", "training_state.json", "checksums.json"}
     others |= {"optimizer.safetensors.index.json", "model.safetensors.index.json"}
     files = {*index.values(), *weights.values(), *others}
     assert {path.name for path in out.iterdir()} == files
@@ -281,6 +282,7 @@ def test_a_broken_state(source, tmp_path, case):
     model = start(checkpoint(PLAIN, source), (1, 1, 1), PLAIN)[0]
     save_checkpoint(model, tmp_path / "out")
     (tmp_path / "out" / "training_state.json").write_text(BROKEN[case][0])
+    (tmp_path / "out" / "checksums.json").unlink()  # as before there were any
     with pytest.raises(WeightsError, match=BROKEN[case][1]):
         load_checkpoint(model, tmp_path / "out")
 

@@ -8,15 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from shards import assert_same, local_tensors, model, single
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import Placement, TensorSpec
 from slapo_zoo.weights import staging
 from slapo_zoo.weights.folder import open_checkpoint
 from slapo_zoo.weights.layout import plan_layout
+from slapo_zoo.weights.safetensors_file import SafetensorsFile
 from slapo_zoo.weights.save import save_folder
 from slapo_zoo.weights.write import write_tensors
-from weights.shards import assert_same, local_tensors, model, single
 
 ONE = [TensorSpec("w", (2, 3), "float32")]
 
@@ -40,7 +41,7 @@ def test_one_file(tmp_path):
     }
     save_folder(tmp_path / "new" / "out", one.specs, local, one.mesh)
     assert names(tmp_path / "new") == ["out"]
-    assert names(tmp_path / "new" / "out") == ["model.safetensors"]
+    assert names(tmp_path / "new" / "out") == ["checksums.json", "model.safetensors"]
     assert_same(load_file(tmp_path / "new" / "out" / "model.safetensors"), one.full)
 
 
@@ -49,10 +50,12 @@ def test_the_same_bytes_as_the_library(tmp_path):
     full |= {"flags": torch.tensor([True] * 3), "half": torch.ones(3).half()}
     specs = [TensorSpec(n, tuple(t.shape), str(t.dtype).split(".")[1]) for n, t in full.items()]
     save_folder(tmp_path / "out", specs, full, Mesh())
-    save_file(full, tmp_path / "theirs", metadata={"format": "pt"})
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
-        tmp_path / "theirs"
-    ).read_bytes()
+    with SafetensorsFile(tmp_path / "out" / "model.safetensors") as file:
+        save_file(full, tmp_path / "theirs", metadata=file.metadata)
+    ours, theirs = ((tmp_path / name).read_bytes() for name in ("out/model.safetensors", "theirs"))
+    end = 8 + int.from_bytes(ours[:8], "little")
+    assert json.loads(ours[8:end]) == json.loads(theirs[8:end])  # its metadata have no order
+    assert (ours[:8], ours[end:]) == (theirs[:8], theirs[end:])
 
 
 def test_many_files_with_index(tmp_path):
@@ -62,7 +65,11 @@ def test_many_files_with_index(tmp_path):
     files = set(index["weight_map"].values())
     assert len(files) > 2
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in one.full.values())
-    assert set(names(tmp_path / "out")) == {*files, "model.safetensors.index.json"}
+    assert set(names(tmp_path / "out")) == {
+        *files,
+        "model.safetensors.index.json",
+        "checksums.json",
+    }
     assert_same({k: v for f in files for k, v in load_file(tmp_path / "out" / f).items()}, one.full)
     with open_checkpoint(tmp_path / "out") as folder:
         assert_same({key: folder.view(key) for key in one.full}, one.full)
@@ -87,7 +94,7 @@ def test_a_new_save_replaces_weights_and_keeps_the_rest(tmp_path):
     with log:
         log.write("goes on")
     assert names(out) == [
-        "README.md", "config.json", "link", "model.safetensors", "pipe", "runs", "training_args.bin",
+        "README.md", "checksums.json", "config.json", "link", "model.safetensors", "pipe", "runs", "training_args.bin",
     ]  # fmt: skip
     assert (out / "config.json").read_text() == "new"
     assert (out / "link").read_text() == "mine"
@@ -184,6 +191,7 @@ def test_a_folder_of_another_kind_is_refused(tmp_path):
     (tmp_path / "thesis").mkdir()
     save_one(tmp_path / "thesis")  # empty: fine
     (tmp_path / "thesis" / "model.safetensors").rename(tmp_path / "thesis" / "chapter1.tex")
+    (tmp_path / "thesis" / "checksums.json").unlink()
     with pytest.raises(WeightsError, match=r"no checkpoint \(chapter1.tex\)"):
         save_one(tmp_path / "thesis")
     assert names(tmp_path / "thesis") == ["chapter1.tex"]

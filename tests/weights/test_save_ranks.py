@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from shards import assert_same, cut, local_tensors, model
 from slapo_zoo.errors import RankError, WeightsError
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.weights.folder import open_checkpoint
 from slapo_zoo.weights.load import Target, load_tensors
 from slapo_zoo.weights.save import save_folder
-from weights.shards import assert_same, cut, local_tensors, model
 
 
 def save(folder, tp, pp, dp, **options):

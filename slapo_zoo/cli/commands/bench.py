@@ -1,6 +1,7 @@
 """`slapo-zoo bench`: how long training steps take, and a trace of one."""
 
 import json
+from math import isnan
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,27 +30,36 @@ def bench(
     pipeline_order: Order = "1f1b",
     micro_batches: Annotated[int | None, typer.Option(min=1, help="Per step and copy.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per step and copy.")] = 8,
-    seq_len: Annotated[int, typer.Option(min=2, help="Tokens per row.")] = 128,
+    seq_len: Annotated[
+        int | None, typer.Option(min=2, help="Tokens per row; none: 128, or what the model takes.")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps, after two to warm up.")] = 5,
     pipeline_trace: Trace = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.", metavar="NAME")] = "auto",
     beside: Beside = None,
     only: Annotated[str, typer.Option(help="Of kernels: those whose name begins so.")] = "",
     quick: Annotated[bool, typer.Option(help="Of kernels: small sizes, nothing is kept.")] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="Of kernels: folder of the table; else the user's cache.")
+    ] = None,
+    resume: Annotated[bool, typer.Option(help="Of kernels: only rows that it lacks.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Time training steps (forward and backward) of a checkpoint on random input.
 
+    Nothing is timed before the loss of the batch equals that of plain transformers.
+
     `slapo-zoo bench kernels` times every kernel beside what it replaces, and writes the table that
-    kernels="auto" follows on this device.
+    kernels="auto" follows on this device into the user's cache folder, or to --output.
 
     With --beside: whole steps on the CPU, in turns with plain transformers and what else divides the
     model; exit status 1 says that the models did not compute the same.
     """
     if model == "kernels":
-        _kernels(only, quick, as_json)
+        _kernels(only, quick, as_json, output, resume)
         return
     with stdout_for_json(as_json):
+        seq_len = seq_len or _fitting(model)
         if beside is not None:
             found = _beside(model, tp, (pp, dp or 1), (batch_size, seq_len), steps, beside)
             if not as_json:
@@ -65,12 +75,20 @@ def bench(
         raise typer.Exit(1)
 
 
+def _fitting(model: str) -> int:
+    from slapo_zoo.cli.training.inputs import row_length
+    from slapo_zoo.zoo.arguments import checkpoint_config
+
+    return row_length(None, checkpoint_config(model))
+
+
 def _beside(
     model: str, tp: int, others: tuple[int, int], rows: tuple[int, int], rounds: int, folder: Path
 ) -> dict[str, Any]:
     """The comparison of a checkpoint folder; its files go to `folder`."""
     from slapo_zoo.cli.compare.run import side_by_side, write_report
     from slapo_zoo.cli.compare.shapes import Work
+    from slapo_zoo.cli.training.step_times import check_rows
     from slapo_zoo.errors import MeshError
     from slapo_zoo.zoo.arguments import local_folder
 
@@ -78,6 +96,7 @@ def _beside(
         problem = "found pp or dp above 1, which no peer trains these families with"
         raise MeshError("bench", "--beside", problem, "compare --tp only")
     place = local_folder(model, None, False)
+    check_rows(str(place), rows[1])
     found = side_by_side(Work(str(place), *rows, tp=max(1, tp)), rounds)
     command = f"slapo-zoo bench {model} --tp {tp} --batch-size {rows[0]} --seq-len {rows[1]}"
     write_report({model: found}, folder, f"{command} --steps {rounds} --beside {folder}")
@@ -88,9 +107,9 @@ def _alone(
     model: str, tp: int, pp: int, dp: int | None, pipeline_order: str, micro_batches: int | None,
     batch_size: int, seq_len: int, steps: int, pipeline_trace: Path | None, device: str, quiet: bool,
 ) -> dict[str, Any] | None:  # fmt: skip
+    from slapo_zoo.cli.training import job, step_times
     from slapo_zoo.errors import MeshError
     from slapo_zoo.pipeline.trace_files import require_matplotlib
-    from slapo_zoo.cli.training import job, step_times
 
     if pipeline_trace is not None:
         require_matplotlib()
@@ -111,18 +130,19 @@ def _alone(
     return {
         "model": model, "tp": tp, "pp": pp, "dp": options.dp, "device": found.device,
         "step_ms": found.seconds * 1e3, "rows_per_s": rate, "steps": steps,
+        "loss": found.losses[0], "plain_loss": None if isnan(found.losses[1]) else found.losses[1],
     }  # fmt: skip
 
 
-def _kernels(only: str, quick: bool, as_json: bool) -> None:
+def _kernels(only: str, quick: bool, as_json: bool, output: Path | None, resume: bool) -> None:
     with stdout_for_json(as_json):
-        from slapo_zoo.errors import SlapoError
         from slapo_zoo.dispatch.benchmark import SHAPES, run
+        from slapo_zoo.errors import SlapoError
 
         if not any(name.startswith(tuple(only.split(","))) for name in SHAPES):
             hint = f"there are {', '.join(SHAPES)}"
             raise SlapoError("bench kernels", f"--only {only}", "no kernel's name begins so", hint)
-        found = run(quick, only)
+        found = run(quick, only, output, again=not resume)
     if as_json:
         typer.echo(json.dumps([row for rows in found.values() for row in rows], indent=1))
         return
@@ -148,6 +168,11 @@ def _show(options: Any, found: Any, rate: float, folder: Path | None) -> None:
     typer.echo(
         f"{options.model}: tp={options.tp} pp={options.pp} dp={options.dp} on {found.device}: "
         f"{found.seconds * 1e3:.1f} ms per step (median of {options.steps}), {rate:.1f} rows/s"
+    )
+    ours, plain = found.losses
+    compared = "not compared, the plain model is too large for this machine"
+    typer.echo(
+        f"loss {ours:.6f}; plain transformers: {compared if isnan(plain) else f'{plain:.6f}'}"
     )
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from slapo_zoo.cli.errors import stdout_for_json
+from slapo_zoo.cli.waiting import waiting
 
 app = typer.Typer(no_args_is_help=True, help="Schedule cards: a schedule as data, to share.")
 Name = Annotated[str, typer.Argument(help="A card: a folder, or org/name@revision.")]
@@ -30,8 +31,8 @@ def make(
 ) -> None:
     """Write the zoo's schedule of a model as a card; what was not measured says so."""
     from slapo_zoo.cards.make import zoo_card
-    from slapo_zoo.zoo.arguments import config_of
     from slapo_zoo.parallel.mesh import Mesh
+    from slapo_zoo.zoo.arguments import config_of
 
     config, head = config_of(model)
     card = zoo_card(
@@ -63,15 +64,18 @@ def verify(
         str | None, typer.Option(help="A folder or Hub id; none: its base model.")
     ] = None,
     full: Annotated[bool, typer.Option(help="The model as it is, not a small one.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run the schedule of a card against the plain model, and write the outcome into the card."""
     from slapo_zoo.cards.card import read_card
     from slapo_zoo.cards.check import verify_card
     from slapo_zoo.zoo.arguments import config_of
 
-    config, _ = config_of(model or read_card(folder).base_model)
-    found = verify_card(folder, config, quick=not full)
-    typer.echo(found["text"])
+    with stdout_for_json(as_json), waiting(f"card verify {folder}"):
+        config, _ = config_of(model or read_card(folder).base_model)
+        found = verify_card(folder, config, quick=not full)
+    text = found.pop("text")
+    typer.echo(json.dumps(found, indent=1) if as_json else text)
     raise typer.Exit(0 if found["verdict"] == "verified" else 1)
 
 

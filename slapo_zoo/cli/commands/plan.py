@@ -11,9 +11,11 @@ from slapo_zoo.cli.errors import stdout_for_json
 Model = Annotated[
     str, typer.Argument(help="A checkpoint folder, a Hub id, or with --gpus a family.")
 ]
-Weights = Annotated[bool, typer.Option("--weights/--no-weights", help="What is read of the files.")]
+Weights = Annotated[
+    bool | None, typer.Option("--weights/--no-weights", help="What is read of the files, alone.")
+]
 Training = Annotated[
-    bool, typer.Option("--training/--no-training", help="Cost and memory of a step.")
+    bool | None, typer.Option("--training/--no-training", help="Cost and memory of a step, alone.")
 ]
 SEARCH = "With --gpus"
 Order = Annotated[str, typer.Option(help="Of the pipeline: a name, or a .csv file.")]
@@ -21,11 +23,15 @@ Order = Annotated[str, typer.Option(help="Of the pipeline: a name, or a .csv fil
 
 def plan(
     model: Model,
-    weights: Weights = True,
-    training: Training = True,
+    weights: Weights = None,
+    training: Training = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Pipeline ranks.")] = 1,
     dp: Annotated[int, typer.Option(min=1, help="Copies of the model.")] = 1,
+    dp_shard: Annotated[
+        int, typer.Option(min=1, help="Copies that divide weights and states among them.")
+    ] = 1,
+    zero_stage: Annotated[int, typer.Option(min=1, max=3, help="How: ZeRO-1, 2 or 3.")] = 3,
     every_rank: Annotated[bool, typer.Option(help="A line per rank, not per stage.")] = False,
     pipeline_order: Order = "1f1b",
     micro_batches: Annotated[int | None, typer.Option(min=1, help="Per step; 2 * pp.")] = None,
@@ -43,12 +49,13 @@ def plan(
     batch: Annotated[
         int, typer.Option(min=1, help="Rows of a step, all copies.", rich_help_panel=SEARCH)
     ] = 1024,
-    hardware: Annotated[
-        str, typer.Option(help="A name, or a file of calibrate.", rich_help_panel=SEARCH)
-    ] = "a100",
-    dtype: Annotated[
-        str, typer.Option(help="Of the parameters.", rich_help_panel=SEARCH)
-    ] = "bfloat16",
+    hardware: Annotated[str, typer.Option(help="A name, or a file of calibrate.")] = "a100",
+    precision: Annotated[
+        str, typer.Option(help="bf16, fp16 (sums in fp32), bf16-pure, fp16-pure or fp32.")
+    ] = "bf16",
+    runtime: Annotated[
+        str, typer.Option(help="eager, kernels, compiled or megatron: how it is run.")
+    ] = "eager",
     explain: Annotated[
         bool, typer.Option(help="Why others do not fit.", rich_help_panel=SEARCH)
     ] = False,
@@ -64,17 +71,20 @@ def plan(
 
     With --gpus, look at every layout of a cluster instead, and name the fastest that fits.
     """
+    device = (hardware, memory, precision, runtime)
     if gpus is not None:
         from slapo_zoo.cli.commands.plan_search import search
 
-        search(model, gpus, memory, batch, seq_len, hardware, dtype, explain, as_json, write, most)
+        search(model, gpus, batch, seq_len, device, explain, as_json, write, most)
         return
     with stdout_for_json(as_json):
-        read = _weights(model, tp, pp, dp) if weights else None
+        both = not weights and not training  # neither is asked for by name
+        read = _weights(model, tp, pp, dp) if weights or (both and weights is None) else None
         step = None
-        if training:
+        if training or (both and training is None):
             mesh, sizes = (tp, pp, dp), (micro_batches, micro_batch_size, seq_len)
-            step = _forecast(model, mesh, pipeline_order, checkpoint_ratio, sizes)
+            shared = {"dp_shard": dp_shard, "zero_stage": zero_stage}
+            step = _forecast(model, mesh, pipeline_order, checkpoint_ratio, sizes, device, shared)
     if as_json:
         typer.echo(
             json.dumps({"weights": _weights_data(read), "training": _step_data(step)}, indent=1)
@@ -94,25 +104,28 @@ def _weights(model: str, tp: int, pp: int, dp: int) -> Any:
 
 def _forecast(
     model: str, mesh: tuple[int, int, int], order: str, checkpoint_ratio: float,
-    sizes: tuple[int | None, int, int | None],
+    sizes: tuple[int | None, int, int | None], device: tuple[str, str | None, str, str],
+    shared: dict[str, int],
 ) -> Any:  # fmt: skip
-    """Sizes: micro-batches, rows of one, tokens of a row."""
-    from slapo_zoo.pipeline.unit_costs import row_length
-    from slapo_zoo.tune.forecast import forecast
+    """Sizes: micro-batches, rows of one, tokens of a row. Device: as of `make_planner`. Shared: ZeRO."""
+    from slapo_zoo.cli.commands.plan_search import make_planner
+    from slapo_zoo.model.dp_shard import check_dp_shard
     from slapo_zoo.parallel.mesh import Mesh
-    from slapo_zoo.zoo.outline import Outline
-    from slapo_zoo.cli.training.job import read_config
+    from slapo_zoo.pipeline.orders import StageMap
+    from slapo_zoo.tune.forecast import forecast
+    from slapo_zoo.tune.planner.layout import Layout
 
-    config = read_config(model)
     count, rows, seq_len = sizes
-    tokens = row_length(config, seq_len)
-    own = getattr(config, "dtype", None) or _float32()
-    outline = Outline(
-        config, None, Mesh(*mesh), own, pipeline_order=order, checkpoint_ratio=checkpoint_ratio
-    )
-    custom, pp = outline.places.custom, mesh[1]
-    count = count or (custom.micro_batches if custom else max(1, 2 * (pp > 1) * pp))
-    return forecast(outline, count, rows, tokens)
+    tp, pp, dp = mesh
+    check_dp_shard(Mesh(tp, pp, dp), shared["dp_shard"], None, None)
+    places = StageMap.make(order, pp, None)
+    count = count or (places.custom.micro_batches if places.custom else max(1, 2 * (pp > 1) * pp))
+    layout = Layout(tp, pp, dp, rows, count, order, places.per_rank, checkpoint_ratio, **shared)
+    from slapo_zoo.tune.planner.advice import worth
+
+    planner = make_planner(model, seq_len, device)
+    found, stages = forecast(planner, layout)
+    return found, stages, worth(planner, found)
 
 
 def _weights_data(found: Any) -> dict[str, Any] | None:
@@ -127,46 +140,45 @@ def _weights_data(found: Any) -> dict[str, Any] | None:
 
 
 def _step_data(found: Any) -> dict[str, Any] | None:
-    """Sizes in bytes, costs in operations; None where it was not asked for."""
+    """Sizes in bytes, times in seconds; None where it was not asked for."""
     if found is None:
         return None
-    ranks = [vars(rank) | {"total": rank.total} for rank in found.ranks]
-    stages = [vars(stage) | {"step": stage.step} for stage in found.stages]
+    step, stages, best = found
+    ranks = [{"rank": i, **vars(rank)} for i, rank in enumerate(step.ranks)]
     return {
-        "micro_batches": found.micro_batches, "stages": stages, "ranks": ranks,
-        "bubble": found.bubble,
+        "micro_batches": step.layout.micro_batches, "stages": [vars(stage) for stage in stages],
+        "ranks": ranks, "bubble": step.step.bubble, "step": vars(step.step),
+        "worth": vars(best),
     }  # fmt: skip
 
 
-def _float32() -> Any:
-    import torch
-
-    return torch.float32
-
-
 def _print_forecast(found: Any, order: str) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     from slapo_zoo.weights.ledger import human
 
+    step, parts, best = found
     console = Console(highlight=False, soft_wrap=True)
-    whole = sum(stage.step for stage in found.stages)
-    title = f"a step of {found.micro_batches} micro-batches, order {order}"
-    stages = Table("stage", "rank", "units", "operations of a micro-batch", "of the model",
+    whole = sum(stage.seconds for stage in parts)
+    title = f"a step of {step.layout.micro_batches} micro-batches, order {order}"
+    stages = Table("stage", "rank", "units", "seconds of a micro-batch", "of the model",
                    "activations of a micro-batch", title=title)  # fmt: skip
-    for i, stage in enumerate(found.stages):
-        stages.add_row(str(i), str(stage.rank), stage.extent, f"{stage.step:.3g}",
-                       f"{stage.step / whole:.1%}", human(stage.activations))  # fmt: skip
-    names = ("weights", "gradients", "optimizer", "activations", "buffers", "total")
-    ranks = Table("pipeline rank", *names, title="most bytes per rank, with AdamW")
-    for rank in found.ranks:
-        ranks.add_row(str(rank.rank), *(human(getattr(rank, name)) for name in names))
+    for i, stage in enumerate(parts):
+        stages.add_row(str(i), str(stage.rank), stage.extent, f"{stage.seconds:.3g}",
+                       f"{stage.seconds / whole:.1%}", human(round(stage.activations)))  # fmt: skip
+    names = ("weights", "gradients", "optimizer", "activations", "working", "buffers", "total")
+    ranks = Table("rank", *names, title="most bytes per rank, with AdamW", box=SIMPLE_HEAD)
+    for i, rank in enumerate(step.ranks):
+        ranks.add_row(str(i), *(human(round(getattr(rank, name))) for name in names))
+    ranks.padding = (0, 1, 0, 0)
     for table in (stages, ranks):
         for column in table.columns:
             column.overflow = "fold"  # a narrow terminal breaks names, and shortens none
         console.print(table)
-    console.print(f"predicted bubble: {found.bubble:.1%}, transfers not counted")
+    console.print(f"predicted bubble: {step.step.bubble:.1%}; a step: {step.step.seconds:.3g} s")
+    console.print(best.text())
 
 
 def _print_weights(found: Any, what: str, step: int) -> None:

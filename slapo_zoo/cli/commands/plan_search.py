@@ -1,4 +1,4 @@
-"""`slapo-zoo plan --gpus N` and `slapo-zoo calibrate`: the fastest layout on paper, and this machine."""
+"""`slapo-zoo plan --gpus N` and `slapo-zoo calibrate`: the fastest layout by simulation, and this machine."""
 
 import json
 from pathlib import Path
@@ -9,31 +9,45 @@ import typer
 from slapo_zoo.cli.errors import check_new_file, stdout_for_json
 
 
+def make_planner(model: str, seq_len: int | None, device: tuple[str, str | None, str, str]) -> Any:
+    """The planner of a model.
+
+    Args:
+        model: a folder, an id of the Hub or a family.
+        seq_len: tokens of a row; None takes the usual number.
+        device: name or file of the hardware, its memory, the precision, the runtime.
+    """
+    from slapo_zoo.pipeline.unit_costs import row_length
+    from slapo_zoo.tune.planner.hardware import find_hardware, with_memory
+    from slapo_zoo.tune.planner.search import Planner
+    from slapo_zoo.weights.load import parse_size
+    from slapo_zoo.zoo.arguments import config_of
+    from slapo_zoo.zoo.table import table_for
+
+    hardware, memory, precision, runtime = device
+    config, head = config_of(model)
+    table_for(config.model_type)
+    found = with_memory(find_hardware(hardware), parse_size(memory, "--memory"))
+    tokens = row_length(config, seq_len)
+    return Planner(config, found, tokens, precision, runtime, head)
+
+
 def search(
-    model: str, gpus: int, memory: str | None, batch: int, seq_len: int | None, hardware: str, dtype: str,
+    model: str, gpus: int, batch: int, seq_len: int | None, device: tuple[str, str | None, str, str],
     explain: bool, as_json: bool, write: Path | None, most: int,
 ) -> None:  # fmt: skip
     """Search all layouts and print what was found; the arguments are options of `plan`."""
-    from slapo_zoo.pipeline.unit_costs import row_length
-    from slapo_zoo.zoo.arguments import config_of, to_dtype
     from slapo_zoo.tune.planner import show
-    from slapo_zoo.tune.planner.hardware import find_hardware, with_memory
-    from slapo_zoo.tune.planner.search import Planner, require_feasible
-    from slapo_zoo.zoo.table import table_for
-    from slapo_zoo.weights.load import parse_size
+    from slapo_zoo.tune.planner.search import require_feasible
 
     check_new_file(write, "--write")
-    config, head = config_of(model)
-    table_for(config.model_type)
-    tokens = row_length(config, seq_len)
-    device = with_memory(find_hardware(hardware), parse_size(memory, "--memory"))
-    planner = Planner(config, device, tokens, to_dtype(dtype), head)
+    planner = make_planner(model, seq_len, device)
     with stdout_for_json(as_json):
         found = planner.search(gpus, batch)
     if as_json:
-        typer.echo(json.dumps(show.as_json(found, most), indent=1))
+        typer.echo(json.dumps(show.as_json(planner, found, most), indent=1))
     else:
-        show.show(found, most, explain)
+        show.show(planner, found, most, explain)
     if write is not None:
         best = show.write_schedule(planner, found, write)
         typer.echo(
@@ -54,8 +68,8 @@ def calibrate(
     ranks: Annotated[int, typer.Option(min=1, help="Local ranks that talk to each other.")] = 2,
 ) -> None:
     """Measure this machine once: matrix products, memory, launches and links, for `plan`."""
-    from slapo_zoo.tune.planner.calibrate import measure
     from slapo_zoo.cli.training.job import device_named
+    from slapo_zoo.tune.planner.calibrate import measure
 
     check_new_file(output, "output")
     found = measure(device_named(device), ranks)

@@ -17,7 +17,7 @@ def reshard(
     allow_pickle: Annotated[bool, typer.Option(help="Read a .bin checkpoint.")] = False,
 ) -> None:
     """Rewrite a checkpoint, also of a stopped training; it takes the memory of one tensor."""
-    from slapo_zoo.zoo.arguments import to_dtype
     from slapo_zoo.weights.reshard import reshard
+    from slapo_zoo.zoo.arguments import to_dtype
 
     reshard(source, target, max_shard_size, to_dtype(dtype) if dtype else None, allow_pickle)

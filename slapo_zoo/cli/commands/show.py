@@ -21,7 +21,9 @@ def show(
     sequence_parallel: Annotated[bool, typer.Option(help="Divide the tokens too.")] = False,
     auto_class: Head = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")] = 1,
-    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 128,
+    seq_len: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a row; none: 128, or what the model takes.")
+    ] = None,
     kernels: Annotated[
         list[str] | None, typer.Option(help="auto, reference, or the names of kernels.")
     ] = None,
@@ -32,11 +34,12 @@ def show(
     with stdout_for_json(as_json):
         import torch
 
-        from slapo_zoo.zoo.arguments import config_of, pick_device
+        from slapo_zoo.cli.training.inputs import row_length
+        from slapo_zoo.cli.training.job import device_named
         from slapo_zoo.parallel.mesh import Mesh
+        from slapo_zoo.zoo.arguments import config_of, pick_device
         from slapo_zoo.zoo.outline import Outline
         from slapo_zoo.zoo.survey import survey
-        from slapo_zoo.cli.training.job import device_named
 
         config, head = config_of(model)
         asked = kernels or ["auto"]
@@ -45,6 +48,7 @@ def show(
             config, auto_class or head, Mesh(tp, pp, dp), dtype, sequence_parallel=sequence_parallel,
             kernels=asked[0] if len(asked) == 1 else asked, device=pick_device(device_named(device)),
         )  # fmt: skip
+        seq_len = seq_len or row_length(None, config)
         found = survey(outline, batch_size, seq_len)
     if as_json:
         typer.echo(json.dumps(as_data(found), indent=1))

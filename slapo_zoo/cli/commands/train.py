@@ -1,69 +1,104 @@
-"""`slapo-zoo train`: a person's own checkpoint and text, on any mesh."""
+"""`slapo-zoo train`: a person's own checkpoint and data, on any mesh."""
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-Model = Annotated[str, typer.Argument(help="A checkpoint folder, or the id of a model on the Hub.")]
-Data = Annotated[Path, typer.Option(help="A text file, or a folder of them.")]
+from slapo_zoo.cli.training.options import TrainOptions
+
+Model = Annotated[
+    str | None, typer.Argument(help="A checkpoint folder, or the id of a model on the Hub.")
+]
+Config = Annotated[Path | None, typer.Option(help="A YAML file of the keys of docs/training.md.")]
+Sets = Annotated[
+    list[str] | None, typer.Option("--set", help="A key of it, e.g. warmup_steps=100.")
+]
+Data = Annotated[str | None, typer.Option(help="A file, a folder, or a dataset of the Hub.")]
 Engine = Annotated[str, typer.Option(help="torch, deepspeed or megatron.", metavar="NAME")]
 Checkpoint = Annotated[
     Path | None,
-    typer.Option(
-        help="Folder of all that training needs to go on; where there is one, it goes on."
-    ),
+    typer.Option(help="Checkpoint folder; training resumes from it if it exists."),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", metavar="NAME")]
+DEFAULT = TrainOptions("")
 
 
 def train(
-    model: Model,
-    data: Data,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
-    dp: Annotated[int | None, typer.Option(min=1, help="Copies of the model.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows per step, all copies together.")] = 8,
+    context: typer.Context,
+    model: Model = None,
+    config: Config = None,
+    sets: Sets = None,
+    data: Data = None,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = DEFAULT.tp,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = DEFAULT.pp,
+    dp: Annotated[int | None, typer.Option(min=1, help="Copies of the model.")] = DEFAULT.dp,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = DEFAULT.steps,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Rows per step, all copies together.")
+    ] = DEFAULT.batch_size,
     micro_batches: Annotated[int | None, typer.Option(min=1, help="Per step and copy.")] = None,
-    seq_len: Annotated[int, typer.Option(min=2, help="Tokens per row.")] = 128,
-    lr: Annotated[float, typer.Option(min=0.0, help="Learning rate of AdamW.")] = 1e-4,
-    clip: Annotated[float, typer.Option(min=0.0, help="Largest gradient norm; 0: no limit.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of dropout, order and masks.")] = 0,
+    seq_len: Annotated[
+        int | None, typer.Option(min=2, help="Tokens per row; none: 128, or what the model takes.")
+    ] = None,
+    lr: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Of AdamW; none: 1e-4, or that of the checkpoint."),
+    ] = None,
+    clip: Annotated[
+        float, typer.Option(min=0.0, help="Largest gradient norm; 0: no limit.")
+    ] = DEFAULT.clip,
+    seed: Annotated[int, typer.Option(help="Of dropout, order and masks.")] = DEFAULT.seed,
     output: Annotated[Path | None, typer.Option(help="Folder for the trained checkpoint.")] = None,
     checkpoint: Checkpoint = None,
-    save_every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = 100,
+    save_every: Annotated[
+        int, typer.Option(min=1, help="Steps between two checkpoints.")
+    ] = DEFAULT.save_every,
+    keep: Annotated[
+        int | None,
+        typer.Option(min=1, help="Keep so many checkpoints, in step folders; `last` links one."),
+    ] = None,
     device: Device = "auto",
-    engine: Engine = "torch",
-    zero_stage: Annotated[int, typer.Option(min=0, max=3, help="Of DeepSpeed's ZeRO.")] = 0,
+    engine: Engine = DEFAULT.engine,
+    zero_stage: Annotated[
+        int, typer.Option(min=0, max=3, help="Of DeepSpeed's ZeRO.")
+    ] = DEFAULT.zero_stage,
 ) -> None:
-    """Train a checkpoint on text: the next token, or for BERT-like models masked tokens.
+    """Train a checkpoint on your data: next tokens, masked tokens, labels, pairs, ...
 
+    What to do is written in a file (--config), in flags, or in both: flags win, then --set.
     Under torchrun, srun or the deepspeed launcher the command joins their processes; otherwise it
     starts tp * pp * dp local ranks.
-    Any number of them computes the same losses, and goes on from a checkpoint of any other.
+    Any number of them computes the same losses, and resumes from a checkpoint of any other.
+    SIGTERM, SIGUSR1 and Ctrl-C finish the step and save; the exit code is then 75, or 130.
     """
-    from dataclasses import replace
+    from slapo_zoo.cli.training.config import as_yaml, make_options, read_config, read_sets
+
+    given = read_config(config) if config is not None else {}
+    options = make_options(given, read_sets(sets or []), _flags(context))
+    is_first = os.environ.get("RANK", "0") == os.environ.get("SLURM_PROCID", "0") == "0"
+    if is_first:
+        typer.echo(f"{as_yaml(options)}\nreading model and data ...")  # imports take seconds
 
     from slapo_zoo.cli.training import job
-    from slapo_zoo.cli.training.loop import TrainOptions
-    from slapo_zoo.cli.training.text import check_data
+    from slapo_zoo.cli.training.inputs import read_inputs
 
-    options = TrainOptions(
-        model=model, tp=tp, pp=pp, dp=job.data_parallel_size(tp, pp, dp), steps=steps,
-        micro_batches=micro_batches, lr=lr, clip=clip, seed=seed,
-        output=None if output is None else str(output), device=job.device_named(device),
-        engine=job.check_engine(engine, zero_stage, pp), zero_stage=zero_stage,
-        checkpoint=None if checkpoint is None else str(checkpoint), save_every=save_every,
-    )  # fmt: skip
-    job.check_batch(batch_size, options.dp, micro_batches)
-    check_data(data)
-    if output is not None:
-        job.check_output(output)
-    config = job.read_config(model)
-    options = replace(options, task=job.task_of(config))
-    tokenizer = job.load_tokenizer(model)
-    batches = job.make_batches(tokenizer, config, data, seq_len, batch_size, options)
-    if checkpoint is not None:
-        job.check_checkpoint(checkpoint, batches, steps)
-    job.run(options, batches, tokenizer)
+    options, model_config = job.resolved(options)
+    inputs = read_inputs(options, model_config)
+    if is_first:
+        typer.echo(f"{inputs.summary()}; loading the model ...")
+    if options.checkpoint is not None:
+        job.check_checkpoint(Path(options.checkpoint), inputs.batches, options.steps)
+    job.run(options, inputs)
+
+
+def _flags(context: typer.Context) -> dict[str, Any]:
+    """What was given on the command line, by the names of the options."""
+    given = {}
+    for name, value in context.params.items():
+        source = context.get_parameter_source(name)
+        if source is None or source.name != "COMMANDLINE" or name in ("config", "sets"):
+            continue
+        given[name] = str(value) if isinstance(value, Path) else value
+    return given

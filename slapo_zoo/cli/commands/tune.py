@@ -40,7 +40,7 @@ def tune(
     """Search for the fastest configuration of a model, or of a training script (--config).
 
     Each point is measured in a process of its own. Out of memory, a crash, a time-out, wrong numbers
-    and slowness are told apart; what a database holds is never measured again.
+    and slowness are distinguished; what a database holds is never measured again.
     """
     with stdout_for_json(as_json):
         found = _search(

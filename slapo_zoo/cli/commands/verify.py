@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from slapo_zoo.cli.errors import stdout_for_json
+from slapo_zoo.cli.waiting import waiting
 
 Model = Annotated[str, typer.Argument(help="A family (its default config), a folder, or a Hub id.")]
 Head = Annotated[str | None, typer.Option("--auto-class", help="Which head.")]
@@ -40,28 +41,42 @@ def verify(
             "--full holds all layers at once; choose one", param_hint="--layers"
         )
     with stdout_for_json(as_json):
-        from slapo_zoo.cards.verify_subprocess import verify_apart
         from slapo_zoo.cards.use import load_card
+        from slapo_zoo.cards.verify_subprocess import verify_apart
         from slapo_zoo.zoo.arguments import config_of
 
         config, head = config_of(model)
         program = load_card(schedule).program if schedule else None
         cls = program.model_class if program else _head(config, auto_class or head)
         knobs: dict[str, Any] = {} if program else {"sequence_parallel": sequence_parallel}
-        found = verify_apart({
+        if program is None:
+            _require_mesh(config, cls, (tp, pp, dp), sequence_parallel)
+        request = {
             "config": config.to_dict(), "cls": cls, "mesh": (tp, pp, dp), "quick": not full, "layers": layers,
             "program": program.to_bytes().decode() if program else None, "knobs": knobs,
             "folder": _folder(model) if full else None,
-        })  # fmt: skip
+        }  # fmt: skip
+        with waiting(f"verify {model} tp={tp} pp={pp} dp={dp}"):
+            found = verify_apart(request)
     text = found.pop("text")
     typer.echo(json.dumps(found, indent=1) if as_json else text)
     raise typer.Exit(0 if found["verdict"] == "verified" else 1)
 
 
+def _require_mesh(config: Any, cls: str, mesh: tuple[int, int, int], sequence: bool) -> None:
+    """A mesh that the model itself cannot have is a mistake of the arguments, no verdict."""
+    import torch
+
+    from slapo_zoo.parallel.mesh import Mesh
+    from slapo_zoo.zoo.outline import Outline
+
+    Outline(config, cls, Mesh(*mesh), torch.float32, sequence_parallel=sequence)
+
+
 def _head(config: Any, asked: str | None) -> str:
     """The class asked for, the checkpoint's own, or the first head whose loss is known."""
-    from slapo_zoo.hf import models as hf
     from slapo_zoo.errors import ArchitectureError
+    from slapo_zoo.hf import models as hf
 
     own = [asked] if asked else list(getattr(config, "architectures", None) or [])
     for name in (*own[:1], *(() if own else HEADS)):

@@ -24,6 +24,13 @@ def show_version(
         typer.echo("\n".join(f"{name} {number or '-'}" for name, number in found.items()))
 
 
+def print_version(wanted: bool) -> None:
+    """`slapo-zoo --version`: the one line that scripts read."""
+    if wanted:
+        typer.echo(f"slapo-zoo {_version('slapo-zoo') or 'unknown'}")
+        raise typer.Exit
+
+
 def _version(name: str) -> str | None:
     try:
         return version(name)

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from slapo_zoo.cli.compare.peers import CONTENDERS, Contender
 from slapo_zoo.cli.compare.shapes import Work
-from slapo_zoo.parallel.process_group import init_distributed
 from slapo_zoo.errors import RankError
 from slapo_zoo.parallel.launch import LocalRank, prepare_rank, rank_environment, start_rank, stop
+from slapo_zoo.parallel.process_group import init_distributed
 from slapo_zoo.weights.ledger import AnonymousPeak
 
 TURN_S = 150.0  # a turn that takes longer is an error

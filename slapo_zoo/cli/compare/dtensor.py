@@ -65,7 +65,7 @@ def divide(model: Any, tp: int) -> Any:
 
 
 def loss_and_backward(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Forward and backward with a loss over the divided vocabulary."""
+    """Forward and backward with a loss over the sharded vocabulary."""
     labels = batch["labels"]
     if model.config.model_type != "bert":  # the next token
         labels = functional.pad(labels[:, 1:], (0, 1), value=-100)

@@ -69,7 +69,7 @@ class Contender:
         self.optimizer.zero_grad()
 
     def norm(self) -> float:
-        """Of all gradients; whichever way they are divided."""
+        """Of all gradients; whichever way they are sharded."""
         whole = dict(_plain_shapes(self.work.folder))
         total = 0.0
         for name, parameter in self.model.named_parameters():

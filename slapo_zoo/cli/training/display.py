@@ -1,6 +1,6 @@
 """What a person sees of a training run: a progress bar, a line per step, the ledgers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich import box
@@ -18,23 +18,34 @@ from rich.table import Table
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.weights.ledger import Ledger
 
-OnStep = Callable[[int, float, float], None]  # step, loss, gradient norm
+OnStep = Callable[[int, Mapping[str, float]], None]  # step, and what was measured of it
 
 
 @contextmanager
 def progress_bar(
-    title: str, steps: int, lines: int = 10, console: Console | None = None
+    title: str, steps: int, every: int | None = None, console: Console | None = None
 ) -> Iterator[OnStep]:
-    """A bar with loss and gradient norm; without a terminal about `lines` plain lines instead."""
-    console = console or Console(highlight=False)
-    every = max(1, steps // lines) if lines and not console.is_terminal else steps + 1
+    """A bar with loss and gradient norm; without a terminal a line every so many steps instead.
+
+    Args:
+        title: of the lines.
+        steps: of the whole training.
+        every: steps between two lines; None: ten lines in all, 0: none.
+        console: where it goes; None: standard output.
+    """
+    console = console or Console(highlight=False, soft_wrap=True)
+    every = max(1, steps // 10) if every is None else every
+    every = every if every and not console.is_terminal else steps + 1
     bar = _bar(console)
     task = bar.add_task(title, total=steps, loss=float("nan"), norm=float("nan"))
 
-    def on_step(step: int, loss: float, norm: float) -> None:
+    def on_step(step: int, record: Mapping[str, float]) -> None:
+        loss, norm = float(record["loss"]), float(record["grad_norm"])
         bar.update(task, completed=step + 1, loss=loss, norm=norm)
         if (step + 1) % every == 0:
             console.print(f"{title}: step {step + 1}/{steps}  loss {loss:.4f}  norm {norm:.3f}")
+        if judged := [f"{k[5:]} {v:.4f}" for k, v in record.items() if k.startswith("eval_")]:
+            console.print(f"evaluation: step {step + 1}/{steps}  {'  '.join(judged)}")
 
     with bar:
         yield on_step
@@ -56,7 +67,7 @@ def _bar(console: Console) -> Progress:
 @contextmanager
 def silence() -> Iterator[OnStep]:
     """What the ranks other than the first show."""
-    yield lambda step, loss, norm: None
+    yield lambda step, record: None
 
 
 def ledger_table(mesh: Mesh, ledgers: Sequence[Ledger]) -> Table:

@@ -1,11 +1,26 @@
 """A training job from its arguments: check everything first, then start the ranks."""
 
+import difflib
 import importlib.util
+import inspect
 import os
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from slapo_zoo.cli.data.batches import Batches
+from slapo_zoo.cli.data.read import kind_of
+from slapo_zoo.cli.data.stream import Stream
+from slapo_zoo.cli.training.config import ConfigError
+from slapo_zoo.cli.training.inputs import Inputs, row_length, task_of
+from slapo_zoo.cli.training.logs import find_trackers
+from slapo_zoo.cli.training.loop import StoppedError, train
+from slapo_zoo.cli.training.options import TrainOptions
+from slapo_zoo.cli.training.stopping import passing_on
+from slapo_zoo.errors import MeshError, WeightsError
 from slapo_zoo.model.dialects import HOMES
+from slapo_zoo.parallel.launch import run_local
 from slapo_zoo.parallel.process_group import (
     init_distributed,
     is_distributed_launch,
@@ -13,18 +28,10 @@ from slapo_zoo.parallel.process_group import (
     shutdown_distributed,
     world_size_of_launch,
 )
-from slapo_zoo.errors import ArchitectureError, MeshError, WeightsError
-from slapo_zoo.parallel.launch import run_local
-from slapo_zoo.cli.training.loop import TrainOptions, position, train
-from slapo_zoo.cli.training.text import (
-    Batches,
-    DataError,
-    Masking,
-    pack,
-    read_documents,
-)
 from slapo_zoo.weights.encode import decode
+from slapo_zoo.weights.history import is_history, latest
 from slapo_zoo.weights.training_state import read_state
+from slapo_zoo.zoo.arguments import checkpoint_config
 
 
 def data_parallel_size(tp: int, pp: int, dp: int | None) -> int:
@@ -88,7 +95,7 @@ def check_output(folder: Path, option: str = "--output") -> None:
     if folder.is_file():
         raise WeightsError(str(folder), option, "found a file, expected a folder")
     inside = list(folder.iterdir()) if folder.is_dir() else []
-    if inside and not (folder / "config.json").exists():
+    if inside and not (folder / "config.json").exists() and not is_history(folder):
         problem = f"found {len(inside)} other files and no config.json: it is not a checkpoint"
         raise WeightsError(str(folder), option, problem, "name a new folder")
     parent = next(path for path in [folder, *folder.absolute().parents] if path.exists())
@@ -96,17 +103,26 @@ def check_output(folder: Path, option: str = "--output") -> None:
         raise WeightsError(str(folder), option, f"{parent} cannot be written to")
 
 
-def check_checkpoint(folder: Path, batches: Batches, steps: int) -> None:
+def check_checkpoint(folder: Path, batches: Batches | Stream, steps: int) -> None:
     """A checkpoint that is there was made with these rows, and has done no more steps than asked for."""
     check_output(folder, "--checkpoint")
-    if not folder.exists() or not any(folder.iterdir()):
+    if (found := latest(folder)) is None:
+        if folder.exists() and any(folder.iterdir()):
+            read_state(folder)  # says what is missing
         return
-    state, now = read_state(folder), position(batches)
+    state, now = read_state(found), batches.position(0)
+    now.pop("at", None)
     then = decode(state["data_position"])
     then = then if isinstance(then, dict) else {}
-    differ = [name for name in now if then.get(name) != now[name]]
+    differ = [name for name in now if name in then and then[name] != now[name]]
+    differ += [
+        name for name in now if name not in then and name not in ("text", "task")
+    ]  # older ones had none
     if differ:
-        said = ", ".join(f"{name}={then.get(name)} (now {now[name]})" for name in differ)
+        said = ", ".join(
+            "other data, or data that an older release read" if name == "text"  # a checksum
+            else f"{name}={then.get(name)} (now {now[name]})" for name in differ
+        )  # fmt: skip
         hint = "take the same --data, --seq-len, --batch-size and --seed, or name a new folder"
         raise WeightsError(str(folder), "--checkpoint", f"it was trained with {said}", hint)
     if state["step"] > steps:
@@ -114,93 +130,97 @@ def check_checkpoint(folder: Path, batches: Batches, steps: int) -> None:
         raise WeightsError(str(folder), "--checkpoint", problem, "ask for more --steps")
 
 
-def read_config(name: str) -> Any:
-    """The config of a checkpoint folder or Hub id whose family has a table."""
-    from transformers import AutoConfig
+def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:
+    """The options with what depends on processes, device and model filled in, and the model's config.
 
-    from slapo_zoo.zoo.table import table_for
+    All that can be checked without the data is checked.
+    """
+    options = replace(
+        options, dp=data_parallel_size(options.tp, options.pp, options.dp),
+        device=device_named(options.device or "auto"),
+        engine=check_engine(options.engine, options.zero_stage, options.pp),
+    )  # fmt: skip
+    check_batch(options.batch_size, options.dp or 1, options.micro_batches)
+    check_evaluation(options)
+    find_trackers(options)
+    for name in (options.data, options.eval_data):
+        if name is not None:
+            kind_of(name)
+    if options.data is None:
+        hint = "name a file, a folder or a dataset: --data, or `data:` in the file"
+        raise ConfigError("train", "data", "found none", hint)
+    for name in ("output", "best"):
+        if (folder := getattr(options, name)) is not None:
+            check_output(Path(folder), f"--{name}")
+    config = checkpoint_config(options.model)
+    check_load(options.load, config)
+    task = task_of(config, options.task)
+    if task == "pairs":
+        check_pairs(options)
+    return replace(options, task=task, seq_len=row_length(options.seq_len, config)), config
 
-    folder = Path(name).expanduser()
-    if folder.is_dir() and not (folder / "config.json").exists():
-        raise WeightsError(name, "model", "found no config.json", "name a checkpoint folder")
-    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise WeightsError(name, "model", "found no such folder", "name a folder or a Hub id")
+
+def check_load(given: Mapping[str, Any], config: Any) -> None:
+    """`load` names arguments of from_pretrained that no other key sets, or fields of the config."""
+    from slapo_zoo.model.auto import AutoScheduledModel
+
+    known = inspect.signature(AutoScheduledModel.from_pretrained).parameters.keys()
+    taken = {"tp", "pp", "dp", "seed", "micro_batches", "device", "auto_class", "target"}
+    for name in given:
+        if name in taken or (name not in known and not hasattr(config, name)):
+            problem = "it has a key of its own" if name in taken else "found no such argument"
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else "see docs/guide.md"
+            raise ConfigError("train", f"load.{name}", problem, hint)
+
+
+def check_pairs(options: TrainOptions) -> None:
+    """Every pair is compared with all others of the step."""
+    if options.engine != "torch":
+        problem = f"found --engine {options.engine}, expected torch"
+        raise ConfigError("train", "task=pairs", problem, "leave --engine out")
+    if options.micro_batches not in (None, 1):
+        problem = f"found {options.micro_batches}, expected 1: pairs of other parts are not seen"
+        raise ConfigError(
+            "train", "--micro-batches", problem, "leave it out, or take a larger --dp"
+        )
+
+
+def check_evaluation(options: TrainOptions) -> None:
+    """What needs an evaluation has one."""
+    if options.evaluates and options.engine != "torch":
+        problem = f"found --engine {options.engine}, expected torch"
+        raise ConfigError("train", "eval_data", problem, "evaluate what it saves by another run")
+    for name in ("best", "patience"):
+        if getattr(options, name) is not None and not options.evaluates:
+            hint = "add eval_data, eval_split or eval_share"
+            raise ConfigError("train", name, "there is nothing to evaluate on", hint)
+
+
+def _run_local(options: TrainOptions, inputs: Inputs, world: int) -> None:
+    """On local ranks; a request to stop reaches them, and what they say about it reaches us."""
+    with passing_on() as stop:
+        outcome = run_local(_or_stopped, world, (options, inputs), device=options.device)[0]
+    if isinstance(outcome, StoppedError):
+        raise StoppedError(stop.number, outcome.step, options)
+
+
+def _or_stopped(options: TrainOptions, inputs: Inputs) -> Any:
     try:
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as exc:
-        hint = "name a checkpoint folder, or the id of a model on the Hub"
-        raise WeightsError(name, "model", first_line(exc), hint) from exc
-    table_for(config.model_type)
-    return config
+        return train(options, inputs)
+    except StoppedError as stopped:
+        return stopped
 
 
-def task_of(config: Any) -> str:
-    """The task that a family is trained on: the next token, or masked tokens."""
-    from transformers.models.auto import modeling_auto as names
-
-    family = config.model_type
-    if family in names.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.is_decoder:
-        return "masked"
-    if family in names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return "causal"
-    problem = "found no language-modelling head that this command trains"
-    hint = "call model.train_step from a script of your own"
-    raise ArchitectureError("train", f"model_type={family!r}", problem, hint)
-
-
-def load_tokenizer(name: str) -> Any:
-    """The tokenizer of the checkpoint."""
-    from transformers import AutoTokenizer
-
-    hint = "save the tokenizer beside the weights: tokenizer.save_pretrained(folder)"
-    try:
-        found = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, ImportError) as exc:
-        raise DataError(name, "tokenizer", first_line(exc), hint) from exc
-    if len(found) <= len(found.all_special_ids):  # what transformers makes where there are no files
-        raise DataError(name, "tokenizer", f"found one of {len(found)} tokens, all special", hint)
-    return found
-
-
-def first_line(exc: Exception) -> str:
-    """The first line of a library's message; the rest repeats it."""
-    return (str(exc).strip() or type(exc).__name__).splitlines()[0]
-
-
-def make_batches(
-    tokenizer: Any, config: Any, data: Path, seq_len: int, batch_size: int, options: TrainOptions
-) -> Batches:
-    """Read and pack the text, and check that it fits the model."""
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and seq_len > longest:
-        problem = f"found {seq_len}, but the model has {longest} positions"
-        raise DataError("train", "--seq-len", problem, f"choose at most {longest}")
-    rows = pack(tokenizer, read_documents(data), seq_len, least=batch_size)
-    if int(rows.max()) >= config.vocab_size:
-        problem = f"found token {int(rows.max())}, but the vocabulary has {config.vocab_size} rows"
-        raise DataError(options.model, "tokenizer", problem, "it belongs to another model")
-    masking = None
-    if options.task == "masked":
-        if tokenizer.mask_token_id is None:
-            raise DataError(options.model, "tokenizer", "found no [MASK] token")
-        special = tuple(tokenizer.all_special_ids)
-        masking = Masking(tokenizer.mask_token_id, config.vocab_size, special)
-    return Batches(rows, batch_size, options.seed, masking)
-
-
-def run(options: TrainOptions, batches: Batches, tokenizer: Any) -> None:
+def run(options: TrainOptions, inputs: Inputs) -> None:
     """Train on the ranks that a launcher started, or on local ranks that we start."""
-    world = options.tp * options.pp * options.dp
-    first = True
+    world = options.tp * options.pp * (options.dp or 1)
     if is_distributed_launch():
         init_distributed(device=options.device)
         with rank_guard("train"):
-            train(options, batches)
-        first = os.environ["RANK"] == "0"
+            train(options, inputs)
         shutdown_distributed()
     elif world == 1:
-        train(options, batches)
+        train(options, inputs)
     else:
-        run_local(train, world, (options, batches), device=options.device)
-    if first and options.output is not None:
-        tokenizer.save_pretrained(options.output)
+        _run_local(options, inputs, world)

@@ -1,7 +1,8 @@
 """The work of one rank: load its part of a checkpoint, train it, save it."""
 
 import functools
-from dataclasses import dataclass
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,52 +10,22 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from slapo_zoo.cli.data.tasks import Task
+from slapo_zoo.cli.training.config import as_yaml
+from slapo_zoo.cli.training.contrastive import InBatchNegatives
 from slapo_zoo.cli.training.display import OnStep, ledger_table, progress_bar, silence
-from slapo_zoo.cli.training.text import Batches
+from slapo_zoo.cli.training.evaluation import Best, evaluate
+from slapo_zoo.cli.training.inputs import Inputs
+from slapo_zoo.cli.training.logs import Meter, kept
+from slapo_zoo.cli.training.options import TrainOptions
+from slapo_zoo.cli.training.schedules import base_lr, learning_rates, parameter_groups
+from slapo_zoo.cli.training.stopping import Stop, exit_code, is_local_rank, listening
+from slapo_zoo.errors import SlapoError, agreed
+from slapo_zoo.weights.history import keep_newest, latest, place_of
 from slapo_zoo.weights.ledger import Ledger
-from slapo_zoo.weights.training_state import FILE
 
 
-@dataclass(frozen=True)
-class TrainOptions:
-    """What to train and how.
-
-    Args:
-        model: checkpoint folder or Hub id.
-        tp, pp, dp: sizes of the mesh dims.
-        steps: optimizer steps.
-        micro_batches: per step and data-parallel rank; None leaves it to the loader.
-        lr: learning rate of AdamW.
-        clip: largest global gradient norm; 0 does not clip.
-        seed: of dropout, of new weights, of the order of the rows and of the masks.
-        output: folder for the trained checkpoint, or None.
-        checkpoint: folder for all that training needs to go on; one that is there is gone on from.
-        save_every: steps between two writes of `checkpoint`; it is written after the last step too.
-        device: "cpu", "cuda", or None for what is there.
-        task: "causal" or "masked", as the checkpoint's family was pre-trained.
-        engine: torch, deepspeed or megatron.
-        zero_stage: of DeepSpeed.
-    """
-
-    model: str
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    steps: int = 100
-    micro_batches: int | None = None
-    lr: float = 1e-4
-    clip: float = 1.0
-    seed: int = 0
-    output: str | None = None
-    device: str | None = None
-    task: str = "causal"
-    engine: str = "torch"
-    zero_stage: int = 0
-    checkpoint: str | None = None
-    save_every: int = 100
-
-
-def load(options: TrainOptions) -> Any:
+def load(options: TrainOptions, task: Task | None = None) -> Any:
     """The scheduled model on our rank, with the head of the task."""
     import transformers
 
@@ -62,59 +33,163 @@ def load(options: TrainOptions) -> Any:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    heads = {
-        "causal": transformers.AutoModelForCausalLM,
-        "masked": transformers.AutoModelForMaskedLM,
-    }
+    head = "AutoModelForCausalLM" if task is None else task.head
+    settings = {} if task is None else task.settings()
     return AutoScheduledModel.from_pretrained(
-        options.model, tp=options.tp, pp=options.pp, dp=options.dp, seed=options.seed,
+        options.model, tp=options.tp, pp=options.pp, dp=options.dp or 1, seed=options.seed,
         micro_batches=options.micro_batches, device=options.device,
-        auto_class=heads[options.task],
+        auto_class=getattr(transformers, head), **{**settings, **options.load},
     )  # fmt: skip
 
 
-def fit(model: Any, batches: Batches, options: TrainOptions, on_step: OnStep) -> list[float]:
+class Training:
+    """One rank's training between two of its steps: the engine, what is done, what was best.
+
+    Args:
+        model: of AutoScheduledModel, with the head of the task.
+        inputs: what it reads.
+        options: of the run.
+    """
+
+    def __init__(self, model: Any, inputs: Inputs, options: TrainOptions):
+        self.options, self.inputs, self.batches = options, inputs, inputs.batches
+        self.device = next(iter(model.parameters())).device
+        model.train()
+        self.engine = make_engine(model, self.batches.batch_size // model.mesh.dp, options)
+        self.of_task: dict[str, Any] = {}
+        if self.batches.task.couples:
+            self.of_task = {"micro_batches": 1, "loss_fn": InBatchNegatives(model.mesh)}
+        self.meter = Meter(model)
+        self.best = Best(options.best_metric)
+        self.done = self._begin()
+        self.lr_at = learning_rates(self.options)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps are done, or the evaluations get no better."""
+        patience = self.options.patience
+        tired = patience is not None and self.best.since >= patience
+        return self.done >= self.options.steps or tired
+
+    def step(self) -> dict[str, float | None]:
+        """One optimizer step: its loss, gradient norm and learning rate, and what it took."""
+        mesh, engine, lr = self.engine.model.mesh, self.engine, self.lr_at(self.done)
+        for group in engine.optimizer.param_groups:
+            group["lr"] = lr
+        self.meter.start()
+        part = self.batches.part(self.done, mesh.coord("dp"), mesh.dp)
+        batch = {name: t.to(self.device) for name, t in part.items()}
+        loss = float(engine.update(batch, **self.of_task))
+        self.done += 1
+        check_finite(self.done, loss, engine.grad_norm, self.options)
+        of_step = {"loss": loss, "grad_norm": engine.grad_norm, "lr": lr}
+        return {**of_step, **self.meter.measured(batch)}
+
+    def evaluate(self) -> dict[str, float]:
+        """Judge the model where that is due, and keep it where it is the best so far; collective."""
+        is_last = self.done == self.options.steps
+        if self.inputs.held_out is None or not (
+            is_last or self.done % self.options.eval_every == 0
+        ):
+            return {}
+        found = evaluate(self.engine.model, self.inputs.held_out, self.options)
+        if self.best.judge(self.done, found) and self.options.best is not None:
+            save_model(self.engine.model, self.options.best, self.inputs.tokenizer, self.options)
+        return {f"eval_{name}": value for name, value in found.items()}
+
+    def save(self) -> None:
+        """Write a checkpoint; a collective call."""
+        folder = Path(str(self.options.checkpoint))
+        place = place_of(folder, self.done, self.options.keep)
+        self.engine.save_checkpoint(
+            place, step=self.done, data_position=self.batches.position(self.done),
+            extra={"lr": base_lr(self.options), "best": self.best.state()},
+            texts={"run.yaml": as_yaml(self.options)},
+        )  # fmt: skip
+        if self.engine.model.mesh.rank == 0:
+            keep_newest(folder, place, self.options.keep)
+
+    def _begin(self) -> int:
+        """Steps that are done: those of the checkpoint, if there is one."""
+        options = self.options
+        found = None if options.checkpoint is None else latest(Path(options.checkpoint))
+        if found is None:
+            return 0
+        resumed = self.engine.load_checkpoint(found)
+        say = Console(highlight=False).print
+        say = say if self.engine.model.mesh.rank == 0 else lambda text: None
+        say(f"checkpoint: {resumed.step} of {options.steps} steps are done")
+        extra: dict[str, Any] = resumed.extra or {
+            "lr": float(self.engine.optimizer.param_groups[0]["lr"])
+        }
+        if options.lr is None:
+            self.options = replace(options, lr=extra["lr"])
+        elif options.lr != extra["lr"]:
+            say(f"learning rate: {extra['lr']:g} in the checkpoint, {options.lr:g} from now on")
+        self.best.restore(extra.get("best"))
+        self.batches.resume(resumed.data_position)
+        return resumed.step
+
+
+def fit(
+    model: Any, inputs: Inputs, options: TrainOptions, on_step: OnStep, stop: Stop | None = None
+) -> list[float]:
     """Train with AdamW and clipping; return the global mean loss of every step that was left."""
-    device = next(iter(model.parameters())).device
-    model.train()
-    engine, losses = make_engine(model, batches.batch_size // options.dp, options), []
-    done = begin(engine, options)
-    for step in range(done, options.steps):
-        part = batches.part(step, model.mesh.coord("dp"), model.mesh.dp)
-        loss = float(engine.update({name: t.to(device) for name, t in part.items()}))
-        losses.append(loss)
-        on_step(step, loss, engine.grad_norm)
-        if is_due(step + 1, options):
-            where = position(batches)
-            engine.save_checkpoint(options.checkpoint, step=step + 1, data_position=where)
+    training, losses = Training(model, inputs, options), []
+    first = model.mesh.rank == 0
+    with kept(options, on_step, training.done) if first else silence() as show:
+        _steps(training, show, losses, stop)
     return losses
 
 
-def begin(engine: Any, options: TrainOptions) -> int:
-    """Steps that are done: those of the checkpoint, if there is one."""
-    if options.checkpoint is None or not has_checkpoint(options.checkpoint):
-        return 0
-    done = engine.load_checkpoint(options.checkpoint).step
-    if engine.model.mesh.rank == 0:
-        Console(highlight=False).print(f"checkpoint: {done} of {options.steps} steps are done")
-    return done
+def _steps(training: Training, show: OnStep, losses: list[float], stop: Stop | None) -> None:
+    """All steps that are left."""
+    options = training.options
+    while not training.is_over:
+        record: dict[str, Any] = training.step()
+        losses.append(record["loss"])
+        record |= training.evaluate()
+        show(training.done - 1, record)
+        wanted = stop.agreed(training.device) if stop is not None else 0
+        if options.checkpoint is not None and (wanted or is_due(training)):
+            training.save()
+        if wanted:
+            raise StoppedError(wanted, training.done, options)
 
 
-def has_checkpoint(folder: str) -> bool:
-    """Whether a folder holds what training goes on from."""
-    return (Path(folder) / FILE).exists()
+class StoppedError(SystemExit):
+    """A signal asked for it: the step is finished, and saved where there is a place for it."""
+
+    def __init__(self, number: int, step: int, options: TrainOptions):
+        self.number, self.step, self.options = number, step, options
+        super().__init__(exit_code(number))
+
+    def __reduce__(self) -> Any:
+        """It travels from the ranks to the process that started them."""
+        return type(self), (self.number, self.step, self.options)
+
+    def __str__(self) -> str:
+        said = f"stopped after step {self.step} of {self.options.steps}; "
+        if self.options.checkpoint is None:
+            return said + "nothing was saved: --checkpoint FOLDER keeps what was done"
+        return said + f"the same command goes on from {self.options.checkpoint}"
 
 
-def is_due(steps: int, options: TrainOptions) -> bool:
-    """Whether a checkpoint is written after so many steps."""
-    last = steps == options.steps
-    return options.checkpoint is not None and (last or steps % options.save_every == 0)
+def check_finite(step: int, loss: float, norm: float, options: TrainOptions) -> None:
+    """Stop before a model without finite weights is saved over a good one; the same on all ranks."""
+    tells = options.engine == "torch"  # other engines may say nan for: unknown
+    if math.isfinite(loss) and not math.isinf(norm) and not (tells and math.isnan(norm)):
+        return
+    hint = "lower --lr or --clip, or look at the rows of this step"
+    if options.checkpoint is not None:
+        hint += f"; what was saved before is in {options.checkpoint}"
+    problem = f"found loss {loss} and gradient norm {norm} in step {step}, expected finite numbers"
+    raise agreed(SlapoError("train", "loss", problem, hint))
 
 
-def position(batches: Batches) -> dict[str, int]:
-    """What, beside the number of steps, says which rows come next."""
-    rows, tokens = batches.rows.shape
-    return {"rows": rows, "seq_len": tokens, "batch_size": batches.batch_size, "seed": batches.seed}
+def is_due(training: Training) -> bool:
+    """Whether a checkpoint is written now."""
+    return training.is_over or training.done % training.options.save_every == 0
 
 
 def make_engine(model: Any, rows: int, options: TrainOptions) -> Any:
@@ -133,7 +208,9 @@ def make_engine(model: Any, rows: int, options: TrainOptions) -> Any:
         }
         settings = {"config": config}
     fused = options.engine == "torch"  # the others wrap the optimizer, or flatten its parameters
-    make = functools.partial(torch.optim.AdamW, lr=options.lr, fused=fused)
+    groups = functools.partial(parameter_groups, weight_decay=options.weight_decay)
+    lr = base_lr(options)
+    make = lambda parameters: torch.optim.AdamW(groups(parameters), lr=lr, fused=fused)  # noqa: E731
     return init_target_engine(model, options.engine, optimizer=make, **settings)[0]
 
 
@@ -146,14 +223,25 @@ def gather_ledgers(model: Any) -> list[Ledger]:
     return ledgers
 
 
-def train(options: TrainOptions, batches: Batches) -> list[float]:
+def save_model(model: Any, folder: str, tokenizer: Any, options: TrainOptions) -> None:
+    """Write what `transformers` loads, with tokenizer and configuration; a collective call."""
+    model.save_pretrained(folder)
+    if model.mesh.rank == 0 and tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+        Path(folder, "run.yaml").write_text(as_yaml(options), encoding="utf-8")
+
+
+def train(options: TrainOptions, inputs: Inputs) -> list[float]:
     """Load, show the ledgers, train, save: what every rank runs."""
-    model = load(options)
+    model = load(options, inputs.batches.task)
     ledgers, first = gather_ledgers(model), model.mesh.rank == 0
     if first:
         Console(highlight=False).print(ledger_table(model.mesh, ledgers))
-    with progress_bar("training", options.steps) if first else silence() as on_step:
-        losses = fit(model, batches, options, on_step)
+    with (
+        listening(is_local_rank()) as stop,
+        progress_bar("training", options.steps, options.log_every) if first else silence() as show,
+    ):
+        losses = fit(model, inputs, options, show, stop)
     if options.output is not None:
-        model.save_pretrained(options.output)
+        save_model(model, options.output, inputs.tokenizer, options)
     return losses

@@ -1,5 +1,6 @@
 """Training steps on random input, timed on the ranks that a launcher started or that we start."""
 
+import math
 import os
 import statistics
 import time
@@ -8,21 +9,24 @@ from typing import Any
 
 import torch
 
+from slapo_zoo.errors import MeshError
+from slapo_zoo.hf.example_inputs import random_batch
 from slapo_zoo.model.auto import AutoScheduledModel
+from slapo_zoo.parallel.agreement import together
+from slapo_zoo.parallel.launch import run_local
 from slapo_zoo.parallel.process_group import (
     init_distributed,
     is_distributed_launch,
     rank_guard,
     shutdown_distributed,
 )
-from slapo_zoo.errors import MeshError
-from slapo_zoo.hf.example_inputs import random_batch
-from slapo_zoo.parallel.launch import run_local
 from slapo_zoo.pipeline.profiler import record_step
 from slapo_zoo.pipeline.timeline import Span
-from slapo_zoo.cli.training import job
+from slapo_zoo.verify.report import VerifyError
+from slapo_zoo.zoo.arguments import checkpoint_config
 
 WARM_UP = 2
+ALLOWED = {torch.float32: 1e-3}  # by the loss; other dtypes 3e-2
 
 
 @dataclass(frozen=True)
@@ -49,11 +53,14 @@ class StepTimes:
     Args:
         device: name of the device.
         seconds: median of a step on rank 0.
+        losses: of the batch before the first step, without dropout: ours, and that of plain
+            `transformers` on the CPU in float32.
         spans: timeline of one more step of rank 0's pipeline, if asked for.
     """
 
     device: str
     seconds: float
+    losses: tuple[float, float]
     spans: list[Span]
 
 
@@ -73,11 +80,13 @@ def measure(options: BenchOptions) -> StepTimes | None:
 
 
 def time_steps(options: BenchOptions) -> StepTimes:
-    """What one rank does."""
-    longest = getattr(job.read_config(options.model), "max_position_embeddings", None)
-    if longest and options.seq_len > longest:
-        problem = f"found {options.seq_len}, the model has {longest} positions"
-        raise MeshError("bench", "--seq-len", problem, "shorten the rows")
+    """What one rank does.
+
+    Raises:
+        MeshError: the rows are longer than the model allows.
+        VerifyError: the model does not compute what the plain one does; nothing was timed.
+    """
+    check_rows(options.model, options.seq_len)
     model: Any = AutoScheduledModel.from_pretrained(
         options.model, tp=options.tp, pp=options.pp, dp=options.dp, device=options.device,
         pipeline_order=options.order, micro_batches=options.micro_batches,
@@ -85,6 +94,7 @@ def time_steps(options: BenchOptions) -> StepTimes:
     device = next(model.parameters()).device
     batch = random_batch(model, options.batch_size, options.seq_len)
     batch = {name: value.to(device) for name, value in batch.items()}
+    losses = _compared(options.model, model, batch)
     seconds = []
     for _ in range(WARM_UP + options.steps):
         model.zero_grad()
@@ -95,4 +105,39 @@ def time_steps(options: BenchOptions) -> StepTimes:
         seconds.append(time.perf_counter() - begin)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     spans = record_step(model, batch) if options.trace else []
-    return StepTimes(name, statistics.median(seconds[WARM_UP:]), spans)
+    return StepTimes(name, statistics.median(seconds[WARM_UP:]), losses, spans)
+
+
+def check_rows(model: str, seq_len: int) -> None:
+    """Refuse rows that are longer than the positions of the model."""
+    longest = getattr(checkpoint_config(model), "max_position_embeddings", None)
+    if longest and seq_len > longest:
+        problem = f"found {seq_len}, the model has {longest} positions"
+        raise MeshError("bench", "--seq-len", problem, "shorten the rows")
+
+
+def _compared(name: str, model: Any, batch: dict[str, Any]) -> tuple[float, float]:
+    """Losses of ours and of the plain model, which rank 0 loads and drops again."""
+    model.eval()
+    with torch.no_grad():
+        ours = float(model(**batch).loss)
+    plain = together(model.mesh, "bench", lambda: _plain_loss(name, model, batch))[0]
+    allowed = ALLOWED.get(model.dtype, 3e-2) * max(1.0, abs(plain))
+    if plain == plain and not abs(ours - plain) <= allowed:
+        problem = f"its loss is {ours:.6g}, that of plain transformers {plain:.6g}"
+        hint = f"nothing was timed; slapo-zoo verify {name} finds what differs"
+        raise VerifyError("bench", type(model).__name__, problem, hint)
+    model.train()
+    return ours, plain
+
+
+def _plain_loss(name: str, model: Any, batch: dict[str, Any]) -> float:
+    """NaN on other ranks, and where the whole model does not fit into half of the free memory."""
+    plain_class: Any = model.unscheduled_class
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    size = 4 * sum(math.prod(spec.shape) for spec in model._slapo.specs)
+    if model.mesh.rank or size > free / 2:
+        return math.nan
+    plain = plain_class.from_pretrained(name, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return float(plain(**{name: value.cpu() for name, value in batch.items()}).loss)

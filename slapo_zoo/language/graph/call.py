@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.graph import guards
+from slapo_zoo.language.graph.proxy import UNKNOWN
 from slapo_zoo.language.graph.tracer import ValueTracer
 
 LITERALS = (bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -143,7 +144,7 @@ def _has_tensor(value: Any) -> bool:
         return any(map(_has_tensor, value.values()))
     if isinstance(value, (tuple, list)):
         return any(map(_has_tensor, value))
-    return isinstance(value, Tensor)
+    return isinstance(value, Tensor) or value is UNKNOWN
 
 
 def _is_literal(value: Any) -> bool:

@@ -8,7 +8,9 @@ from torch import nn
 
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.graph.patches import set_mode, unchanged
+from slapo_zoo.language.graph.proxy import UNKNOWN
 from slapo_zoo.language.graph.trace import calls_of
+from slapo_zoo.language.graph.tracer import EXAMPLE_HINT
 
 ROWS, TOKENS, OTHER_TOKENS = 2, 7, 5  # unlike each other, and unlike any width of a real model
 
@@ -21,11 +23,16 @@ class _Captured(Exception):  # noqa: N818 - not an error: it ends the call once 
 def capture(model: Any, path: str, padded: bool = True) -> tuple[tuple, dict[str, Any]]:
     """The arguments that the module at `path` gets in a call of the model.
 
+    A model that is none of `transformers` has no tiny batch: then each required argument is a
+    tensor of which nothing is known, and only a forward that decides by its sizes needs more.
+
     Args:
-        model: of `transformers`, in any mode; it stays as it is.
+        model: in any mode; it stays as it is.
         path: of the module.
         padded: call the model with a padding mask; False: with no mask at all.
     """
+    if not _is_known(model):
+        return unknown_call(model.get_submodule(path))
     inputs = tiny_batch(model, path, padded)
     if not path:
         return (), inputs
@@ -51,6 +58,23 @@ def capture(model: Any, path: str, padded: bool = True) -> tuple[tuple, dict[str
     raise _no_example(path, "the example call of the model does not reach it")
 
 
+def unknown_call(module: nn.Module) -> tuple[tuple, dict[str, Any]]:
+    """A tensor for each argument that the forward requires, of which no more is known."""
+    empty, others = (
+        inspect.Parameter.empty,
+        (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD),
+    )
+    parameters = inspect.signature(module.forward).parameters.values()
+    needed = [p for p in parameters if p.default is empty and p.kind not in others]
+    by_name = [p.name for p in needed if p.kind is p.KEYWORD_ONLY]
+    return (UNKNOWN,) * (len(needed) - len(by_name)), dict.fromkeys(by_name, UNKNOWN)
+
+
+def _is_known(model: Any) -> bool:
+    main = getattr(model, "main_input_name", None)
+    return getattr(model, "config", None) is not None and main in ("input_ids", "pixel_values")
+
+
 def _from_trace(model: Any, path: str, inputs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     calls = calls_of(model, inputs, (path,))
     if path not in calls:
@@ -60,10 +84,10 @@ def _from_trace(model: Any, path: str, inputs: dict[str, Any]) -> tuple[tuple, d
 
 def tiny_batch(model: Any, path: str = "", padded: bool = True) -> dict[str, Any]:
     """A small batch for a model of `transformers`, from its config."""
-    config, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
-    if config is None or main not in ("input_ids", "pixel_values"):
+    if not _is_known(model):
         problem = f"{type(model).__name__} is no text or image model of transformers"
         raise _no_example(path, problem)
+    config, main = model.config, model.main_input_name
     device = next(model.parameters()).device
     accepted = _parameters(model)
     if main == "pixel_values":
@@ -92,5 +116,4 @@ def _tokens(ids: str, mask: str, shape: tuple[int, ...], vocab: int, device: Any
 
 
 def _no_example(path: str, problem: str) -> ScheduleError:
-    hint = "pass example_inputs: a tuple of arguments, or a dict of them by name"
-    return ScheduleError(path or "(the model)", "trace", problem, hint)
+    return ScheduleError(path or "(the model)", "trace", problem, EXAMPLE_HINT)

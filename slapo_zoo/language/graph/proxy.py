@@ -1,16 +1,25 @@
 """A proxy that knows the value it stands for: sizes stay symbolic, decisions leave a check."""
 
+import dis
 import operator
+import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.fx import Proxy
 
-if TYPE_CHECKING:
-    from slapo_zoo.language.graph.tracer import ValueTracer
 
+class Unknown:
+    """The value of a tensor of which there is no example: only its type is known."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(Tensor, name)
+
+
+UNKNOWN = Unknown()
 CONTAINERS = (tuple, list, dict)  # torch.Size is a tuple, an output of transformers is a dict
 
 
@@ -50,13 +59,15 @@ class ValueProxy(Proxy):
 
     def __hash__(self) -> int:
         value = self.node.meta["value"]
-        is_object = isinstance(value, (Tensor, list, dict)) or value is None
+        is_object = isinstance(value, (Tensor, list, dict, Unknown)) or value is None
         return id(self) if is_object else hash(_tracer(self).read(self))
 
     def __len__(self) -> int:
         value = self.node.meta["value"]
         if isinstance(value, Tensor):
             return operator.index(self.shape[0])
+        if value is UNKNOWN:
+            return _tracer(self).read(self)
         if isinstance(value, torch.Size):  # the rank of a tensor; other lengths are structure
             _tracer(self).check_length(self)
         return len(value)
@@ -65,10 +76,13 @@ class ValueProxy(Proxy):
         value = self.node.meta["value"]
         if isinstance(value, dict):
             return iter(value)
-        return iter([self[i] for i in range(len(self))])
+        length = _unpacked_into(sys._getframe(1)) if value is UNKNOWN else len(self)
+        return iter([self[i] for i in range(length or len(self))])
 
     def __contains__(self, item: object) -> bool:
         value = self.node.meta["value"]
+        if value is UNKNOWN:
+            return _tracer(self).read(self)
         if isinstance(value, dict):
             return item in value
         return any(bool(element == item) for element in self)
@@ -109,8 +123,17 @@ def has_proxy(*values: Any) -> bool:
     return False
 
 
-def _tracer(proxy: ValueProxy) -> "ValueTracer":
-    return cast("ValueTracer", proxy.tracer)
+def _tracer(proxy: ValueProxy) -> Any:
+    """The ValueTracer; unnamed here, since its module imports this one."""
+    return proxy.tracer
+
+
+def _unpacked_into(frame: FrameType) -> int:
+    """How many names the statement that runs unpacks into, as in `b, s, d = x.shape`; 0 if none."""
+    for instruction in dis.get_instructions(frame.f_code):
+        if instruction.offset == frame.f_lasti:
+            return instruction.argval if instruction.opname == "UNPACK_SEQUENCE" else 0
+    return 0
 
 
 def _decided_for_any_draw(node: Any) -> bool | None:
@@ -128,7 +151,7 @@ def _in_place(name: str) -> Any:
     target = getattr(operator, name)
 
     def impl(self: ValueProxy, other: Any) -> Any:
-        if not isinstance(self.node.meta["value"], Tensor):
+        if not isinstance(self.node.meta["value"], (Tensor, Unknown)):
             return NotImplemented
         return _tracer(self).create_proxy("call_function", target, (self, other), {})
 

@@ -7,11 +7,17 @@ from typing import Any
 from torch import fx, nn
 from torch.fx.node import map_arg
 
-from slapo_zoo.language.directive import join
 from slapo_zoo.errors import ScheduleError
+from slapo_zoo.language.directive import join
 from slapo_zoo.language.graph.effects import has_effect
 from slapo_zoo.language.graph.guards import GUARDS
-from slapo_zoo.language.graph.insert import arguments, called, carry_parameters, insert_call, operand
+from slapo_zoo.language.graph.insert import (
+    arguments,
+    called,
+    carry_parameters,
+    insert_call,
+    operand,
+)
 from slapo_zoo.language.graph.match import Subgraph
 
 

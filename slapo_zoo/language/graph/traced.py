@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from slapo_zoo.language.directive import join
 from slapo_zoo.errors import ScheduleError
+from slapo_zoo.language.directive import join
 
 # What a GraphModule keeps about its own code; all else is the module's.
 _CODE = {"_graph", "_code", "_lineno_map", "_prologue_start", "_tracer_cls", "_co_fields"}

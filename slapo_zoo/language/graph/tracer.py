@@ -17,9 +17,11 @@ from torch.fx.node import map_arg
 
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.graph import guards
-from slapo_zoo.language.graph.proxy import ValueProxy, has_proxy
+from slapo_zoo.language.graph.proxy import UNKNOWN, ValueProxy, has_proxy
 from slapo_zoo.language.graph.traced import under
 from slapo_zoo.language.graph.values import depends_on_data, location, values_of
+
+EXAMPLE_HINT = "pass example_inputs: a tuple of arguments, or a dict of them by name"
 
 
 class ValueTracer(fx.Tracer):
@@ -97,6 +99,8 @@ class ValueTracer(fx.Tracer):
 
     def run(self, node: fx.Node) -> Any:
         """The value of a node, from the values of its arguments."""
+        if any(n.meta["value"] is UNKNOWN for n in node.all_input_nodes):
+            return UNKNOWN
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["value"])
         self.evaluating += 1
         try:
@@ -126,6 +130,9 @@ class ValueTracer(fx.Tracer):
         """The value of a proxy for a decision of Python; leaves a check in the graph."""
         node = proxy.node
         value = node.meta["value"]
+        if value is UNKNOWN:
+            problem = f"Python decides on {node.name}, and there is no example of it"
+            raise self.fail(problem, EXAMPLE_HINT)
         if isinstance(value, Tensor) or node.meta["of_data"]:
             problem = f"Python decides on the elements of a tensor ({node.name})"
             raise self.fail(problem, self.leaf_hint())

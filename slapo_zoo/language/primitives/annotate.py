@@ -9,7 +9,7 @@ from slapo_zoo.language.directive import Directive, Site, primitive
 @primitive("annotate")
 @dataclass(frozen=True)
 class Annotate(Directive):
-    """Set an attribute of a parameter; it stays when the parameter is divided later.
+    """Set an attribute of a parameter; it stays when the parameter is sharded later.
 
     rewrite:  m.weight  -->  m.weight with m.weight.<key> == value
     errors:   no such parameter; a key that every tensor has

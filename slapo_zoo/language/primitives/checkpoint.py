@@ -1,6 +1,6 @@
 """checkpoint: recompute the activations of a module, or of some nodes, in backward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
@@ -9,16 +9,17 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as recompute
 from torch import is_grad_enabled, nn
-from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from slapo_zoo.language.directive import Directive, Site, join, primitive
+from slapo_zoo.language.directive import Directive, Site, State, join, primitive
 from slapo_zoo.language.graph.group import group
 from slapo_zoo.language.graph.rewrite import insertion_point
 from slapo_zoo.language.graph.target import LIVE, resolve
 from slapo_zoo.parallel.random_stream import RandomStream
+from slapo_zoo.parallel.seeds import get_cuda_rng_tracker
 
 ATEN = torch.ops.aten
+OFFLOAD = "offload"
 # What a policy keeps; all else is recomputed.
 POLICIES: dict[str, set[Any]] = {
     "save_matmuls": {
@@ -47,7 +48,8 @@ class Checkpoint(Directive):
         subgraph: of a traced module: what `find` returned or a pattern (local only), or a regex
             over the modules that the graph calls.
         policy: "" keeps nothing inside; "save_matmuls" keeps the results of matrix products and
-            of fused attention, so that only cheap operations run again.
+            of fused attention, so that only cheap operations run again; "offload" keeps all, in the
+            memory of the host, and recomputes nothing.
         offload: what is kept for backward waits in the memory of the host.
     """
 
@@ -61,8 +63,10 @@ class Checkpoint(Directive):
         return ""
 
     def check(self, site: Site) -> None:
-        if self.policy and self.policy not in POLICIES:
-            problem = f"found policy {self.policy!r}, expected one of {sorted(POLICIES)}"
+        if self.policy not in ("", OFFLOAD, *POLICIES):
+            problem = (
+                f"found policy {self.policy!r}, expected one of {sorted([OFFLOAD, *POLICIES])}"
+            )
             raise self.fail(site, problem, "leave it out to recompute everything")
         if self.subgraph is not None:
             for subgraph in resolve(site, self, self.subgraph):
@@ -80,41 +84,84 @@ class Checkpoint(Directive):
         site.state.index()
 
     def _wrap(self, module: nn.Module, path: str, site: Site) -> None:
-        site.state.checkpointed.append(path)
-        forward, stream = module.forward, site.state.random
+        recompute_module(module, path, site.state, self.policy, self.offload)
 
-        @wraps(forward)
-        def recomputed(*args: Any, **kwargs: Any) -> Any:
-            if not (module.training and is_grad_enabled()):
+
+def recompute_module(
+    module: nn.Module, path: str, state: State, policy: str = "", offload: bool = False
+) -> None:
+    """Let a module run its forward again in backward, as long as `state.checkpointed` names it."""
+    state.checkpointed.append(path)
+    state.offloads.paths += [path] if offload or policy == OFFLOAD else []
+    forward = module.forward
+
+    @wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not (module.training and is_grad_enabled() and path in state.checkpointed):
+            return forward(*args, **kwargs)
+        away = nullcontext()
+        if path in state.offloads.paths:
+            away = state.offloads.call(path, module, state.keeps)
+        if policy == OFFLOAD:
+            with away:
                 return forward(*args, **kwargs)
-            contexts = restoring(stream, POLICIES.get(self.policy))
-            with save_on_cpu() if self.offload else nullcontext():
-                return recompute.checkpoint(
-                    forward, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs
-                )
+        contexts = restoring(state, POLICIES.get(policy))
+        with away:
+            return recompute.checkpoint(
+                forward, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs
+            )
 
-        module.forward = recomputed
+    recomputed.recomputes = True  # pyright: ignore[reportFunctionMemberAccess]
+    module.forward = recomputed
 
 
 def restoring(
-    stream: RandomStream, kept: set[Any] | None = None
+    state: State, kept: set[Any] | None = None
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Contexts for the first run and the recomputation, which draws at the first one's position.
+    """Contexts for the first run and the recomputation, which runs as the first one did.
 
     Args:
-        stream: of the model.
+        state: of the schedule.
         kept: operations whose results are kept instead of recomputed.
     """
-    again = stream.at(*stream.position())
+    again = as_now(state.random, state)
     if kept is None:
-        return nullcontext(), again
+        return nullcontext(), again()
 
     def choose(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         keep = operation in kept or str(operation) in kept
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     first, second = create_selective_checkpoint_contexts(choose)
-    return first, _both(second, again)
+    return first, _both(again(), second)  # what is gathered anew is none of the operations
+
+
+def as_now(
+    stream: RandomStream | None, state: State | None = None
+) -> Callable[[], AbstractContextManager]:
+    """Makes contexts in which code draws, divides and packs tokens as it would now.
+
+    Args:
+        stream: of the model, beside the forked generators of `get_cuda_rng_tracker`.
+        state: of the schedule: another forward may come in between.
+    """
+    tracker, position = get_cuda_rng_tracker(), stream and stream.position()
+    forked = dict(tracker.states)
+    forward = state and state.forward
+    reading = state.recomputing() if state is not None else nullcontext
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(tracker.at(forked))
+            if stream is not None and position is not None:
+                stack.enter_context(stream.at(*position))
+            if state is not None and forward is not None:
+                stack.enter_context(state.within(forward))
+                stack.enter_context(reading())
+            yield
+
+    return again
 
 
 @contextmanager
@@ -134,7 +181,8 @@ def checkpoint(
 ) -> Any:
     """Checkpoint a model or part of it, as torch.utils.checkpoint.checkpoint does.
 
-    The recomputation also draws from a schedule's own random stream at the same position.
+    The recomputation also draws from forked generators (`get_cuda_rng_tracker`) and from a schedule's
+    own random stream as the first run did.
 
     Args:
         function: what is recomputed.
@@ -143,12 +191,11 @@ def checkpoint(
         stream: `schedule.state.random` of the schedule whose modules `function` calls.
         **kwargs: of torch's checkpoint and, without `use_reentrant`, of the function.
     """
-    if stream is None:
-        return recompute.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
-    position = stream.position()
+    again, ran = as_now(stream), []
 
-    def at_its_position(*inputs: Any, **named: Any) -> Any:
-        with stream.at(*position):
+    def as_then(*inputs: Any, **named: Any) -> Any:
+        with again() if ran else nullcontext():
+            ran.append(True)
             return function(*inputs, **named)
 
-    return recompute.checkpoint(at_its_position, *args, use_reentrant=use_reentrant, **kwargs)
+    return recompute.checkpoint(as_then, *args, use_reentrant=use_reentrant, **kwargs)

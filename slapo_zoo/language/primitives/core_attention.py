@@ -5,6 +5,7 @@ from typing import Any
 
 from slapo_zoo.hf.attention import ATTRIBUTE, CoreAttention
 from slapo_zoo.hf.attention_backends import find_backend, implementation
+from slapo_zoo.kernels.device_dropout import DEVICE_DROPOUT
 from slapo_zoo.language.directive import Directive, Site, primitive
 from slapo_zoo.parallel.placement import Placement
 
@@ -22,7 +23,7 @@ class CoreAttentionSeam(Directive):
         num_heads: global number of query heads.
         together: query heads that share a KV head.
         backend: sdpa, eager, flash, flex or xformers.
-        mesh_dim: the mesh dim that the heads are divided over.
+        mesh_dim: the mesh dim that the heads are sharded over.
     """
 
     num_heads: int
@@ -35,7 +36,7 @@ class CoreAttentionSeam(Directive):
         n = site.mesh.size(self.mesh_dim)
         placement = Placement(0, together=self.together)
         if placement.problem(self.num_heads, n):
-            problem = f"{self.num_heads} heads cannot be divided over {self.mesh_dim}={n}"
+            problem = f"{self.num_heads} heads cannot be sharded over {self.mesh_dim}={n}"
             heads = range(1, self.num_heads + 1)
             legal = [m for m in heads if not placement.problem(self.num_heads, m)]
             raise self.fail(site, problem, f"legal sizes of {self.mesh_dim}: {legal}")
@@ -43,12 +44,13 @@ class CoreAttentionSeam(Directive):
     def apply(self, site: Site) -> None:
         n, r = site.mesh.size(self.mesh_dim), site.mesh.coord(self.mesh_dim)
         (run,) = Placement(0, together=self.together).runs(self.num_heads, n, r)
-        # A rehearsal looks at shapes, which are those of sdpa; its masks come from sdpa too.
-        backend = "sdpa" if site.mesh.rehearsal else self.backend
+        # A dry run looks at shapes, which are those of sdpa; its masks come from sdpa too.
+        backend = "sdpa" if site.mesh.dry_run else self.backend
         if backend != "sdpa":
             config: Any = site.module.config
             config._attn_implementation = implementation(backend)
-        core = CoreAttention(site.state.random, site.name(ATTRIBUTE), range(*run), backend)
+        names = site.name(ATTRIBUTE), range(*run), backend
+        core = CoreAttention(site.state.random, *names, DEVICE_DROPOUT)
         core.train(site.module.training)
         site.module.add_module(ATTRIBUTE, core)
         site.state.modules[site.name(ATTRIBUTE)] = core

@@ -1,4 +1,4 @@
-"""cut_pipeline_stage: the model is divided after a module."""
+"""cut_pipeline_stage: the model is sharded after a module."""
 
 from dataclasses import dataclass
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_zoo.parallel import collectives
 from slapo_zoo.language.directive import Directive, Site, primitive
+from slapo_zoo.parallel import collectives
 from slapo_zoo.parallel.mesh import ShapeOnlyGroup
 from slapo_zoo.parallel.placement import Placement, Run
 
@@ -54,7 +54,7 @@ class ExpertParallel(Directive):
         if n > 1:
             module._is_expert_parallel = True  # the experts of transformers skip indices beyond
             module.forward = _own_experts(site, run, self)
-        elif site.mesh.rehearsal:
+        elif site.mesh.dry_run:
             module.forward = shapes_only
 
 

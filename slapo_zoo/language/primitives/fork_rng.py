@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from slapo_zoo.parallel import random_stream as rng
+from slapo_zoo.kernels.dropout import dropout
 from slapo_zoo.language.directive import Directive, Site, primitive
+from slapo_zoo.parallel import random_stream as rng
 from slapo_zoo.parallel.placement import Placement, Run
 
 
@@ -26,8 +27,8 @@ class ForkRng(Directive):
 
     Args:
         per_rank: for modules other than Dropout, draw differently on every tp rank (for an
-            activation that is divided over them).
-        axis: for a Dropout whose input is divided over tp: along which axis (1: heads; -1).
+            activation that is sharded over them).
+        axis: for a Dropout whose input is sharded over tp: along which axis (1: heads; -1).
         size: global size of that axis.
         tokens: with sequence parallelism, the input holds this rank's tokens only.
     """
@@ -39,8 +40,8 @@ class ForkRng(Directive):
 
     def check(self, site: Site) -> None:
         if self.axis and self.size < site.mesh.size("tp"):
-            problem = f"an axis of size {self.size} cannot be divided over tp={site.mesh.tp}"
-            raise self.fail(site, problem, "give the global size of the divided axis")
+            problem = f"an axis of size {self.size} cannot be sharded over tp={site.mesh.tp}"
+            raise self.fail(site, problem, "give the global size of the sharded axis")
 
     def apply(self, site: Site) -> None:
         applied = site.state.applied.setdefault(site.path, set())
@@ -63,7 +64,7 @@ class ForkRng(Directive):
         def forked(*args: Any, **kwargs: Any) -> Any:
             if not site.module.training:
                 return forward(*args, **kwargs)
-            with torch.random.fork_rng(), OwnDropout(site, self.tokens):
+            with torch.random.fork_rng(), OwnDropout(site, self.tokens, rank):
                 torch.manual_seed(rng.mix(stream.seed, *stream.position(), hash_path(site), rank))
                 return forward(*args, **kwargs)
 
@@ -71,11 +72,15 @@ class ForkRng(Directive):
 
 
 class OwnDropout(TorchFunctionMode):
-    """Within it, the k-th F.dropout draws its mask from the cells of `path#k` (OPT has no module)."""
+    """Within it, the k-th F.dropout draws its mask from the cells of `path#k` (OPT has no module).
 
-    def __init__(self, site: Site, tokens: bool):
+    Ranks that are to draw differently have names of their own for these cells.
+    """
+
+    def __init__(self, site: Site, tokens: bool, rank: int = 0):
         super().__init__()
         self.site, self.tokens, self.count = site, tokens, 0
+        self.name = f"{site.path}@{rank}" if rank else site.path
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """F.dropout(x, p, training) --> x * mask / (1 - p)."""
@@ -85,7 +90,7 @@ class OwnDropout(TorchFunctionMode):
         self.count += 1
         if not training or p == 0.0:  # as torch: no mask of ones is made
             return x
-        return x * _keep(self.site, x, p, f"{self.site.path}#{self.count}", self.tokens)
+        return dropout(x, **_drawn(self.site, x, p, f"{self.name}#{self.count}", self.tokens))
 
 
 def _dropout_arguments(
@@ -100,12 +105,18 @@ def hash_path(site: Site) -> int:
     return rng.zlib.crc32(site.path.encode())
 
 
-def _keep(site: Site, x: Tensor, p: float, name: str, tokens: bool) -> Tensor:
-    """The mask of x, which holds all tokens or, while they are divided, this rank's."""
+def _drawn(site: Site, x: Tensor, p: float, name: str, tokens: bool) -> dict[str, Any]:
+    """The mask of x, which holds all tokens or, while they are sharded, this rank's: see dropout_mask."""
     stream, mesh = site.state.random, site.mesh
-    if tokens and site.state.tokens_divided:
-        return stream.keep_tokens(x, p, name, mesh.tp, mesh.coord("tp"))
-    return stream.keep_mask(x, p, name)
+    hashes = stream.hashes(x.device)
+    if tokens and site.state.forward.tokens_divided:
+        place = mesh.tp, mesh.coord("tp")
+        if hashes:
+            return {"seeds": stream.seeds_of_tokens(x, name, *place), "p": p}
+        return {"keep": stream.keep_tokens(x, p, name, *place)}
+    if hashes:
+        return {"seeds": stream.seeds(x, name), "p": p}
+    return {"keep": stream.keep_mask(x, p, name)}
 
 
 def _dropout(
@@ -113,13 +124,24 @@ def _dropout(
 ) -> Callable[[Tensor], Tensor]:
     stream, path = site.state.random, site.path
 
+    def draws(input: Tensor) -> dict[str, Any]:
+        """What is drawn for an input: `keep`, or `seeds` and `p`."""
+        p, hashes = module.p, stream.hashes(input.device)
+        if run is None:
+            return _drawn(site, input, p, path, directive.tokens)
+        if directive.axis == 1:
+            heads = range(*run)
+            if hashes:
+                return {"seeds": stream.seeds(input, path, heads), "p": p}
+            return {"keep": stream.keep_mask(input, p, path, heads)}
+        if hashes:
+            return {"seeds": stream.seeds_of_columns(input, path, run, directive.size), "p": p}
+        return {"keep": stream.keep_columns(input, p, path, run, directive.size)}
+
     def forward(input: Tensor) -> Tensor:
         if not module.training or module.p == 0.0:
             return input
-        if run is None:
-            return input * _keep(site, input, module.p, path, directive.tokens)
-        if directive.axis == 1:
-            return rng.dropout(input, module.p, stream, path, heads=range(*run))
-        return input * stream.keep_columns(input, module.p, path, run, directive.size)
+        return dropout(input, **draws(input))
 
+    forward.draws = draws  # pyright: ignore[reportFunctionMemberAccess]
     return forward

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from slapo_zoo.dispatch.registry import FUSED_KERNELS, FusedKernel
 from slapo_zoo.language.directive import Directive, Site, primitive
 from slapo_zoo.language.graph.find import find
 from slapo_zoo.language.graph.group import GroupModule, group
@@ -15,7 +16,6 @@ from slapo_zoo.language.graph.insert import called
 from slapo_zoo.language.graph.match import Subgraph
 from slapo_zoo.language.graph.rewrite import insertion_point, replace_vertical
 from slapo_zoo.language.graph.target import LIVE, resolve
-from slapo_zoo.dispatch.registry import FUSED_KERNELS, FusedKernel
 
 COMPILERS = ("inductor", "kernel", "TorchScript", None)
 logger = logging.getLogger(__name__)

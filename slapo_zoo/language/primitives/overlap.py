@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo_zoo.parallel import collectives
 from slapo_zoo.dispatch import cpu_matmul as products
 from slapo_zoo.language.directive import Directive, Site, primitive, subtree
-from slapo_zoo.parallel.mesh import ShapeOnlyGroup
-from slapo_zoo.parallel.async_reduce import ColumnForward, enter, possible
 from slapo_zoo.language.primitives.sync import WEIGHT_AXES, output_of
+from slapo_zoo.parallel import collectives
+from slapo_zoo.parallel.async_reduce import ColumnForward, enter, possible
+from slapo_zoo.parallel.mesh import ShapeOnlyGroup
 
 # Where it is on without the directive: where it was measured to win (`ci/run.py bench overlap`). With
 # gloo on two cores it takes 0.98 to 1.02 of the time: the sum needs the cores too. nccl: unmeasured.
@@ -73,7 +73,7 @@ def _wanted(site: Site, group: Any) -> bool:
 
 
 def _columns(site: Site, shared: bool) -> list[ColumnForward]:
-    """The column-parallel layers behind this entry; found at its first use, when all is divided."""
+    """The column-parallel layers behind this entry; found at its first use, when all is sharded."""
     root = site.path.rpartition(".")[0] if shared else site.path
     key = ("overlap", root)
     if key not in site.state.shared:

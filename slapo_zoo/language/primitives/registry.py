@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from slapo_zoo.language.directive import PRIMITIVES, Directive, Site, primitive
 from slapo_zoo.errors import ScheduleError
+from slapo_zoo.language.directive import PRIMITIVES, Directive, Site, primitive
 
 
 def list_primitives(name_only: bool = True) -> list[str] | dict[str, type[Directive]]:

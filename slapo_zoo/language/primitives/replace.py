@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from slapo_zoo.dispatch.registry import FUSED_KERNELS, KERNELS, load_kernels
 from slapo_zoo.language.directive import Directive, Site, primitive
 from slapo_zoo.language.graph.insert import arguments
 from slapo_zoo.language.graph.match import Subgraph
@@ -17,7 +18,6 @@ from slapo_zoo.language.graph.rewrite import (
     replace_vertical,
 )
 from slapo_zoo.language.graph.target import LIVE, is_node, resolve
-from slapo_zoo.dispatch.registry import FUSED_KERNELS, KERNELS, load_kernels
 
 
 @primitive("replace")

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from slapo_zoo.language.directive import Directive, Site, primitive, subtree
 from slapo_zoo.dispatch.registry import KERNELS
+from slapo_zoo.language.directive import Directive, Site, primitive, subtree
 
 
 @primitive("replace_all")

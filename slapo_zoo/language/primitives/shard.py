@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from slapo_zoo.language.directive import Directive, Placed, Site, primitive
-from slapo_zoo.parallel.placement import Placement, Run
 from slapo_zoo.parallel.local_tensors import local_part, require_indices
+from slapo_zoo.parallel.placement import Placement, Run
 
 
 @dataclass(frozen=True)
 class ShardRule:
-    """What a module class needs when its tensor is divided along an axis.
+    """What a module class needs when its tensor is sharded along an axis.
 
     Args:
         sizes: tensor name -> {axis: attribute that holds the size of that axis}.
@@ -86,7 +86,7 @@ class Shard(Directive):
         uneven: let ranks differ by one unit.
         pad: give every rank the same length, zeros beyond the end (vocabularies).
         replicate: ranks share a unit when there are fewer units than ranks (KV heads).
-        together: units that share a KV head stay on one rank, or are divided equally.
+        together: units that share a KV head stay on one rank, or are sharded equally.
         mesh_dim: the mesh dim.
     """
 
@@ -121,7 +121,7 @@ class Shard(Directive):
         if earlier := site.placed(self.param_name):
             if self._same_through_a_tie(site, earlier):
                 return
-            hint = "remove one of the two; tied parameters are divided together"
+            hint = "remove one of the two; tied parameters are sharded together"
             raise self.fail(site, f"already divided by {earlier.directive}", hint)
         if not 0 <= self.axis < tensor.ndim:
             problem = f"found axis {self.axis}, expected 0..{tensor.ndim - 1}"
@@ -129,7 +129,7 @@ class Shard(Directive):
         self._check_size(site, tensor.shape[self.axis])
 
     def _same_through_a_tie(self, site: Site, earlier: Placed) -> bool:
-        """The tensor was divided as another module's, and this names the same division."""
+        """The tensor was sharded as another module's, and this names the same division."""
         by_hand = self.param_name in site.state.applied.get(site.path, set())
         return not by_hand and earlier.placement == self.placement
 
@@ -221,7 +221,7 @@ def _divide_embedding(site: Site, param_name: str, directive: Shard, runs: list[
     start, stop = (runs[0].start, runs[0].stop) if runs else (0, 0)
     assert isinstance(site.module, nn.Embedding)  # noqa: S101 - the rule is registered for it
     placed = site.placed(param_name)
-    assert placed is not None  # noqa: S101 - it was divided just now
+    assert placed is not None  # noqa: S101 - it was sharded just now
     size = placed.shape[directive.axis]
     site.module.forward = VocabParallelLookup(site, site.module, size, start, stop)
 

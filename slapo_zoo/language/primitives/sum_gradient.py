@@ -13,11 +13,11 @@ class SumGradient(Directive):
     rewrite:  dw  -->  sum of dw over ranks
     why:      a parameter that every rank holds whole, but uses on its own heads only (the q and k
               norms of Qwen3), or on its own tokens only (norms under sequence parallelism)
-    errors:   no such parameter; the parameter is divided, so its gradient is complete
+    errors:   no such parameter; the parameter is sharded, so its gradient is complete
 
     Args:
         param_name: name of a parameter of the module.
-        sequence: only in steps in which tokens are divided over the ranks.
+        sequence: only in steps in which tokens are sharded over the ranks.
     """
 
     param_name: str

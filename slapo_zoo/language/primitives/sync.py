@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from slapo_zoo.language.directive import Directive, Site, primitive
 from slapo_zoo.errors import ScheduleError
+from slapo_zoo.language.directive import Directive, Site, primitive
 
 MODES = ("fwd_pre", "fwd_post", "bwd_post")
 OLDER = {"forward": "fwd_post", "backward": "bwd_post"}  # names of the first release of Slapo
@@ -55,17 +55,25 @@ def _convolution(module: Any, x: Tensor) -> Tensor:
 # class name -> (forward without its bias, number of axes behind that of the bias)
 WITHOUT_BIAS = {"Linear": (_linear, 0), "Conv1D": (_conv1d, 0), "Conv2d": (_convolution, 2)}
 # class name -> (input axis, output axis) of the weight
-WEIGHT_AXES = {"Linear": (1, 0), "Conv1D": (0, 1), "Embedding": (0, 1), "Conv2d": (1, 0)}
+WEIGHT_AXES = {
+    "Linear": (1, 0),
+    "Conv1D": (0, 1),
+    "Embedding": (0, 1),
+    "Conv2d": (1, 0),
+    "Conv1d": (1, 0),
+}
 OF_COLUMNS = ("vocab_logits", "join_columns")  # what they make depends on the whole weight
 SUMS = ("all_reduce", "all_reduce_twice", "reduce_scatter")
 
 
 def output_of(site: Site) -> str:
-    """What a rank's output is after `shard`: "partial", "divided", or "" where that is unknown."""
+    """What a rank's output is: "partial", "divided", "whole" without a shard, "" where unknown."""
     names = [c.__name__ for c in type(site.module).__mro__ if c.__name__ in WEIGHT_AXES]
     placed = site.placed("weight")
-    if not names or placed is None:
+    if not names:
         return ""
+    if placed is None:
+        return "whole"
     return "partial" if placed.placement.axis == WEIGHT_AXES[names[0]][0] else "divided"
 
 
@@ -94,7 +102,7 @@ class Sync(Directive):
               A row-parallel Linear, Conv1D or Conv2d adds its bias once, after the collective.
               "RR->RS" and the eight others: see slapo_zoo.language.primitives.sync_reshard
     errors:   unknown mode or op; an op that has no meaning in that mode, or for the output of a
-              module that was divided: a part of a sum is summed, other parts are not
+              module that was sharded: a part of a sum is summed, other parts and a whole output are not
     source:   Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3
 
     Args:
@@ -153,7 +161,7 @@ class Sync(Directive):
                 hint += f"; the backward of fwd_pre {'->'.join(op.split('->')[::-1])!r} is this"
             raise self.fail(site, problem, hint)
         if op in OF_COLUMNS and site.placed("weight") is None:
-            raise self.fail(site, "its weight is not divided", 'shard("weight", 0, pad=True) first')
+            raise self.fail(site, "its weight is not sharded", 'shard("weight", 0, pad=True) first')
         if self.mode == "fwd_post" and self._is_first(site):
             self._check_output(site, op)
 
@@ -161,8 +169,12 @@ class Sync(Directive):
         return "fwd_post" not in site.state.applied.get(site.path, ())
 
     def _check_output(self, site: Site, op: str) -> None:
-        """The first op after a divided weight must fit what each rank holds then."""
+        """The first op after a sharded weight must fit what each rank holds then."""
         kind = output_of(site)
+        if kind == "whole" and op in SUMS and site.mesh.size(self.mesh_dim) > 1:
+            times = site.mesh.size(self.mesh_dim)
+            problem = f"no parameter of it is sharded: the sum is {times} times the output"
+            raise self.fail(site, problem, 'shard("weight", ...) along its inputs first')
         if kind == "partial" and op not in SUMS:
             hint = f"use one of {SUMS}; another op may follow"
             raise self.fail(site, "each rank holds a part of a sum", hint)
@@ -237,5 +249,10 @@ class Sync(Directive):
         module: Any = site.module
         product, behind = WITHOUT_BIAS[names[0]]
         shape = (-1, *(1,) * behind)
-        module.forward = lambda x: run(product(module, x)) + module.bias.view(shape)
+
+        def forward(x: Tensor) -> Tensor:
+            y = run(product(module, x))
+            return y + module.bias.view(shape).to(y.dtype)  # under autocast the product is smaller
+
+        module.forward = forward
         return True

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slapo_zoo.parallel.collectives import all_reduce_, gather_along
 from slapo_zoo.language.directive import Directive, Site, primitive
+from slapo_zoo.parallel.collectives import all_reduce_, gather_along
 
 
 @primitive("sync_batch_norm")

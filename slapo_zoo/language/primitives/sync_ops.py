@@ -1,25 +1,27 @@
 """The collectives that sync knows by name."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from slapo_zoo.parallel import collectives
-from slapo_zoo.language.directive import Site
 from slapo_zoo.kernels.logits_on_demand import LogitsOnDemand
+from slapo_zoo.language.directive import Site
 from slapo_zoo.language.primitives.overlap import sum_gradient_of
 from slapo_zoo.language.primitives.sync import Sync, require_divisible, sync_op
+from slapo_zoo.parallel import collectives
 from slapo_zoo.parallel.vocab_parallel import VocabLogits, vocab_parallel_cross_entropy
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)  # their columns are channels, on axis 1
 
 
 @sync_op("all_reduce", "fwd_post", "bwd_post")
 def _all_reduce(x: Tensor, sync: Sync, site: Site) -> Tensor:
     """The sum over ranks: of y (then dx = dy), or, as bwd_post, of dx (then y = x).
 
-    While tokens are divided over the ranks, the first half of each all-reduce is the reduce-scatter
+    While tokens are sharded over the ranks, the first half of each all-reduce is the reduce-scatter
     that divides them again, the second the all-gather before (arXiv:2205.05198, section 4.2.2).
     """
     group, axis = site.group(sync), sync.sequence_axis
-    if axis is not None and site.state.tokens_divided:
+    if axis is not None and site.state.forward.tokens_divided:
         if sync.mode == "bwd_post":
             return collectives.all_gather(x, axis, group)
         return collectives.reduce_scatter(x, axis, group)
@@ -37,8 +39,8 @@ def _all_reduce_twice(x: Tensor, sync: Sync, site: Site) -> Tensor:
 
 @sync_op("divide_tokens", "fwd_pre", "fwd_post")
 def _divide_tokens(x: Tensor, sync: Sync, site: Site) -> Tensor:
-    """Each rank keeps its tokens, while tokens are divided; else nothing."""
-    if not site.state.tokens_divided:
+    """Each rank keeps its tokens, while tokens are sharded; else nothing."""
+    if not site.state.forward.tokens_divided:
         return x
     return collectives.scatter(x, 1, site.group(sync))
 
@@ -46,7 +48,7 @@ def _divide_tokens(x: Tensor, sync: Sync, site: Site) -> Tensor:
 @sync_op("join_tokens", "fwd_pre", "fwd_post")
 def _join_tokens(x: Tensor, sync: Sync, site: Site) -> Tensor:
     """Each rank gets all tokens, and every rank goes on alike; else nothing."""
-    if not site.state.tokens_divided:
+    if not site.state.forward.tokens_divided:
         return x
     return collectives.all_gather(x, 1, site.group(sync), sharded_gradient=False)
 
@@ -63,8 +65,9 @@ def _join_columns(x: Tensor, sync: Sync, site: Site) -> Tensor:
     """Every rank gets all columns of a column-parallel output, without padding, and goes on alike."""
     placed = site.placed("weight")
     assert placed is not None  # noqa: S101 - check() saw it
-    full = collectives.all_gather(x, -1, site.group(sync), sharded_gradient=False)
-    return full.narrow(-1, 0, placed.shape[placed.placement.axis])
+    axis = 1 if isinstance(site.module, CONVOLUTIONS) and x.ndim > 2 else -1
+    full = collectives.all_gather(x, axis, site.group(sync), sharded_gradient=False)
+    return full.narrow(axis, 0, placed.shape[placed.placement.axis])
 
 
 @sync_op("reduce_scatter", "fwd_post")
@@ -84,7 +87,7 @@ def _vocab_logits(x: Tensor, sync: Sync, site: Site) -> Tensor:
     """Each rank holds columns of the logits: the loss runs in parallel, all else gathers first."""
     placed = site.placed("weight")
     assert placed is not None  # noqa: S101 - check() saw it
-    group, size, traffic = site.group(sync), placed.shape[0], site.state.traffic
+    group, size, traffic = site.group(sync), placed.shape[0], site.state.forward.traffic
     if isinstance(x, LogitsOnDemand):
         return x.divided(size, group)
     if traffic is not None:  # fake tensors cannot be VocabLogits: the loss is noted here

@@ -1,6 +1,6 @@
 """The reshard forms of sync, "RS->RR" and its like: a value changes how it lies on the ranks.
 
-The two letters are the last two axes: R is whole on every rank, S is divided over the ranks. On
+The two letters are the last two axes: R is whole on every rank, S is sharded over the ranks. On
 activations [batch, tokens, hidden], RS divides the hidden axis and SR the tokens. The gradient of a
 value lies as the value does, so the backward of A->B is B->A:
 
@@ -22,11 +22,11 @@ from itertools import product
 
 from torch import Tensor
 
-from slapo_zoo.parallel import collectives
 from slapo_zoo.language.directive import Site
 from slapo_zoo.language.primitives.sync import Sync, require_divisible, sync_op
+from slapo_zoo.parallel import collectives
 
-AXIS = {"RR": None, "RS": -1, "SR": -2}  # which axis is divided
+AXIS = {"RR": None, "RS": -1, "SR": -2}  # which axis is sharded
 
 
 def reshard(x: Tensor, sync: Sync, site: Site) -> Tensor:

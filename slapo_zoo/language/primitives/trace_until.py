@@ -8,8 +8,8 @@ from torch import nn
 
 from slapo_zoo.language.directive import Directive, Site, join, primitive
 from slapo_zoo.language.graph.trace import trace_tree
-from slapo_zoo.parallel.paths import nearest
 from slapo_zoo.language.primitives.trace import example_for, put
+from slapo_zoo.parallel.paths import nearest
 
 _traced: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 

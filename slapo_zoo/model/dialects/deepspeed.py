@@ -16,18 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo_zoo.parallel.compat import new_group
+from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.kernels.logits_on_demand import make_logits_at_once
 from slapo_zoo.model.data_parallel import (
     DataParallel,
     Whole,
     sum_partial_gradients_in_backward,
+    use_engine,
     within_engine,
 )
 from slapo_zoo.model.dialects import register_dialect
 from slapo_zoo.model.dialects.engine import TargetEngine, made_optimizer, require_scheduled
 from slapo_zoo.model.dialects.zero_state import WholeZero, whole_gradients, whole_parameters
-from slapo_zoo.errors import MeshError, SlapoError
-from slapo_zoo.kernels.logits_on_demand import make_logits_at_once
+from slapo_zoo.parallel.compat import new_group
 from slapo_zoo.parallel.mesh import MESH_DIMS, Mesh
 
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
@@ -71,7 +72,7 @@ def deepspeed_engine(
     )  # fmt: skip
     if native.zero_optimization_stage() == 3:
         make_logits_at_once(model)
-    model._slapo.data_parallel = _Zero(native, model.mesh, groups)
+    use_engine(model, _Zero(native, model.mesh, groups))
     return DeepSpeedTarget(model, native, ds_optimizer), ds_optimizer
 
 
@@ -145,7 +146,7 @@ def mark_counted(model: Any) -> None:
     """Tell DeepSpeed which parameters this rank counts in the norm, beside those of its first rank.
 
     It counts what is marked as divided, and everything on the first rank of its model-parallel
-    group, which in a pipeline is that of all stages: the later ones mark what is not divided too. Of
+    group, which in a pipeline is that of all stages: the later ones mark what is not sharded too. Of
     KV heads that neighbouring ranks share, the first of those counts them.
     """
     mesh, runtime = model.mesh, model._slapo
@@ -197,7 +198,7 @@ def _group(mesh: Mesh, mesh_dim: str) -> Any:
 
 
 class _Zero(DataParallel):
-    """DeepSpeed runs forward and backward; parameters and optimizer may be divided over dp."""
+    """DeepSpeed runs forward and backward; parameters and optimizer may be sharded over dp."""
 
     def __init__(self, native: Any, mesh: Mesh, groups: list[list[nn.Parameter]]):
         self.native, self.groups, self.loss_scale = native, groups, float(mesh.dp)

@@ -12,10 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo_zoo.model.data_parallel import DataParallel, Whole, sum_partial_gradients_in_backward
+from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.model.data_parallel import (
+    DataParallel,
+    Whole,
+    sum_partial_gradients_in_backward,
+    use_engine,
+)
 from slapo_zoo.model.dialects.engine import TargetEngine, made_optimizer
 from slapo_zoo.model.dialects.zero_state import WholeZero, whole_parameters
-from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.pipeline.runtime import ROWS, Pipeline
 from slapo_zoo.pipeline.stages import StageDone
 from slapo_zoo.weights.fill import canonical_names
@@ -40,7 +45,7 @@ def pipeline_engine(
         model=module, optimizer=made, model_parameters=None if made else parameters,
         config=settings, dist_init_required=False, **options,
     )  # fmt: skip
-    model._slapo.data_parallel = _ZeroPipeline(native, step, groups)
+    use_engine(model, _ZeroPipeline(native, step, groups))
     return PipelineTarget(model, native, ds_optimizer), ds_optimizer
 
 
@@ -138,7 +143,7 @@ class StageLayer(nn.Module):
         step, cursor = self.step, self.model._slapo.pipeline.cursor
         part = dict(step.parts[int(number)])
         rows = part.pop(ROWS)
-        cursor.begin(step.plan, crossing, rows.device)
+        cursor.begin(step.plan, crossing, next(iter(part.values())).device)
         try:
             loss = step.run({**part, **step.others}, rows)
             return loss * step.loss_scale
@@ -155,6 +160,8 @@ def _with_gradient(x: Tensor) -> Tensor:
 
 class _ZeroPipeline(DataParallel):
     """DeepSpeed runs the whole optimizer step."""
+
+    clips_itself = True
 
     def __init__(self, native: Any, step: Step, groups: list[list[nn.Parameter]]):
         self.native, self.step, self.groups = native, step, groups

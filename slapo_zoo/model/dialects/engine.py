@@ -6,7 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.model.checkpoint import Resumed, load_checkpoint, save_checkpoint
+from slapo_zoo.model.checkpoint import Resumed, save_checkpoint
+from slapo_zoo.model.checkpoint_load import load_checkpoint
 
 MakeOptimizer = Callable[[Iterable[Any]], Any]
 OF_MODEL = (
@@ -32,17 +33,20 @@ class TargetEngine:
         self.model, self.native, self.optimizer, self.clip = model, native, optimizer, clip
         self._norm = float("nan")
 
-    def update(self, batch: Mapping[str, Any], micro_batches: int | None = None) -> Tensor:
+    def update(
+        self, batch: Mapping[str, Any], micro_batches: int | None = None, loss_fn: Any = None
+    ) -> Tensor:
         """One optimizer step: forward, backward, clipping, step, no gradients left.
 
         Args:
             batch: this dp rank's rows with labels; tp and pp peers pass the same ones.
             micro_batches: how many equal parts the rows are divided into.
+            loss_fn: as of `train_step`; under torch alone.
 
         Returns:
             the mean loss over the batch of all dp ranks, a scalar on every rank.
         """
-        loss = self.model.train_step(batch, micro_batches)
+        loss = self.model.train_step(batch, micro_batches, loss_fn=loss_fn)
         self._norm = float(self.model.clip_grad_norm_(self.clip or float("inf")))
         self.optimizer.step()
         self.optimizer.zero_grad()

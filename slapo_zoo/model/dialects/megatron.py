@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.model.dialects import register_dialect
 from slapo_zoo.model.dialects.engine import TargetEngine, made_optimizer, require_scheduled
 from slapo_zoo.model.dialects.megatron_ddp import is_config, with_ddp
-from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.parallel.mesh import MESH_DIMS, Mesh
-from slapo_zoo.language.schedule import Schedule
 
 
 @register_dialect("runtime_engine", "megatron")
@@ -92,7 +92,7 @@ def use_parallel_layers(sch: Schedule, column: Sequence[str], row: Sequence[str]
 
     Args:
         sch: of any module, its mesh with the process groups.
-        column: patterns of layers whose output is divided.
+        column: patterns of layers whose output is sharded.
         row: patterns of the layers that take it; their output is summed over tp.
     """
     take_groups(sch.mesh)

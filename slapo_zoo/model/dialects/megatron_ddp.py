@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from slapo_zoo.errors import SlapoError
 from slapo_zoo.model.data_parallel import (
     DataParallel,
     Whole,
     sum_partial_gradients_in_backward,
+    use_engine,
     within_engine,
 )
-from slapo_zoo.errors import SlapoError
 
 
 def with_ddp(model: Any, optimizer: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -46,7 +47,7 @@ def with_ddp(model: Any, optimizer: Any, options: Mapping[str, Any]) -> tuple[An
         if is_config(optimizer):  # {}: weight decay on every parameter, as torch does
             optimizer = get_megatron_optimizer(optimizer, [native], config_overrides={})
             _step_here(optimizer, next(model.parameters()).device)
-    model._slapo.data_parallel = _MegatronDdp(native)
+    use_engine(model, _MegatronDdp(native))
     return native, optimizer
 
 

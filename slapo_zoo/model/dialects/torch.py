@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slapo_zoo.parallel import compat
-from slapo_zoo.model.data_parallel import DataParallel, Whole, within_engine
+from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.model.data_parallel import DataParallel, Whole, scaled, use_engine, within_engine
 from slapo_zoo.model.dialects import register_dialect
 from slapo_zoo.model.dialects.engine import TargetEngine, is_scheduled, made_optimizer
-from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.parallel import compat
+from slapo_zoo.parallel.local_tensors import held_here, whole_over_dp
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.pipeline.runtime import pipeline_step
-from slapo_zoo.parallel.local_tensors import held_here, whole_over_dp
 
 KINDS = (None, "ddp", "fsdp2")
 
@@ -38,8 +38,7 @@ def torch_engine(
         sch: a model of AutoScheduledModel, or a schedule.
         optimizer: of torch; or a function parameters --> optimizer, which FSDP2 needs, since it
             makes new parameters.
-        data_parallel: None sums gradients after the last micro-batch; "ddp" while its backward runs;
-            "fsdp2" divides parameters, gradients and optimizer over dp as well. Under pp these two
+        data_parallel: None averages gradients by our own hooks, "ddp" by torch's; "fsdp2" divides parameters, gradients and optimizer over dp as well. Under pp these two
             take one stage per rank.
         clip: largest global gradient norm of `update`; 0 does not clip.
         **options: of DistributedDataParallel, or of fully_shard.
@@ -47,7 +46,7 @@ def torch_engine(
     mesh = sch.mesh
     _check(sch, mesh, optimizer, data_parallel)
     model = sch if is_scheduled(sch) else sch.model
-    native, strategy = model, DataParallel()
+    native, strategy = model, None
     if data_parallel == "ddp" and mesh.dp > 1:
         native = _ddp(model, mesh, options)
         strategy = (_Ddp if mesh.pp == 1 else _DdpStages)(native, mesh)
@@ -57,7 +56,8 @@ def torch_engine(
     optimizer = made_optimizer(optimizer, model.parameters())
     if not is_scheduled(sch):
         return native, optimizer
-    model._slapo.data_parallel = strategy
+    if strategy is not None:
+        use_engine(model, strategy, divides=data_parallel == "fsdp2")
     return TargetEngine(model, native, optimizer, clip), optimizer
 
 
@@ -65,6 +65,10 @@ def _check(sch: Any, mesh: Mesh, optimizer: Any, kind: str | None) -> None:
     what = f"data_parallel={kind!r}"
     if kind not in KINDS:
         raise SlapoError("target='torch'", what, f"expected one of {KINDS}", "choose one of them")
+    if kind == "fsdp2" and is_scheduled(sch) and sch._slapo.precision.dtype is not None:
+        problem = "FSDP2 gathers parameters in a precision of its own"
+        hint = "leave precision= out and pass mp_policy=MixedPrecisionPolicy(param_dtype=...)"
+        raise SlapoError("target='torch'", what, problem, hint)
     if kind is not None and mesh.pp > 1:
         _check_stages(sch, what)
     if kind == "fsdp2" and hasattr(optimizer, "param_groups"):
@@ -151,8 +155,8 @@ class _DdpStages(DataParallel):
     ) -> Tensor:  # fmt: skip
         """All micro-batches through the stages; this rank's share of the loss."""
         self.reducer._rebuild_buckets()  # once, in the order of the first backward
-        scaled = _scaled(run, self.loss_scale)
-        loss = pipeline_step(pipeline, scaled, tensors, others, count, self._expect_gradients)
+        times = scaled(run, self.loss_scale)
+        loss = pipeline_step(pipeline, times, tensors, others, count, self._expect_gradients)
         return loss / self.loss_scale
 
     def _expect_gradients(self, outputs: Any) -> None:
@@ -161,11 +165,6 @@ class _DdpStages(DataParallel):
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
         """The backward has done it."""
-
-
-def _scaled(run: Callable[..., Any], scale: float) -> Callable[..., Any]:
-    """The loss of a micro-batch times `scale`: both engines average over dp, we sum."""
-    return lambda *args: run(*args) * scale
 
 
 class _Fsdp2(DataParallel):
@@ -210,14 +209,14 @@ class _Fsdp2Stages(_Fsdp2):
     ) -> Tensor:  # fmt: skip
         """All micro-batches through the stages; this rank's share of the loss."""
         try:
-            loss = pipeline_step(pipeline, _scaled(run, self.loss_scale), tensors, others, count)
+            loss = pipeline_step(pipeline, scaled(run, self.loss_scale), tensors, others, count)
         finally:
             self.native.reshard()
         return loss / self.loss_scale
 
 
 class _WholeDTensors(Whole):
-    """Whole copies of divided parameters and of the optimizer's state."""
+    """Whole copies of sharded parameters and of the optimizer's state."""
 
     def __init__(self, model: Any, optimizer: Any):
         self.divided = dict(model.named_parameters())

@@ -1,1 +1,1 @@
-"""Which (tp, pp, dp, micro-batch, recomputation) fits a cluster and is fastest, found on paper."""
+"""Which (tp, pp, dp, micro-batch, recomputation) fits a cluster and is fastest, by simulation."""

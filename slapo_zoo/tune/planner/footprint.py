@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
-from slapo_zoo.pipeline.dataflow import Rehearsal
-from slapo_zoo.tune.planner.use import Use
+from slapo_zoo.hf.attention import ATTRIBUTE
 from slapo_zoo.language.primitives.checkpoint import POLICIES
 from slapo_zoo.language.traffic import Traffic
+from slapo_zoo.pipeline.dataflow import DryRun
+from slapo_zoo.tune.planner.meter import Meter
+from slapo_zoo.tune.planner.use import Use, Work
 
 MATMULS = POLICIES["save_matmuls"]
 ADD = torch.ops.aten.add.Tensor
@@ -29,34 +30,40 @@ class _Done(Exception):  # noqa: N818 - not an error: the loss is known, so the 
     pass
 
 
-class Footprint(Rehearsal):
-    """A rehearsal of forward and backward that follows memory and work.
+class Footprint(DryRun):
+    """A dry run of forward and backward that follows memory and work.
 
     Args:
         model: scheduled, of fake tensors.
-        units: whose calls are told apart.
+        units: whose calls are distinguished.
         traffic: where the collectives are noted.
         last: unit after which the forward may end, once a parallel loss was noted.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[str], traffic: Traffic, last: str = ""):
         self.live = self.peak = self.grown = self.gradients = 0
-        self.flops = self.moved = self.ops = 0.0
+        self.meter = Meter()
+        self.attention: dict[int, tuple[Work, float]] = {}  # call --> of its attentions
         self.traffic, self.last = traffic, last
         tensors = [*model.parameters(), *model.buffers()]
         self._known = {t.untyped_storage()._cdata for t in tensors}
         self._sizes: dict[int, int] = {}
+        self._made_in: dict[int, int] = {}  # storage --> call
+        self._kept: list[int] = []
         self._matmuls = 0
         self._returned: set[int] = set()
         self.ends: list[dict[str, float]] = []
         self.begins: dict[int, dict[str, float]] = {}
         super().__init__(model, units)
+        for name, module in model.named_modules():
+            if name.rpartition(".")[2] == ATTRIBUTE:
+                self._watch(module)
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(self._accumulated)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        self._work(func, args, kwargs or {}, out)
+        self.meter.note(func, args, kwargs or {}, out)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._born(tensor, self._sum_in_place(func, args))
@@ -73,6 +80,7 @@ class Footprint(Rehearsal):
         with mode, self, torch.enable_grad():
             loss = self._forward(model, inputs)
             self.ends[-1] = self._now()  # the loss belongs to the last unit
+            self._kept = self._survivors()
             self._restart()
             loss.backward()
             del loss
@@ -89,6 +97,13 @@ class Footprint(Rehearsal):
             if loss is None
             else loss
         )
+
+    def _survivors(self) -> list[int]:
+        """Bytes that each call has made and that wait for its backward."""
+        found = [0] * len(self.ends)
+        for key, size in self._sizes.items():
+            found[min(self._made_in[key], len(found) - 1)] += size
+        return found
 
     def _after(self, unit: str) -> Any:
         record = super()._after(unit)
@@ -116,13 +131,35 @@ class Footprint(Rehearsal):
             self.begins[index] = self._now()
             self._restart()
 
-    def _now(self) -> dict[str, float]:
-        comm = sum(RING[t.kind] * t.bytes for t in self.traffic.transfers)
+    def _now(self) -> dict[str, Any]:
+        gathered = sum(t.bytes for t in self.traffic.transfers if t.kind == "all_gather")
         return {
-            "flops": self.flops, "moved": self.moved, "ops": self.ops, "comm": comm, "live": self.live,
-            "peak": self.peak, "grown": self.grown, "gradients": self.gradients,
-            "matmuls": self._matmuls, "output": 0,
+            "gathered": gathered, "work": self._work(), "live": self.live, "peak": self.peak, "grown": self.grown,
+            "gradients": self.gradients, "matmuls": self._matmuls, "output": 0,
         }  # fmt: skip
+
+    def _work(self) -> tuple[float, ...]:
+        """What was done until now; a phase ends here, so what it made is written."""
+        self.meter.settle()
+        self.meter.comm = sum(RING[t.kind] * t.bytes for t in self.traffic.transfers)
+        self.meter.collectives = len(self.traffic.transfers)
+        return self.meter.now()
+
+    def _watch(self, core: nn.Module) -> None:
+        """Note what an attention does, and what it keeps beside its inputs and its output."""
+        begun: list[tuple[tuple[float, ...], int]] = []
+
+        def before(module: nn.Module, args: Any) -> None:
+            begun.append((self._work(), self.live))
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            begin, live = begun.pop()
+            result = sum(x.nbytes for x in tree_leaves((args[:3], output)) if isinstance(x, Tensor))
+            work, kept = self.attention.get(len(self.ends), (Work(), 0.0))
+            work = work.plus(self.meter.between(begin, self._work()))
+            self.attention[len(self.ends)] = work, kept + max(self.live - live - result, 0.0)
+
+        self._hooks += [core.register_forward_pre_hook(before), core.register_forward_hook(after)]
 
     def _restart(self) -> None:
         self.peak, self.grown = self.live, self.live + self.gradients
@@ -144,8 +181,9 @@ class Footprint(Rehearsal):
         weakref.finalize(storage, self._died, key)
         if over is not None:
             self._sizes[key], self._sizes[over] = self._sizes[over], 0
+            self._made_in[key] = self._made_in[over]
             return
-        self._sizes[key] = storage.nbytes()
+        self._sizes[key], self._made_in[key] = storage.nbytes(), len(self.ends)
         self.live += self._sizes[key]
         self.peak = max(self.peak, self.live)
         self.grown = max(self.grown, self.live + self.gradients)
@@ -153,6 +191,7 @@ class Footprint(Rehearsal):
     def _died(self, key: int) -> None:
         self._known.discard(key)
         self._returned.discard(key)
+        self.meter.died(key)
         self.live -= self._sizes.pop(key)
 
     def _accumulated(self, parameter: Tensor) -> None:
@@ -164,44 +203,24 @@ class Footprint(Rehearsal):
             self.gradients += self._sizes[key]
             self._sizes[key] = 0
 
-    def _work(self, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> None:
-        returns = func._schema.returns
-        if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
-            return  # a view
-        self.ops += 1
-        if flops := flops_of(func, args, kwargs, out):
-            self.flops += flops
-            return
-        tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
-        self.moved += sum(t.numel() * t.itemsize for t in tensors)
-
     def _uses(self) -> list[Use]:
-        found, begin, top = [], dict.fromkeys(self.ends[0], 0.0), len(self.ends) - 1
+        found, top, below = [], len(self.ends) - 1, 0
+        begun = Meter().now()
         self.begins[top] = self.ends[top]
         order = sorted(self.begins, reverse=True)
         after = {i: self.begins[j] for i, j in itertools.pairwise(order)}
+        between, gathered = self.meter.between, 0.0
         for i, end in enumerate(self.ends):
             first = self.begins.get(i)
             last = after.get(i, self._now())
+            attention, apart = self.attention.get(i, (Work(), 0.0))
             found.append(Use(
-                *(end[name] - begin[name] for name in ("flops", "moved", "ops", "comm")),
-                *(last[name] - first[name] if first else 0.0 for name in ("flops", "moved", "ops", "comm")),
-                kept=end["live"] - begin["live"], matmuls=end["matmuls"], output=end["output"],
-                forward_peak=end["peak"] - begin["live"],
-                backward_peak=last["peak"] - begin["live"] if first else 0.0,
-                backward_growth=last["grown"] - first["gradients"] - begin["live"] if first else 0.0,
+                between(begun, end["work"]),
+                between(first["work"], last["work"]) if first else Work(), attention,
+                self._kept[i], apart, end["gathered"] - gathered, end["matmuls"], end["output"],
+                forward_peak=end["peak"] - below,
+                backward_peak=last["peak"] - below if first else 0.0,
+                backward_growth=last["grown"] - first["gradients"] - below if first else 0.0,
             ))  # fmt: skip
-            begin = end
+            begun, gathered, below = end["work"], end["gathered"], below + self._kept[i]
         return found
-
-
-def flops_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> float:
-    """Floating-point operations of a matrix product, a convolution or an attention; 0 of others."""
-    packet = func._overloadpacket
-    if packet in flop_registry:
-        return float(flop_registry[packet](*args, **kwargs, out_val=out))
-    if "scaled_dot_product" in str(packet):
-        back = "backward" in str(packet)
-        query, key = args[1 if back else 0], args[2 if back else 1]
-        return (10.0 if back else 4.0) * query.numel() * key.shape[-2]
-    return 0.0

@@ -2,7 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
+
+from slapo_zoo.pipeline.orders import StageMap, find_order
 
 RECOMPUTE = ((0.0, ""), (0.25, ""), (0.5, ""), (0.75, ""), (1.0, "save_matmuls"), (1.0, ""))
 MOST_ROWS = 64  # of a micro-batch
@@ -14,16 +17,18 @@ class Layout:
     """One configuration; the names are those of `from_pretrained` where it has them.
 
     Args:
-        tp: ranks that divide each layer.
-        pp: ranks that divide the layers.
+        tp: ranks that shard each layer.
+        pp: ranks that shard the layers.
         dp: copies of the model.
         rows: of a micro-batch.
         micro_batches: of a step and copy.
         pipeline_order: name of the order.
         stages_per_rank: of it.
         checkpoint_ratio: share of the blocks that are recomputed.
-        checkpoint_policy: what they keep.
-        sequence_parallel: tp ranks divide the tokens too.
+        checkpoint_policy: what they keep; or a name for each block.
+        sequence_parallel: tp ranks shard the tokens too.
+        dp_shard: of the copies, how many share one set of states among them (ZeRO).
+        zero_stage: what they share: 1 the optimizer's states, 2 gradients too, 3 weights too.
     """
 
     tp: int = 1
@@ -34,8 +39,10 @@ class Layout:
     pipeline_order: str = "1f1b"
     stages_per_rank: int = 1
     checkpoint_ratio: float = 0.0
-    checkpoint_policy: str = ""
+    checkpoint_policy: str | tuple[str, ...] = ""
     sequence_parallel: bool = False
+    dp_shard: int = 1
+    zero_stage: int = 3
 
     @property
     def stages(self) -> int:
@@ -54,10 +61,26 @@ class Layout:
         text = f"tp={self.tp} pp={self.pp} dp={self.dp} micro-batches {self.micro_batches} x {self.rows} rows"
         if self.stages_per_rank > 1:
             text += f" {self.pipeline_order} x{self.stages_per_rank}"
-        if self.checkpoint_ratio:
+        if not isinstance(self.checkpoint_policy, str):
+            text += " a policy per block"
+        elif self.checkpoint_ratio:
             kept = f" ({self.checkpoint_policy})" if self.checkpoint_policy else ""
             text += f" recompute {self.checkpoint_ratio:g}{kept}"
+        if self.dp_shard > 1:
+            text += f" dp_shard={self.dp_shard} ZeRO-{self.zero_stage}"
         return text + (" sequence parallel" if self.sequence_parallel else "")
+
+
+def places_of(layout: Layout) -> StageMap:
+    """Which rank holds which stage."""
+    if layout.pipeline_order.endswith(".csv"):
+        return StageMap.make(layout.pipeline_order, layout.pp, None)
+    return _places(layout.pipeline_order, layout.pp, layout.stages_per_rank)
+
+
+@lru_cache(maxsize=512)
+def _places(order: str, pp: int, virtual: int) -> StageMap:
+    return StageMap.make(order, pp, virtual if virtual > 1 else None)
 
 
 def divisors(n: int) -> list[int]:
@@ -77,12 +100,12 @@ def layouts(
     """Every layout with so many tp ranks that uses all devices and divides the batch evenly.
 
     Args:
-        tp: ranks that divide each layer.
+        tp: ranks that shard each layer.
         gpus: devices.
         batch: rows of a step, all copies together.
         blocks: of the model, the most stages there may be.
         orders: of the pipeline to look at.
-        sequence_parallel: tp ranks divide the tokens too.
+        sequence_parallel: tp ranks shard the tokens too.
     """
     for pp in (n for n in divisors(gpus // tp) if n <= blocks):
         dp = gpus // tp // pp
@@ -90,10 +113,10 @@ def layouts(
             continue
         for rows in (n for n in divisors(batch // dp) if n <= MOST_ROWS):
             count = batch // dp // rows
-            for order, laps in _orders(pp, count, blocks, orders):
+            for order, virtual in _orders(pp, count, blocks, orders):
                 for ratio, policy in RECOMPUTE:
                     yield Layout(
-                        tp, pp, dp, rows, count, order, laps, ratio, policy, sequence_parallel
+                        tp, pp, dp, rows, count, order, virtual, ratio, policy, sequence_parallel
                     )
 
 
@@ -103,7 +126,7 @@ def _orders(pp: int, count: int, blocks: int, orders: Sequence[str]) -> Iterator
         yield "1f1b", 1
         return
     for name in orders:
-        if name != "interleaved_1f1b":
-            yield name, 1
-        elif count % pp == 0 and pp <= MOST_INTERLEAVED:
-            yield from ((name, laps) for laps in (2, 4) if pp * laps <= blocks)
+        many = (2, 4) if name == "interleaved_1f1b" else (find_order(name).stages_per_rank,)
+        for virtual in many if pp <= MOST_INTERLEAVED or many == (1,) else ():
+            if pp * virtual <= blocks and _places(name, pp, virtual).admits(count):
+                yield name, virtual

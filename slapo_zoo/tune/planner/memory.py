@@ -4,14 +4,17 @@ Three moments are looked at: the middle of a backward, when activations are aliv
 sums over dp; the optimizer's step. The largest counts.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from slapo_zoo.language.gradients import BUCKET_BYTES
+from slapo_zoo.tune.planner.hardware import Hardware
+from slapo_zoo.tune.planner.layout import Layout
 from slapo_zoo.tune.planner.profile import Profile, Unit
+from slapo_zoo.tune.planner.runtime import Precision, Runtime
 from slapo_zoo.tune.planner.use import Use
 
-ADAM_STATES = 2  # tensors as large as the parameter, in its dtype, as torch's AdamW keeps them
+PREFETCHED = 2  # units whose weights are whole at a time where each rank keeps a part (ZeRO-3)
 
 
 @dataclass(frozen=True)
@@ -20,26 +23,45 @@ class Recompute:
 
     Args:
         blocks: their names.
-        policy: what they keep: "" nothing, "save_matmuls" the results of matrix products.
+        policy: what they keep: "" nothing, "save_matmuls" the results of matrix products, "attention"
+            all but what lies between q, k, v and the output of attention, "offload" all on the host.
+        regathered: share of the tokens gathered over tp that is not kept but gathered again.
+        each: unit --> its own policy, "keep" and "recompute" too.
     """
 
     blocks: frozenset[str] = frozenset()
     policy: str = ""
+    regathered: float = 0.0
+    each: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, name: str) -> str:
+        """The policy of a unit: "keep", "recompute" or what it keeps."""
+        found = self.policy if name in self.blocks else "keep"
+        return self.each.get(name, found) or "recompute"
 
     def held(self, unit: Unit, use: Use) -> float:
         """Bytes that a unit keeps from its forward to its backward."""
-        if unit.name not in self.blocks:
-            return use.kept
-        return min(use.kept, use.output + (use.matmuls if self.policy else 0.0))
+        kept = use.kept - self.regathered * use.gathered
+        policy = self.of(unit.name)
+        if policy in ("keep", "offload"):
+            return kept * (policy == "keep")
+        if policy == "attention":
+            return kept - use.attention_kept
+        return min(kept, use.output + use.matmuls * (policy != "recompute"))
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """One stage for one micro-batch, in bytes.
+    """One stage for one micro-batch, in bytes where nothing else is said.
 
     Args:
-        parameters: its weights.
-        largest: the largest of them.
+        parameters: number of its weights.
+        largest: numbers in the largest of them.
+        widest: numbers in all of the block that has most.
+        around: numbers in what is no block.
+        inner: `peak` while a block runs.
+        first: numbers in the largest unit before the blocks, what it shares with later ones included.
+        last: numbers in the largest unit behind them.
         held: what a micro-batch keeps from its forward to its backward.
         peak: most alive above that, in a backward, when all gradients are there.
         growing: most activations and gradients together in a first backward.
@@ -49,11 +71,16 @@ class StageMemory:
 
     parameters: int
     largest: int
+    widest: int
     held: float
     peak: float
     growing: float
     received: float
     sent: float = 0.0
+    around: int = 0
+    inner: float = 0.0
+    first: int = 0
+    last: int = 0
 
 
 def stage_memory(
@@ -70,18 +97,35 @@ def stage_memory(
         for i in range(users[0], users[-1]):  # autograd holds it back until its first user has run
             waiting[i] += size
     held = [again.held(unit, use) for unit, use in zip(units, uses, strict=True)]
-    below, above, peak, growing = 0.0, float(sum(own)), 0.0, 0.0
-    for use, size, gradients, late in zip(uses, held, own, waiting, strict=True):
+    sent = profile.uses(rows)[end].received if end < len(profile.units) else 0.0
+    held[-1] -= min(held[-1], uses[-1].output, sent)  # given up when it has arrived
+    below, above, peak, growing, inner = 0.0, float(sum(own)), 0.0, 0.0, 0.0
+    for unit, use, size, gradients, late in zip(units, uses, held, own, waiting, strict=True):
         above -= gradients
         most = max(use.backward_peak, use.forward_peak)
         peak = max(peak, below + most + late)
+        inner = max(inner, below + most + late) if unit.is_block else inner
         growing = max(growing, below + above + max(use.backward_growth, use.forward_peak))
         below += size
     largest = max([unit.largest for unit in units] + [size for size, _ in shared])
     received = uses[0].received if begin else 0.0
-    sent = profile.uses(rows)[end].received if end < len(profile.units) else 0.0
-    peak -= below
-    return StageMemory(sum(own), largest, below, peak, growing, received, sent)
+    blocks = [size for unit, size in zip(units, own, strict=True) if unit.is_block]
+    total, largest, widest, inside = (
+        n // profile.itemsize for n in (sum(own), largest, max(blocks, default=0), sum(blocks))
+    )
+    return StageMemory(
+        total, largest, widest, below, peak - below, growing, received, sent, total - inside,
+        max(inner - below, 0.0), *(n // profile.itemsize for n in _around(units, shared)),
+    )  # fmt: skip
+
+
+def _around(units: Sequence[Unit], shared: Sequence[tuple[int, frozenset[str]]]) -> tuple[int, int]:
+    """Bytes of the parameters of the largest unit before the blocks, and of that behind them."""
+    at = [i for i, unit in enumerate(units) if unit.is_block] or [len(units)]
+    early = {unit.name for unit in units[: at[0]]}
+    tied = [size for size, names in shared if names & early]
+    return (max([unit.parameters for unit in units[: at[0]]] + tied, default=0),
+            max([unit.parameters for unit in units[at[-1] + 1 :]], default=0))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,7 +138,7 @@ class RankMemory:
         optimizer: states of AdamW.
         activations: what its micro-batches in flight keep.
         working: short-lived tensors at the fullest moment.
-        buffers: what it receives for all micro-batches, forward and backward.
+        buffers: what it receives for its micro-batches in flight, forward and backward.
         total: at the fullest moment; the parts need not all be at their most then.
     """
 
@@ -108,29 +152,67 @@ class RankMemory:
 
 
 def rank_memory(
-    stages: Sequence[StageMemory], in_flight: Sequence[float], micro_batches: int, dp: int,
-    optimizer_copies: float = 2.0,
+    stages: Sequence[StageMemory], in_flight: Sequence[float], layout: Layout, precision: Precision,
+    runtime: Runtime, hardware: Hardware,
 ) -> RankMemory:  # fmt: skip
     """Of a rank that holds some stages.
 
     Args:
         stages: that it holds.
         in_flight: micro-batches that each holds at the fullest moment, the running one included.
-        micro_batches: of a step.
-        dp: copies of the model.
-        optimizer_copies: temporaries of the optimizer, in units of the largest parameter.
+        layout: the configuration.
+        precision: of the parameters.
+        runtime: how the model is run.
+        hardware: the device.
     """
-    weights = sum(stage.parameters for stage in stages)
+    m, largest = layout.micro_batches, max(stage.largest for stage in stages)
+    count = sum(stage.parameters for stage in stages)
+    around = sum(stage.around for stage in stages)
+    weights, gradients, optimizer = _resident(count, around, layout, precision)
     activations = sum(n * stage.held for n, stage in zip(in_flight, stages, strict=True))
-    buffers = micro_batches * sum(stage.received + stage.sent for stage in stages)
-    working = max(max(stage.peak for stage in stages), 0.0)
-    fixed = (1 + ADAM_STATES) * weights
-    if micro_batches == 1 and len(stages) == 1:
-        middle = fixed + buffers + stages[0].growing
-    else:
-        middle = fixed + weights + buffers + activations + working
-    bucket = 0 if dp == 1 else min(weights, max(BUCKET_BYTES, max(s.largest for s in stages)))
-    after = fixed + weights + buffers + bucket
-    step = fixed + weights + optimizer_copies * max(stage.largest for stage in stages)
-    total = max(middle, after, step)
-    return RankMemory(weights, weights, ADAM_STATES * weights, activations, working, buffers, total)
+    # inputs live while their micro-batch does, and the next one is received while nothing is sent
+    buffers = sum(
+        min(n + (not stage.sent), m) * stage.received + min(2, m) * stage.sent
+        for n, stage in zip(in_flight, stages, strict=True)
+    )
+    whole = _made_whole(max(stage.widest for stage in stages), layout, precision)
+    summed = (precision.itemsize + precision.gradients) * (whole > 0)  # before it is a part
+    late = max(stage.last for stage in stages) * summed
+    working = max(max(max(stage.peak, stage.inner + whole) for stage in stages), late)
+    fixed = weights + gradients + optimizer
+    middle = fixed + buffers + activations + working
+    if m == 1 and len(stages) == 1 and layout.dp_shard == 1:
+        before = count * min(precision.gradients, precision.itemsize)  # counted in `growing`
+        middle = fixed - before + buffers + stages[0].growing
+    bucket = min(gradients, max(BUCKET_BYTES, largest * precision.gradients)) * (layout.dp > 1)
+    copies = hardware.optimizer_copies * largest * precision.update
+    if hardware.foreach and not runtime.fused_optimizer:  # torch's makes temporaries of all at once
+        copies = count * precision.update
+    end = max(stage.first for stage in stages) * summed
+    total = max(middle, fixed + buffers + max(bucket, end), fixed + copies // layout.dp_shard)
+    return RankMemory(weights, gradients, optimizer, activations, working, buffers, total)
+
+
+def _resident(
+    count: int, around: int, layout: Layout, precision: Precision
+) -> tuple[int, int, int]:
+    """Bytes of weights, gradients and states of so many parameters, in a step.
+
+    Where dp divides them each rank has its part of what the optimizer steps, and whole weights beside it:
+    all, or with ZeRO-3 those around the blocks.
+    """
+    n, stage = layout.dp_shard, layout.zero_stage
+    if n == 1:
+        return count * precision.weights, count * precision.gradients, count * precision.optimizer
+    whole = around if stage == 3 else count
+    states = precision.optimizer + precision.weights * (not precision.has_masters)
+    gradients = count * precision.gradients // (n if stage > 1 else 1)
+    return whole * precision.weights, gradients, count * states // n
+
+
+def _made_whole(widest: int, layout: Layout, precision: Precision) -> int:
+    """Bytes of parts that are whole for a while: weights of blocks that run, gradients until summed."""
+    if layout.dp_shard == 1 or layout.zero_stage == 1:
+        return 0
+    weights = precision.weights * (layout.zero_stage == 3)
+    return PREFETCHED * widest * (weights + precision.gradients)

@@ -1,8 +1,8 @@
-"""What every unit of a model takes on one tp rank, for any number of rows: rehearsed once, scaled then.
+"""What every unit of a model takes on one tp rank, for any number of rows: one dry run, scaled then.
 
-A model of many equal blocks is rehearsed with three blocks of each kind: the first, which may do more (a
+A model of many equal blocks runs with three blocks of each kind: the first, which may do more (a
 mask, a position bias), the last, whose backward comes first and finds no gradient to add to, and one that
-stands for all between. Two numbers of rows are rehearsed, and between and beyond them everything is a straight line.
+stands for all between. Two numbers of rows are run, and between and beyond them everything is a straight line.
 """
 
 import copy
@@ -14,25 +14,27 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from slapo_zoo.hf import models as hf
-from slapo_zoo.zoo.derive import find_table
 from slapo_zoo.errors import ArchitectureError
+from slapo_zoo.hf import models as hf
+from slapo_zoo.hf.attention import ATTRIBUTE
 from slapo_zoo.hf.example_inputs import training_batch
+from slapo_zoo.language.directive import ForwardContext
+from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.language.traffic import Traffic
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.zoo.outline import Outline
+from slapo_zoo.pipeline.runtime import fake_schedule
+from slapo_zoo.pipeline.stages import StagePlan, leaf_units
 from slapo_zoo.tune.planner.footprint import Footprint
 from slapo_zoo.tune.planner.use import Use
-from slapo_zoo.language.schedule import Schedule
-from slapo_zoo.pipeline.stages import StagePlan, leaf_units
-from slapo_zoo.zoo.table import Table, base_prefix
-from slapo_zoo.language.traffic import Traffic
 from slapo_zoo.zoo.apply import block_paths
+from slapo_zoo.zoo.derive import find_table
+from slapo_zoo.zoo.outline import Outline
+from slapo_zoo.zoo.table import Table, base_prefix
 
 T = TypeVar("T")
 ROWS = (2, 4)  # with one row some operations take another form
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers")
 KEPT_BLOCKS = 3  # first, middle, last
-NOT_REHEARSED = ("cut_pipeline_stage", "checkpoint")
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,9 @@ class Profile:
     def uses(self, rows: int) -> list[Use]:
         """Of every unit, for a micro-batch of so many rows."""
         if rows not in self.cache:
-            self.cache[rows] = [unit.at(rows) for unit in self.units]
+            alike = {(id(unit.few), id(unit.many)): unit for unit in self.units}
+            found = {key: unit.at(rows) for key, unit in alike.items()}
+            self.cache[rows] = [found[id(unit.few), id(unit.many)] for unit in self.units]
         return self.cache[rows]
 
 
@@ -98,7 +102,7 @@ class Family:
         hf.register_models()
         self.config = copy.deepcopy(config)
         self.cls: Any = hf.resolve_class(self.config, auto_class)
-        self.table: Table = find_table(self.config, lambda: None, "zoo")
+        self.table: Table = find_table(self.config, self.cls, "zoo", Mesh())
         self.model = hf.build_on_meta(
             self.cls, copy.deepcopy(self.config), torch.float32, self.table.seam
         )
@@ -122,23 +126,30 @@ class Family:
 
     def profile(
         self, tp: int, sequence_parallel: bool, seq_len: int, dtype: torch.dtype,
-        attention: str | None = None, on_cpu: bool = False,
+        attention: str | None = None, on_cpu: bool = False, scores: bool = True,
+        parts: bool = False,
     ) -> Profile:  # fmt: skip
-        """Rehearse the model on one tp rank.
+        """A dry run of the model on one tp rank.
 
         Args:
-            tp: ranks that divide each layer.
+            tp: ranks that shard each layer.
             sequence_parallel: they divide the tokens too.
             seq_len: tokens of a row.
             dtype: of the parameters.
             attention: the attention back end.
             on_cpu: whether it would run on a CPU.
+            scores: whether attention with dropout writes its scores to memory.
+            parts: under sequence parallelism a rank keeps its part of the tokens alone.
         """
         outline = Outline(self.small, self.cls, Mesh(tp=tp), dtype, attention=attention,
                           sequence_parallel=sequence_parallel and tp > 1)  # fmt: skip
-        few, many = (rehearse(outline, rows, seq_len, on_cpu) for rows in ROWS)
+        few, many = (
+            dry_run(outline, rows, seq_len, _Masks(on_cpu, parts), scores) for rows in ROWS
+        )
         sizes, shared = few.parameters, few.shared
         blocks = set(block_paths(outline.schedule, outline.table))
+        if parts and sequence_parallel:
+            few, many = (replace(run, uses=_in_parts(run, blocks, tp)) for run in (few, many))
         seen: set[str] = set()
         units = []
         for call, a, b in zip(few.names, few.uses, many.uses, strict=True):
@@ -206,8 +217,8 @@ def shorter(config: Any, counts: set[int]) -> Any:
 
 
 @dataclass(frozen=True)
-class Rehearsed:
-    """Names and uses of the calls of one rehearsal, and where the parameters are."""
+class DryRun:
+    """Names and uses of the calls of one dry run, and where the parameters are."""
 
     names: list[str]
     uses: list[Use]
@@ -220,17 +231,34 @@ class _Masks:
 
     Args:
         on_cpu: whether the model would run on a CPU.
+        in_bytes: a mask has a byte per number, and no numbers of other ranks.
     """
 
     seed = 0
     real_tokens = None
 
-    def __init__(self, on_cpu: bool):
-        self.on_cpu = on_cpu
+    def __init__(self, on_cpu: bool, in_bytes: bool = False):
+        self.on_cpu, self.in_bytes = on_cpu, in_bytes
 
     def draws_in_blocks(self, device: torch.device) -> bool:
         """As RandomStream.draws_in_blocks, of the device that is planned for."""
         return self.on_cpu
+
+    def hashes(self, device: torch.device) -> bool:
+        """As RandomStream.hashes: the runtimes that are simulated keep their masks."""
+        return False
+
+    def seeds(self, x: Tensor, site: str, heads: Any = ()) -> Tensor:
+        """As RandomStream.seeds."""
+        return x.new_empty(x.shape[0] * max(len(heads), 1), dtype=torch.int64)
+
+    def seeds_of_columns(self, x: Tensor, site: str, run: Any, size: int) -> Tensor:
+        """As RandomStream.seeds_of_columns."""
+        return x.new_empty(x.shape[:-1].numel(), dtype=torch.int64)
+
+    def seeds_of_tokens(self, x: Tensor, site: str, n: int, r: int) -> Tensor:
+        """As RandomStream.seeds_of_tokens."""
+        return self.seeds(x, site)
 
     def cells(self, count: int, site: str, heads: Any = ()) -> list[int]:
         """As RandomStream.cells."""
@@ -247,39 +275,45 @@ class _Masks:
 
     def keep_mask(self, x: Tensor, p: float, site: str, heads: Any = ()) -> Tensor:
         """As RandomStream.keep_mask."""
-        return torch.empty_like(x)
+        return torch.empty_like(x, dtype=torch.uint8 if self.in_bytes else None)
 
     def keep_columns(self, x: Tensor, p: float, site: str, run: Any, size: int) -> Tensor:
         """As RandomStream.keep_columns."""
+        if self.in_bytes:
+            return x.new_empty((*x.shape[:-1], run[1] - run[0]), dtype=torch.uint8)
         return x.new_empty((*x.shape[:-1], size))[..., run[0] : run[1]]
 
     def keep_tokens(self, x: Tensor, p: float, site: str, n: int, r: int) -> Tensor:
         """As RandomStream.keep_tokens."""
+        if self.in_bytes:
+            return self.keep_mask(x, p, site)
         if x.ndim > 2:
             return x.new_empty(x.shape[0], n * x.shape[1], *x.shape[2:])[:, : x.shape[1]]
         return x.new_empty(n * x.shape[0], x.shape[1])[: x.shape[0]].clone()
 
 
-def rehearse(outline: Outline, rows: int, seq_len: int, on_cpu: bool = False) -> Rehearsed:
+def dry_run(
+    outline: Outline, rows: int, seq_len: int, stream: "_Masks", scores: bool = True
+) -> DryRun:
     """One training step of a micro-batch on fake tensors, dropout included.
 
     Args:
         outline: of any rank of the mesh.
         rows: of the micro-batch.
         seq_len: tokens of a row.
-        on_cpu: what would run on a CPU is rehearsed, not what would on a GPU.
+        stream: stands for the random stream.
+        scores: whether attention with dropout writes its scores to memory.
     """
-    mesh, dtype = outline.mesh, next(outline.model.parameters()).dtype
-    mode, model = hf.build_fake(outline.cls, outline.model.config, dtype)
-    steps = [step for step in outline.schedule.history if step[1].name not in NOT_REHEARSED]
-    with mode:
-        schedule = Schedule(model, replace(mesh, rehearsal=True))
-        stream: Any = _Masks(on_cpu)
-        schedule.state.random = stream
-        schedule.replay(steps)
-    schedule.state.tokens_divided = outline.state.sequence_parallel
-    schedule.state.traffic = Traffic()
+    dtype = next(outline.model.parameters()).dtype
+    kinds = ("cut_pipeline_stage", "checkpoint")
+    mode, schedule = fake_schedule(outline.schedule, outline.cls, kinds, stream)
+    model: Any = schedule.model
+    traffic = Traffic()
+    schedule.state.forward = ForwardContext(outline.state.sequence_parallel, traffic=traffic)
     model.train()
+    for name, module in model.named_modules() if not scores else ():
+        if name.rpartition(".")[2] == ATTRIBUTE:
+            module.eval()  # one operation, with or without dropout
     batch = _floats(training_batch(outline.model, rows, seq_len), dtype)
     if "use_cache" in inspect.signature(outline.cls.forward).parameters:
         batch["use_cache"] = False
@@ -288,12 +322,24 @@ def rehearse(outline: Outline, rows: int, seq_len: int, on_cpu: bool = False) ->
         raise ArchitectureError("plan", "model", problem, "choose a head that takes labels")
     parameters, shared = parameter_bytes(model, outline.units)
     _untie(model, mode)
-    found = Footprint(model, outline.units, schedule.state.traffic, outline.units[-1])
+    found = Footprint(model, outline.units, traffic, outline.units[-1])
     uses = found.run(mode, model, batch)
     names = [call.unit for call in found.calls]
     received = dict(_received(found.calls))
     uses = [replace(use, received=received.get(i, 0)) for i, use in enumerate(uses)]
-    return Rehearsed(names, uses, parameters, shared)
+    return DryRun(names, uses, parameters, shared)
+
+
+def _in_parts(run: DryRun, blocks: set[str], tp: int) -> list[Use]:
+    """What is whole on every rank before the first block, kept as a part."""
+    first = next(i for i, name in enumerate(run.names) if name in blocks)
+    if run.names[first + 1] not in blocks:
+        return run.uses
+    usual = run.uses[first + 1].kept
+    kept = [use.kept / tp for use in run.uses[:first]]
+    kept.append(usual + (run.uses[first].kept - usual) / tp)
+    changed = [replace(use, kept=n) for use, n in zip(run.uses, kept, strict=False)]
+    return changed + run.uses[first + 1 :]
 
 
 def _untie(model: Any, mode: Any) -> None:

@@ -1,4 +1,4 @@
-"""Every configuration of a cluster, judged on paper: what fits, what does not and why, what is fastest."""
+"""Every configuration of a cluster, simulated: what fits, what does not and why, what is fastest."""
 
 import copy
 import itertools
@@ -9,21 +9,28 @@ from typing import Any
 
 import torch
 
-from slapo_zoo.hf import models as hf
-from slapo_zoo.pipeline.unit_costs import unit_costs
 from slapo_zoo.errors import MeshError, SlapoError
-from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.pipeline.orders import StageMap, balanced_cuts
-from slapo_zoo.tune.planner.hardware import GIB, Hardware
-from slapo_zoo.tune.planner.layout import Layout, divisors, layouts
-from slapo_zoo.tune.planner.memory import RankMemory, Recompute, StageMemory, rank_memory, stage_memory
-from slapo_zoo.tune.planner.profile import Family, Profile
-from slapo_zoo.tune.planner.timing import StageTime, StepTime, stage_time, step_time
+from slapo_zoo.hf import models as hf
 from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.pipeline.orders import balanced_cuts
 from slapo_zoo.pipeline.stages import leaf_units
-from slapo_zoo.zoo.table import base_prefix
 from slapo_zoo.pipeline.timeline import BACKWARD, BACKWARD_WEIGHT, FORWARD
+from slapo_zoo.pipeline.unit_costs import unit_costs
+from slapo_zoo.tune.planner.hardware import GIB, Hardware
+from slapo_zoo.tune.planner.layout import Layout, divisors, layouts, places_of
+from slapo_zoo.tune.planner.memory import (
+    RankMemory,
+    Recompute,
+    StageMemory,
+    rank_memory,
+    stage_memory,
+)
+from slapo_zoo.tune.planner.profile import Family, Profile
+from slapo_zoo.tune.planner.runtime import find_precision, find_runtime
+from slapo_zoo.tune.planner.timing import How, StageTime, StepTime, stage_time, step_time
 from slapo_zoo.zoo.apply import block_paths, spread
+from slapo_zoo.zoo.table import base_prefix
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "working", "buffers")
 
@@ -84,28 +91,31 @@ class Planner:
         config: of `transformers`.
         hardware: the devices.
         seq_len: tokens of a row.
-        dtype: of the parameters.
+        precision: of the parameters and products: "bf16" and "fp16" with weights and sums in float32,
+            "bf16-pure" and "fp16-pure" without, or "fp32".
+        runtime: "eager", "kernels", "compiled" or "megatron": how element-wise operations are run.
         auto_class: which head.
     """
 
     def __init__(
-        self, config: Any, hardware: Hardware, seq_len: int, dtype: torch.dtype = torch.bfloat16,
-        auto_class: Any = None,
+        self, config: Any, hardware: Hardware, seq_len: int, precision: str = "bf16",
+        runtime: str = "eager", auto_class: Any = None,
     ):  # fmt: skip
-        self.family, self.hardware = Family(config, auto_class), hardware
-        self.seq_len, self.dtype = seq_len, dtype
-        self.dtype_name = str(dtype).removeprefix("torch.")
+        self.precision, self.runtime = find_precision(precision), find_runtime(runtime)
+        self.family, self.hardware, self.seq_len = Family(config, auto_class), hardware, seq_len
+        self.dtype: torch.dtype = getattr(torch, self.precision.dtype)
         self._profiles: dict[tuple[int, bool], Profile] = {}
         self._stages: dict[Any, Any] = {}
         self._costs: list[tuple[str, float]] = []
 
     def profile(self, tp: int, sequence_parallel: bool = False) -> Profile:
-        """The model on one of so many tp ranks; rehearsed once."""
+        """The model on one of so many tp ranks; one dry run each."""
         key = tp, sequence_parallel and tp > 1
         if key not in self._profiles:
             self._profiles[key] = self.family.profile(
-                *key, self.seq_len, self.dtype, on_cpu=not self.hardware.foreach
-            )
+                *key, self.seq_len, self.dtype, on_cpu=not self.hardware.foreach,
+                scores=self.runtime.scores, parts=self.runtime.parts,
+            )  # fmt: skip
         return self._profiles[key]
 
     def search(self, gpus: int, batch: int, orders: Sequence[str] | None = None) -> Found:
@@ -125,6 +135,8 @@ class Planner:
         for layout in self._candidates(gpus, batch, orders, refused):
             looked_at += 1
             found = self.forecast(layout)
+            if found.memory > limit:
+                found = self._sharded(found, limit)
             if found.memory <= limit:
                 fits.append(found)
                 continue
@@ -140,6 +152,15 @@ class Planner:
         fits.sort(key=lambda found: (found.step.seconds, found.memory, found.layout))
         return Found(fits, refused, looked_at, self.hardware, batch, self.seq_len,
                      self.family.total_parameters)  # fmt: skip
+
+    def _sharded(self, found: Forecasted, limit: float) -> Forecasted:
+        """The layout with as little ZeRO as makes it fit; the last tried where none does."""
+        layout = found.layout
+        for stage in (1, 3) if layout.dp > 1 else ():
+            found = self.forecast(replace(layout, dp_shard=layout.dp, zero_stage=stage))
+            if found.memory <= limit:
+                break
+        return found
 
     def _candidates(
         self, gpus: int, batch: int, orders: Sequence[str] | None, refused: list[tuple[str, str]]
@@ -158,31 +179,36 @@ class Planner:
 
     def forecast(self, layout: Layout) -> Forecasted:
         """What a layout takes."""
-        stages, times = zip(*self._stages_of(layout), strict=True)
-        places = StageMap.make(layout.pipeline_order, layout.pp,
-                               layout.stages_per_rank if layout.stages_per_rank > 1 else None)  # fmt: skip
+        stages, times = zip(*self.stages_of(layout), strict=True)
+        places = places_of(layout)
         profile = self.profile(layout.tp, layout.sequence_parallel)
         uses = zip(profile.units, profile.uses(layout.rows), strict=True)
         scratch = self.hardware.scratch * max(use.output for unit, use in uses if unit.is_block)
         ranks = []
         for rank in range(layout.pp):
-            mine = places.stages_of(rank)
             held = in_flight(layout.pipeline_order, layout.pp, layout.stages_per_rank,
                              layout.micro_batches, rank)  # fmt: skip
-            found = rank_memory([stages[i] for i in mine], held, layout.micro_batches, layout.dp,
-                                self.hardware.optimizer_copies)  # fmt: skip
-            found = replace(found, total=found.total + scratch, working=found.working + scratch)
-            ranks.append(self._with_foreach(found))
+            mine = [stages[i] for i in places.stages_of(rank)]
+            found = rank_memory(mine, held, layout, self.precision, self.runtime, self.hardware)
+            ranks.append(
+                replace(found, total=found.total + scratch, working=found.working + scratch)
+            )
         fullest = max(range(layout.pp), key=lambda rank: ranks[rank].total)
-        step = step_time(times, layout, ranks[fullest].weights, self.hardware)
+        parameters = [
+            sum(stages[i].parameters for i in places.stages_of(r)) for r in range(layout.pp)
+        ]
+        step = step_time(times, layout, max(parameters), self.how(layout))
         return Forecasted(layout, step, ranks, fullest)
 
-    def _with_foreach(self, found: RankMemory) -> RankMemory:
-        """The many-tensor form of an optimizer makes temporaries of all parameters at once."""
-        if not self.hardware.foreach:
-            return found
-        step = found.weights * 2 + found.optimizer + found.weights
-        return replace(found, total=max(found.total, step))
+    def on(self, hardware: Hardware) -> "Planner":
+        """The same model on other devices; what was found of it is shared."""
+        other = copy.copy(self)
+        other.hardware, other._stages = hardware, {}
+        return other
+
+    def how(self, layout: Layout) -> How:
+        """How the layout is run."""
+        return How(self.hardware, self.runtime, self.precision, layout.tp)
 
     def why(self, found: Forecasted) -> str:
         """Why a layout does not fit."""
@@ -197,21 +223,32 @@ class Planner:
         return (f"stage {found.fullest} needs {total:.1f} GiB of {self.hardware.memory / GIB:.1f}"
                 f" ({parts})")  # fmt: skip
 
-    def _stages_of(self, layout: Layout) -> list[tuple[StageMemory, StageTime]]:
+    def stages_of(self, layout: Layout) -> list[tuple[StageMemory, StageTime]]:
+        """Memory and time of every stage, in order."""
         key = (layout.tp, layout.sequence_parallel, layout.stages, layout.rows,
                layout.checkpoint_ratio, layout.checkpoint_policy)  # fmt: skip
         if key not in self._stages:
             profile = self.profile(layout.tp, layout.sequence_parallel)
             blocks = self.family.blocks
             chosen = frozenset(blocks[i] for i in spread(len(blocks), layout.checkpoint_ratio))
-            again = Recompute(chosen, layout.checkpoint_policy)
-            edges = [0, *self.cuts(layout.stages), len(profile.units)]
+            apart, policy = (
+                (layout.tp - 1) / layout.tp * self.runtime.parts,
+                layout.checkpoint_policy,
+            )
+            again, how = Recompute(chosen, policy, apart), self.how(layout)
+            if not isinstance(policy, str):
+                again = Recompute(each=dict(zip(blocks, policy, strict=True)), regathered=apart)
+            edges = self.edges(layout.stages)
             self._stages[key] = [
                 (stage_memory(profile, a, b, layout.rows, again),
-                 stage_time(profile, a, b, layout.rows, again, layout.tp, self.hardware, self.dtype_name))
+                 stage_time(profile, a, b, layout.rows, again, how))
                 for a, b in itertools.pairwise(edges)
             ]  # fmt: skip
         return self._stages[key]
+
+    def edges(self, stages: int) -> list[int]:
+        """Index of the first call of every stage, and the number of calls."""
+        return [0, *self.cuts(stages), len(self.profile(1).units)]
 
     def costs(self) -> list[tuple[str, float]]:
         """(unit, estimated operations) of every call of the unscheduled model, as cuts are placed by."""
@@ -234,6 +271,8 @@ class Planner:
         if key not in self._stages:
             names, costs = zip(*self.costs(), strict=True)
             may_cut = [i for i, name in enumerate(names) if name in self._blocks()]
+            if self.runtime.even:
+                costs = [float(name in self._blocks()) for name in names]
             self._stages[key] = [i + 1 for i in balanced_cuts(costs, may_cut, stages)]
         return self._stages[key]
 
@@ -243,20 +282,33 @@ def _near(gpus: int, batch: int) -> str:
 
 
 @lru_cache(maxsize=4096)
-def in_flight(order: str, pp: int, laps: int, micro_batches: int, rank: int) -> tuple[int, ...]:
-    """Micro-batches that each stage of a rank holds when the rank holds most."""
+def in_flight(order: str, pp: int, virtual: int, micro_batches: int, rank: int) -> tuple[int, ...]:
+    """Micro-batches that each stage of a rank holds at the fullest moment.
+
+    Args:
+        order: of the pipeline.
+        pp: its ranks.
+        virtual: stages per rank.
+        micro_batches: of a step.
+        rank: pp coordinate.
+    """
     if pp == 1:
         return (1,)
-    if laps == 1:
+    if order in ("1f1b", "gpipe"):
         deep = order == "gpipe" or micro_batches < pp
         return (micro_batches if deep else pp - rank,)
-    return _interleaved(order, pp, laps, min(micro_batches, 4 * pp))[rank]
+    if order == "interleaved_1f1b":
+        # a rank warms up with a round of every chunk but the last, and two more per rank behind it
+        ahead = min(micro_batches * virtual, (virtual - 1) * pp + 2 * (pp - 1 - rank) + 1)
+        chunks = [i // pp % virtual for i in range(ahead)]
+        return tuple(chunks.count(chunk) for chunk in range(virtual))
+    return _played(order, pp, virtual, micro_batches)[rank]
 
 
 @lru_cache(maxsize=512)
-def _interleaved(order: str, pp: int, laps: int, micro_batches: int) -> list[tuple[int, ...]]:
-    """Of every rank, from the order itself; after some rounds it repeats."""
-    places = StageMap.make(order, pp, laps)
+def _played(order: str, pp: int, virtual: int, micro_batches: int) -> list[tuple[int, ...]]:
+    """Of every rank, from the order itself."""
+    places = places_of(Layout(pp=pp, pipeline_order=order, stages_per_rank=virtual))
     found = []
     for rank, actions in enumerate(places.actions(micro_batches)):
         now = dict.fromkeys(places.stages_of(rank), 0)

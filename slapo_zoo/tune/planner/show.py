@@ -4,6 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from slapo_zoo.tune.planner.advice import worth
 from slapo_zoo.tune.planner.hardware import GIB
 from slapo_zoo.tune.planner.search import Forecasted, Found, Planner, require_feasible
 
@@ -13,11 +14,12 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def as_json(found: Found, most: int) -> dict[str, Any]:
+def as_json(planner: Planner, found: Found, most: int) -> dict[str, Any]:
     """The outcome for programs; sizes in bytes, times in seconds."""
     return {
         "hardware": asdict(found.hardware), "parameters": found.parameters, "batch": found.rows,
         "seq_len": found.seq_len, "looked_at": found.looked_at, "fit": len(found.feasible),
+        "best": asdict(worth(planner, found.feasible[0])) if found.feasible else None,
         "layouts": [_entry(found, f) for f in found.feasible[:most]],
         "refused": [{"layout": name, "why": why} for name, why in found.refused],
     }  # fmt: skip
@@ -31,7 +33,7 @@ def _entry(found: Found, f: Forecasted) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def show(found: Found, most: int, explain: bool) -> None:
+def show(planner: Planner, found: Found, most: int, explain: bool) -> None:
     """Print the fastest layouts, and with `explain` why the others cannot be."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -49,6 +51,7 @@ def show(found: Found, most: int, explain: bool) -> None:
     console.print(table)
     console.print(f"predicted from: {found.hardware.source}")
     if found.feasible:
+        console.print(worth(planner, found.feasible[0]).text())
         console.print(f"from_pretrained(..., {call_of(found.feasible[0])})")
     for name, why in found.refused if explain else ():
         console.print(f"{name}: {why}")
@@ -62,8 +65,9 @@ def _cells(found: Found, f: Forecasted) -> list[str]:
     )
     comm = f.step.tp_bytes + f.step.dp_bytes + f.step.pp_bytes
     total = (f.memory + found.hardware.reserved) / GIB
+    copies = str(at.dp) + f" ZeRO-{at.zero_stage}" * (at.dp_shard > 1)
     return [
-        str(at.tp), str(at.pp), str(at.dp), f"{at.micro_batches} x {at.rows} rows",
+        str(at.tp), str(at.pp), copies, f"{at.micro_batches} x {at.rows} rows",
         f"{order} x{at.stages_per_rank}" if at.stages_per_rank > 1 else order, again,
         "yes" if at.sequence_parallel else "-", f"{f.step.seconds:.3g}",
         f"{found.tokens_per_s(f):.3g}", f"{f.step.bubble:.1%}", f"{total:.1f}", f"{comm / 1e9:.3g}",
@@ -92,11 +96,11 @@ def write_schedule(planner: Planner, found: Found, path: Path) -> Forecasted:
 
     best = require_feasible(found, "--write")
     at = best.layout
-    laps = at.stages_per_rank if at.stages_per_rank > 1 else None
+    virtual = at.stages_per_rank if at.stages_per_rank > 1 else None
     outline = Outline(
         planner.family.config, planner.family.cls, Mesh(at.tp, at.pp, at.dp), planner.dtype,
         checkpoint_ratio=at.checkpoint_ratio, sequence_parallel=at.sequence_parallel,
-        pipeline_order=at.pipeline_order, stages_per_rank=laps, checkpoint_policy=at.checkpoint_policy,
+        pipeline_order=at.pipeline_order, stages_per_rank=virtual, checkpoint_policy=at.checkpoint_policy,
     )  # fmt: skip
     program = make_program(outline.schedule, outline.model.config, outline.cls)
     path.write_bytes(program.to_bytes())

@@ -1,14 +1,60 @@
 """How long a step takes: what each stage computes and moves, the order, and the collectives."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from slapo_zoo.pipeline.timeline import BACKWARD, FORWARD, makespan, simulate
 from slapo_zoo.tune.planner.hardware import Hardware
-from slapo_zoo.tune.planner.layout import Layout
+from slapo_zoo.tune.planner.layout import Layout, places_of
 from slapo_zoo.tune.planner.memory import Recompute
 from slapo_zoo.tune.planner.profile import Profile
+from slapo_zoo.tune.planner.rates import collective_seconds, group_rate, product_seconds
+from slapo_zoo.tune.planner.runtime import Precision, Runtime
+from slapo_zoo.tune.planner.use import Use, Work
 
-OPTIMIZER_PASSES = 7  # read weight, gradient and two states; write weight and two states
+STATE_PASSES = 2  # AdamW reads and writes what it keeps, and a copy in float32
+CLOSED = ("1f1b", "gpipe", "interleaved_1f1b")
+GRADIENT_PASSES = 3  # for the norm, for scaling, for the update
+
+
+@dataclass(frozen=True)
+class How:
+    """All that decides how long some work takes.
+
+    Args:
+        hardware: the cluster.
+        runtime: how the model is run.
+        precision: of the parameters.
+        tp: ranks that shard each layer.
+    """
+
+    hardware: Hardware
+    runtime: Runtime
+    precision: Precision
+    tp: int = 1
+
+    def seconds(self, work: Work) -> float:
+        """Of a phase of a unit: on the device, or of the host that launches it; and its collectives."""
+        hardware, dtype = self.hardware, self.precision.dtype
+        moved, launches = work.moved, work.ops
+        if self.runtime.fused:
+            moved, launches = work.fused, work.launches * self.runtime.host
+        products = sum(product_seconds(hardware, dtype, product) for product in work.products)
+        device = products + moved / hardware.bandwidth
+        shared = collective_seconds(hardware, self.tp, work.comm, work.collectives)
+        return max(device, launches * hardware.operation_s) + shared
+
+    def again(self, use: Use, policy: str) -> float:
+        """Seconds that a policy costs: what is recomputed of a unit's forward, or waited for."""
+        if policy == "offload":
+            copied = use.kept / self.hardware.host
+            waits = (max(copied - self.seconds(w), 0.0) for w in (use.forward, use.backward))
+            return sum(waits) + 2 * self.hardware.operation_s  # somebody starts the copies
+        if policy == "attention":
+            return self.seconds(use.attention)
+        if policy != "recompute":
+            return self.seconds(replace(use.forward, products=()))
+        return self.seconds(use.forward)
 
 
 @dataclass(frozen=True)
@@ -31,7 +77,7 @@ class StageTime:
 
     @property
     def seconds(self) -> float:
-        """Of both."""
+        """Of forward and backward."""
         return self.forward_s + self.backward_s
 
 
@@ -45,6 +91,7 @@ class StepTime:
         compute_s: of the busiest rank, tp collectives included.
         gradients_s: of the sums over dp.
         optimizer_s: of the optimizer's step.
+        transfer_s: that the busiest rank waits for its neighbours' tensors.
         tp_bytes: that one rank sends over tp in a step.
         dp_bytes: over dp.
         pp_bytes: over pp.
@@ -56,6 +103,7 @@ class StepTime:
     compute_s: float
     gradients_s: float
     optimizer_s: float
+    transfer_s: float
     tp_bytes: float
     dp_bytes: float
     pp_bytes: float
@@ -63,69 +111,123 @@ class StepTime:
 
 
 def stage_time(
-    profile: Profile, begin: int, end: int, rows: int, again: Recompute, tp: int, hardware: Hardware,
-    dtype: str,
-) -> StageTime:  # fmt: skip
+    profile: Profile, begin: int, end: int, rows: int, again: Recompute, how: How
+) -> StageTime:
     """Of the units begin..end of a profile, as one stage."""
-    rate, width = hardware.flops(dtype), hardware.bandwidth
+    share = (how.tp - 1) / how.tp
     forward = backward = flops = comm = 0.0
+    cache = profile.cache
     for unit, use in zip(profile.units[begin:end], profile.uses(rows)[begin:end], strict=True):
-        sent = use.forward_comm * (tp - 1) / tp, use.backward_comm * (tp - 1) / tp
-        ahead = _seconds(
-            use.forward_flops, use.forward_moved, use.forward_ops, rate, width, hardware
-        )
-        ahead += sent[0] / hardware.between(tp)
-        back = _seconds(
-            use.backward_flops, use.backward_moved, use.backward_ops, rate, width, hardware
-        )
-        back += sent[1] / hardware.between(tp)
-        repeated = _repeated(use, again.policy) if unit.name in again.blocks else 0.0
+        policy = again.of(unit.name)
+        key = id(use), id(how.hardware), policy
+        if key not in cache:
+            cache[key] = (
+                how.seconds(use.forward),
+                how.seconds(use.backward),
+                how.again(use, policy) if policy != "keep" else 0.0,
+            )
+        ahead, back, repeated = cache[key]
         forward += ahead
-        backward += back + repeated * ahead
-        flops += use.forward_flops + use.backward_flops + (repeated == 1.0) * use.forward_flops
-        comm += sum(sent) + repeated * sent[0]
+        backward += back + repeated
+        whole = policy == "recompute"
+        flops += use.forward.flops * (1 + whole) + use.backward.flops
+        comm += share * (use.forward.comm * (1 + whole) + use.backward.comm)
     received = profile.uses(rows)[begin].received if begin else 0.0
     return StageTime(forward, backward, flops, comm, received)
 
 
-def _seconds(
-    flops: float, moved: float, ops: float, rate: float, width: float, hardware: Hardware
-) -> float:
-    return max(flops / rate + moved / width, ops * hardware.operation_s)
-
-
-def _repeated(use: object, policy: str) -> float:
-    """Share of the forward that runs again: without its matrix products about half is left."""
-    return 0.5 if policy else 1.0
-
-
-def step_time(
-    stages: Sequence[StageTime], layout: Layout, weights: float, hardware: Hardware
-) -> StepTime:
+def step_time(stages: Sequence[StageTime], layout: Layout, parameters: float, how: How) -> StepTime:
     """Of all stages in their order.
 
     Args:
         stages: of the whole pipeline; stage i is on rank i % pp.
         layout: the configuration.
-        weights: bytes of the fullest rank.
-        hardware: the cluster.
+        parameters: of the fullest rank.
+        how: it is run.
     """
-    pp, m, laps = layout.pp, layout.micro_batches, layout.stages_per_rank
-    per_rank = [sum(stages[r + pp * lap].seconds for lap in range(laps)) for r in range(pp)]
-    busiest, whole = max(per_rank), sum(stage.seconds for stage in stages)
-    wire = hardware.between(layout.tp * layout.dp * pp) if pp > 1 else hardware.link
-    crossing = sum(2 * stage.received for stage in stages[1:])  # forward, and its gradient
-    fill = (whole / laps if pp > 1 else busiest) - busiest / laps * (pp > 1)
-    run = m * busiest + max(fill if pp > 1 else 0.0, 0.0) + crossing / wire
-    dp = layout.dp
-    dp_bytes = 2.0 * weights * (dp - 1) / dp
-    gradients = dp_bytes / hardware.between(layout.tp * dp) + (dp > 1) * hardware.latency_s
-    optimizer = OPTIMIZER_PASSES * weights / hardware.bandwidth
-    bubble = 1.0 - m * sum(per_rank) / pp / run if run else 0.0
-    here = max(range(pp), key=per_rank.__getitem__)
-    mine = [stages[here + pp * lap] for lap in range(laps)]
+    m, precision, hardware = layout.micro_batches, how.precision, how.hardware
+    wait = [_transfer(stage.received, layout, how) for stage in stages]
+    run, mine, per_rank = _pipeline(stages, wait, layout)
+    transfers = 2 * m * max(wait) * layout.stages_per_rank * (layout.pp > 1)
+    # every micro-batch adds its gradients to those of the ones before
+    sums = (precision.weights + 2 * precision.gradients) * parameters / hardware.bandwidth
+    run += 0.0 if how.runtime.accumulates else m * sums
+    gradients, dp_bytes = _gradients(parameters, layout, how, run / m)
+    states = STATE_PASSES * (precision.weights + precision.optimizer)
+    states += GRADIENT_PASSES * precision.gradients
+    optimizer = states * parameters / layout.dp_shard / hardware.bandwidth
+    bubble = 1.0 - m * sum(per_rank) / layout.pp / run if layout.pp > 1 else 0.0
     return StepTime(
-        run + gradients + optimizer, bubble if pp > 1 else 0.0, m * busiest, gradients, optimizer,
+        run + gradients + optimizer, bubble, m * max(per_rank), gradients, optimizer, transfers,
         m * sum(s.comm for s in mine), dp_bytes, 2 * m * sum(s.received for s in mine),
         m * sum(s.flops for s in mine),
     )  # fmt: skip
+
+
+def _pipeline(
+    stages: Sequence[StageTime], wait: Sequence[float], layout: Layout
+) -> tuple[float, list[StageTime], list[float]]:
+    """(seconds of forwards and backwards, stages of the busiest rank, seconds of a micro-batch per rank).
+
+    Of the usual orders in closed form: the busiest rank works through, and once every other stage is
+    waited for. The others are simulated action by action.
+    """
+    places, m = places_of(layout), layout.micro_batches
+    held = [[stages[i] for i in places.stages_of(rank)] for rank in range(layout.pp)]
+    per_rank = [sum(stage.seconds for stage in mine) for mine in held]
+    here = max(range(layout.pp), key=per_rank.__getitem__)
+    if layout.pp == 1:
+        return m * per_rank[0], held[0], per_rank
+    if layout.pipeline_order in CLOSED:
+        fill = (sum(per_rank) - per_rank[here]) / layout.stages_per_rank + 2 * sum(wait)
+        # a rank hands on and takes in a tensor and a gradient per micro-batch and stage
+        steady = m * (per_rank[here] + 2 * max(wait) * layout.stages_per_rank)
+        return steady + fill, held[here], per_rank
+    spans = simulate(
+        places.actions(m), lambda action: _cost(stages[action.stage], action.kind), max(wait)
+    )
+    return makespan(spans), held[here], per_rank
+
+
+def _cost(stage: StageTime, kind: str) -> float:
+    """Seconds of an action; half of a backward is that of the inputs."""
+    if kind == FORWARD:
+        return stage.forward_s
+    return stage.backward_s * (1.0 if kind == BACKWARD else 0.5)
+
+
+def _transfer(received: float, layout: Layout, how: How) -> float:
+    """Seconds until a tensor has come from the stage before."""
+    if not received:
+        return 0.0
+    hardware = how.hardware
+    sent = received / layout.tp if how.runtime.scatters else received
+    rate = group_rate(hardware, 2, layout.tp * layout.dp)
+    inside = hardware.per_node >= 2 * layout.tp * layout.dp
+    shared = received * (layout.tp - 1) / layout.tp / hardware.link * how.runtime.scatters
+    return hardware.latency_s + sent / (rate if inside else hardware.network) + shared
+
+
+def _gradients(
+    parameters: float, layout: Layout, how: How, micro_batch_s: float
+) -> tuple[float, float]:
+    """(seconds, bytes that a rank sends) of the sums over dp, and of what ZeRO gathers.
+
+    What is gathered and summed for every micro-batch hides behind it, and only what is longer is seen.
+    """
+    precision, stage, shards = how.precision, layout.zero_stage, layout.dp_shard
+    weights, gradients = parameters * precision.weights, parameters * precision.gradients
+    hidden = (2 * weights * (stage == 3) + gradients * (stage > 1)) * (shards > 1)
+    once = (weights * (stage < 3) + gradients * (stage == 1)) * (shards > 1)
+
+    def seconds(moved: float, ranks: int, stride: int) -> float:
+        return collective_seconds(how.hardware, ranks, moved, moved > 0, stride)
+
+    m, copies = layout.micro_batches, layout.dp // shards
+    found = m * max(0.0, seconds(hidden, shards, layout.tp) - micro_batch_s)
+    found += seconds(once, shards, layout.tp)
+    found += seconds(2 * gradients / shards, copies, layout.tp * shards)
+    moved = (m * hidden + once) * (shards - 1) / shards + 2 * gradients / shards * (
+        copies - 1
+    ) / copies
+    return found, moved

@@ -2,6 +2,75 @@
 
 import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Product(NamedTuple):
+    """A batch of matrix products [m, k] x [k, n], or with `n = 0` an attention of m queries and k keys.
+
+    Args:
+        batch: number of products, or rows times heads.
+        m: rows of the first matrix.
+        n: columns of the second matrix; 0 for a fused attention.
+        k: what is summed over; of a fused attention the number of keys.
+        flops: floating-point operations of all of them.
+        moved: bytes that they read and write.
+    """
+
+    batch: float
+    m: float
+    n: float
+    k: float
+    flops: float
+    moved: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a device does in one phase of a unit.
+
+    Args:
+        products: matrix products and attentions.
+        moved: bytes that all other operations read and write, each by itself.
+        ops: operations that write memory.
+        fused: bytes that are read and written where chains of element-wise operations are one kernel.
+        launches: kernels then.
+        comm: bytes that cross the tp ranks on a ring of many.
+        collectives: number of them.
+    """
+
+    products: tuple[Product, ...] = ()
+    moved: float = 0.0
+    ops: float = 0.0
+    fused: float = 0.0
+    launches: float = 0.0
+    comm: float = 0.0
+    collectives: float = 0.0
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of all products."""
+        return sum(product.flops for product in self.products)
+
+    def plus(self, other: "Work") -> "Work":
+        """Both, one after the other."""
+        numbers = (a + b for a, b in zip(_numbers(self), _numbers(other), strict=True))
+        return Work(self.products + other.products, *numbers)
+
+    def toward(self, other: "Work", share: float) -> "Work":
+        """The point at `share` of the way from here to the other."""
+        products = tuple(
+            Product(*(x + (y - x) * share for x, y in zip(a, b, strict=True)))
+            for a, b in zip(self.products, other.products, strict=True)
+        )
+        numbers = (
+            a + (b - a) * share for a, b in zip(_numbers(self), _numbers(other), strict=True)
+        )
+        return Work(products, *numbers)
+
+
+def _numbers(work: Work) -> tuple[float, ...]:
+    return (work.moved, work.ops, work.fused, work.launches, work.comm, work.collectives)
 
 
 @dataclass(frozen=True)
@@ -12,32 +81,26 @@ class Use:
     backward, above the gradients of parameters).
 
     Args:
-        forward_flops: of matrix products and attention.
-        forward_moved: bytes that all other operations read and write.
-        forward_ops: operations that write memory.
-        forward_comm: bytes that cross the tp ranks.
-        backward_flops: the same of the backward.
-        backward_moved: the same of the backward.
-        backward_ops: the same of the backward.
-        backward_comm: the same of the backward.
+        forward: what the device does in the forward.
+        backward: what it does in the backward.
+        attention: the part of the forward that is softmax(q k') v.
         kept: bytes that the forward leaves alive.
+        attention_kept: the part of them that lies between q, k, v and the output of attention.
+        gathered: bytes that its forward gathered over tp, of sequence parallelism.
         matmuls: bytes of its results of matrix products and fused attention.
         output: bytes that it returns and that no unit before returned.
         forward_peak: most bytes alive in its forward.
         backward_peak: most bytes alive in its backward.
-        backward_growth: the same with the gradients of its own parameters.
+        backward_growth: most bytes alive in its backward, gradients of its own parameters included.
         received: bytes that a stage receives which begins with this unit.
     """
 
-    forward_flops: float = 0.0
-    forward_moved: float = 0.0
-    forward_ops: float = 0.0
-    forward_comm: float = 0.0
-    backward_flops: float = 0.0
-    backward_moved: float = 0.0
-    backward_ops: float = 0.0
-    backward_comm: float = 0.0
+    forward: Work = Work()
+    backward: Work = Work()
+    attention: Work = Work()
     kept: float = 0.0
+    attention_kept: float = 0.0
+    gathered: float = 0.0
     matmuls: float = 0.0
     output: float = 0.0
     forward_peak: float = 0.0
@@ -47,10 +110,8 @@ class Use:
 
     def toward(self, other: "Use", share: float) -> "Use":
         """The point at `share` of the way from here to the other; beyond 1 it is extrapolated."""
-        return Use(
-            *(a + (b - a) * share for a, b in zip(_values(self), _values(other), strict=True))
-        )
-
-
-def _values(use: Use) -> tuple[float, ...]:
-    return tuple(getattr(use, field.name) for field in dataclasses.fields(use))
+        found = []
+        for field in dataclasses.fields(self):
+            a, b = getattr(self, field.name), getattr(other, field.name)
+            found.append(a.toward(b, share) if isinstance(a, Work) else a + (b - a) * share)
+        return Use(*found)

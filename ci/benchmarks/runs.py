@@ -1,0 +1,135 @@
+"""Training runs that others measured and published, as layouts: what the planner's figures are judged by."""
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from slapo_zoo.tune.planner.layout import Layout
+
+FOLDER = Path(__file__).parent / "published_runs"
+
+
+class Size(NamedTuple):
+    """A GPT."""
+
+    width: int
+    blocks: int
+    heads: int
+    seq_len: int
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measured layout.
+
+    Args:
+        source: who published it.
+        size: of the model.
+        layout: the configuration.
+        seconds: of a step; 0 where only memory is known.
+        memory: GiB of weights, gradients, states and activations; 0 where it is not known.
+        node_network: bytes per second of a node to others.
+    """
+
+    source: str
+    size: Size
+    layout: Layout
+    seconds: float
+    memory: float = 0.0
+    node_network: float = 200e9  # Selene: eight cards of 200 Gb/s
+
+    @property
+    def gpus(self) -> int:
+        """Of the run."""
+        return self.layout.tp * self.layout.pp * self.layout.dp
+
+
+def vtrain(name: str) -> Iterator[Run]:
+    """Rows of vTrain's artifact; recomputation is full and the network 800 Gb/s a node, as its configs say."""
+    with (FOLDER / f"vtrain_{name}.csv").open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            n = {key: int(value) for key, value in row.items() if value.isdigit()}
+            tp, dp, pp = (n[f"{what} parallelism"] for what in ("tensor", "data", "pipeline"))
+            count = n["global batch"] // dp // n["micro batch"]
+            size = Size(
+                n["hidden size"], n["# layers"], n["attention heads"], n["sequence length"], 50304
+            )
+            layout = Layout(tp, pp, dp, n["micro batch"], count, checkpoint_ratio=1.0)
+            source = f"vTrain, {name.replace('_', ' ')}"
+            yield Run(source, size, layout, float(row["iteration time (ms)"]) / 1e3, 0.0, 100e9)
+
+
+KORTHIKANTI = (  # blocks, width, heads, pp, rows, rows of a micro-batch, virtual stages, seconds and GiB by what is recomputed
+    (48, 6144, 64, 1, 4, 4, 1, (1.42, 1.10), (45.56, 59.25, 9.56)),
+    (96, 12288, 96, 8, 64, 1, 3, (18.13, 13.75), (45.56, 66.84, 12.35)),
+    (105, 20480, 128, 35, 280, 1, 3, (49.05, 37.83), (31.64, 114.0, 23.1)),
+    (128, 25600, 160, 64, 512, 1, 1, (94.42, 71.49), (32.96, 131.3, 26.6)),
+)
+
+
+def korthikanti() -> Iterator[Run]:
+    """arXiv:2205.05198, table 5 (times) and figure 1 (memory): 8 to 512 A100-80GB, tp=8."""
+    for blocks, width, heads, pp, rows, per, virtual, times, sizes in KORTHIKANTI:
+        size, order = Size(width, blocks, heads, 2048, 51200), "interleaved_1f1b"
+        order = order if virtual > 1 else "1f1b"
+        at: Any = (8, pp, 1, per, rows // per, order, virtual)
+        fixed, nothing, selective = sizes
+        source = "Korthikanti et al. 2022"
+        yield Run(source, size, Layout(*at, 1.0), times[0])
+        yield Run(source, size, Layout(*at, 1.0, "attention", True), times[1], fixed + selective)
+        yield Run(source, size, Layout(*at), 0.0, fixed + nothing)
+
+
+MEGATRON = (  # width, blocks, heads, tp, pp, devices, rows, TFLOP/s of a device
+    (2304, 24, 24, 1, 1, 32, 512, 137), (3072, 30, 32, 2, 1, 64, 512, 138),
+    (4096, 36, 32, 4, 1, 128, 512, 142), (6144, 40, 48, 8, 1, 256, 1024, 135),
+    (8192, 48, 64, 8, 2, 512, 1536, 138), (10240, 60, 80, 8, 4, 1024, 1792, 140),
+    (12288, 80, 96, 8, 8, 1536, 2304, 148), (16384, 96, 128, 8, 16, 1920, 2160, 155),
+    (20480, 105, 128, 8, 35, 2520, 2520, 163), (25600, 128, 160, 8, 64, 3072, 3072, 163),
+)  # fmt: skip
+
+
+def megatron() -> Iterator[Run]:
+    """arXiv:2104.04473, table 1. It does not say the micro-batch and the order: one row and 1F1B are assumed."""
+    for width, blocks, heads, tp, pp, gpus, rows, rate in MEGATRON:
+        dp = gpus // tp // pp
+        layout = Layout(tp, pp, dp, 1, rows // dp, checkpoint_ratio=1.0)
+        more = 1 + 2048 / (6 * width) + 51200 / (16 * blocks * width)
+        flops = 96 * rows * 2048 * blocks * width**2 * more  # the paper's equation 3
+        size = Size(width, blocks, heads, 2048, 51200)
+        yield Run("Megatron-LM 2021, table 1", size, layout, flops / gpus / rate / 1e12)
+
+
+SOURCES: dict[str, Any] = {
+    "single": lambda: vtrain("single_node"), "multi": lambda: vtrain("multi_node"), "korthikanti": korthikanti,
+    "megatron": megatron,
+}  # fmt: skip
+
+
+def config_of(size: Size) -> Any:
+    """A GPT-2 of such a size, with Megatron's dropout."""
+    from transformers import GPT2Config
+
+    config: Any = GPT2Config(
+        n_layer=size.blocks, n_embd=size.width, n_head=size.heads, n_positions=size.seq_len,
+        vocab_size=size.vocabulary, activation_function="gelu", bos_token_id=1, eos_token_id=2,
+        architectures=["GPT2LMHeadModel"],
+    )  # fmt: skip
+    config.loss_type = "ForCausalLMLoss"
+    return config
+
+
+@lru_cache(maxsize=2)  # rows of a model stand together
+def planner_of(size: Size, node_network: float) -> Any:
+    """The planner of a model on A100-80GB."""
+    from dataclasses import replace
+
+    from slapo_zoo.tune.planner.hardware import HARDWARE, NETWORK
+    from slapo_zoo.tune.planner.search import Planner
+
+    device = replace(HARDWARE["a100"], network=NETWORK * node_network / 8)
+    return Planner(config_of(size), device, size.seq_len, "fp16", "megatron")

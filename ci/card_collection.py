@@ -1,0 +1,40 @@
+"""The cards of hub_cards/: one per family, at the layout of one node of eight devices."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from slapo_zoo.cards.card import Card, read_card
+from slapo_zoo.cards.make import zoo_card
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.zoo.arguments import config_of
+from slapo_zoo.zoo.table import families
+
+NODE = Mesh(tp=4, pp=2)
+
+
+def cards() -> Iterator[tuple[str, Card]]:
+    """(family, card), sizes left open where the table allows; measured figures are not in it."""
+    for family in families():
+        config, head = config_of(family)
+        yield family, zoo_card(config, head, NODE, family, any_size=True)
+
+
+def write_all(folder: Path) -> list[Path]:
+    """Write every card anew; what was measured and verified is kept while the program is the same."""
+    written = []
+    for family, card in cards():
+        place = folder / family
+        if place.exists():
+            before = read_card(place)
+            same = before.program == card.program
+            kept = {name: getattr(before, name) for name in ("verify", "bench", "tuning")}
+            card = replace(card, **kept) if same else card
+        card.write(place)
+        written.append(place)
+    return written
+
+
+if __name__ == "__main__":
+    for path in write_all(Path("hub_cards")):
+        print(path)

@@ -1,0 +1,196 @@
+"""Feed mutated files to every parser that reads what strangers wrote, and count what goes wrong.
+
+    python ci/fuzz.py --inputs 1000000 [--seed 0]
+
+A corpus of right files is mutated: bits, bytes, numbers, brackets and whole pieces, and in every second
+input that is JSON (or a header of safetensors) values and keys, so that it still is. Coverage guides
+it: what a parser accepts joins the corpus, and so does what is refused by lines that refused nothing
+before. An error of slapo_zoo is an answer; anything else is a finding. Prints one
+JSON line: inputs, findings, and the slowest input per 10 kB. Exit code 1 if there are findings.
+"""
+
+import argparse
+import copy
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import GPT2Config
+
+from slapo_zoo import AutoScheduledModel, Mesh, SlapoError, save_checkpoint
+from slapo_zoo.cards import Program
+from slapo_zoo.cards.make import zoo_card
+from slapo_zoo.cards.readme import metadata_of
+from slapo_zoo.weights.checksums import read_checksums
+from slapo_zoo.weights.index import read_index
+from slapo_zoo.weights.safetensors_file import SafetensorsFile
+from slapo_zoo.weights.training_state import read_state
+from slapo_zoo.zoo.arguments import changed_config
+
+PIECES = [b"[", b"]", b"{", b"}", b'"', b"\\", b":", b",", b"null", b"true", b"NaN", b"1e999", b"-1",
+          b"9" * 20, b"\xff", b"\x00", b"\\ud800", b"$tensor", b"- ", b"? ", b"&a ", b"!!x "]  # fmt: skip
+ODD = [None, True, -1, 0, 2**63, 1e308, float("nan"), "", "x" * 300, "../x", "\ud800", [], {}, [[]],
+       {"": 0}, [0] * 40, "$tensor", "0", 0.5, -(2**31)]  # fmt: skip
+MOST = 256  # of a corpus
+Parser = Callable[[Path, bytes], object]
+
+
+def written(name: str, parse: Callable[[Path], object]) -> Parser:
+    """A parser of a file of that name."""
+
+    def run(folder: Path, data: bytes) -> object:
+        (folder / name).write_bytes(data)
+        return parse(folder / name)
+
+    return run
+
+
+def targets(folder: Path) -> dict[str, tuple[Parser, bytes]]:
+    """Name --> parser and a right file."""
+    config = GPT2Config(
+        n_embd=8, n_head=2, n_layer=1, vocab_size=11, n_positions=8,
+        architectures=["GPT2LMHeadModel"],
+    )  # fmt: skip
+    model = AutoScheduledModel.from_config(config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    save_checkpoint(model, folder / "one", optimizer, step=1, max_shard_size="1KB")
+    card = zoo_card(config, None, Mesh(tp=2), "gpt2").contents()
+    shard = min((folder / "one").glob("model-*.safetensors"))
+
+    def read(name: str) -> bytes:
+        return (folder / "one" / name).read_bytes()
+
+    def program(_: Path, data: bytes) -> object:
+        return Program.parse(data)
+
+    def page(_: Path, data: bytes) -> object:
+        return metadata_of(data)
+
+    place = Path
+    return {
+        "card": (program, card["schedule.json"]),
+        "page": (page, card["README.md"]),
+        "header": (written("x.safetensors", lambda p: SafetensorsFile(p).close()), shard.read_bytes()),
+        "state": (written("training_state.json", lambda p: read_state(p.parent)), read("training_state.json")),
+        "sums": (written("checksums.json", lambda p: read_checksums(p.parent)), read("checksums.json")),
+        "index": (written("one/model.safetensors.index.json", read_index), read("model.safetensors.index.json")),
+        "config": (written("config.json", lambda p: changed_config(place(p.parent), {})), read("config.json")),
+    }  # fmt: skip
+
+
+def mutated(data: bytes, corpus: list[bytes], draw: random.Random) -> bytes:
+    """A few changes of one of the corpus."""
+    found = bytearray(data)
+    for _ in range(draw.randint(1, 4)):
+        place, kind = draw.randrange(len(found) + 1), draw.randrange(6)
+        stop = min(len(found), place + draw.randint(1, 64))
+        if kind == 0 and place < len(found):
+            found[place] ^= 1 << draw.randrange(8)
+        elif kind == 1:
+            found[place:place] = draw.choice(PIECES) * draw.choice([1, 1, 1, 40])
+        elif kind == 2:
+            del found[place:stop]
+        elif kind == 3:
+            found[place:place] = found[place:stop] * draw.choice([1, 2, 100])
+        elif kind == 4:
+            other = draw.choice(corpus)
+            start = draw.randrange(len(other) + 1)
+            found[place:stop] = other[start : start + draw.randint(1, 64)]
+        elif place < len(found):
+            found[place] = draw.randrange(256)
+    return bytes(found[: 2**17])
+
+
+def places_in(value: object) -> list[tuple[dict | list, object]]:
+    """Every container of a JSON value with a key or an index into it."""
+    if not isinstance(value, dict | list):
+        return []
+    keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+    return [(value, key) for key in keys] + [p for key in keys for p in places_in(value[key])]
+
+
+def bent(data: bytes, draw: random.Random) -> bytes | None:
+    """The same JSON with a few other values and keys; None if it is none."""
+    size = int.from_bytes(data[:8], "little")
+    head = 8 if 2 <= size <= len(data) - 8 else 0  # of safetensors: a length before, bytes after
+    try:
+        found = json.loads(data[head : head + size] if head else data)
+    except (ValueError, RecursionError):
+        return None
+    for _ in range(draw.randint(1, 3)):
+        if not (places := places_in(found)):
+            return None
+        (inside, key), (other, name) = draw.choice(places), draw.choice(places)
+        kind = draw.randrange(4)
+        if kind == 0:
+            inside[key] = copy.deepcopy(draw.choice(ODD))
+        elif kind == 1:
+            inside[key] = json.loads(json.dumps(other[name]))
+        elif kind == 2:
+            del inside[key]
+        elif isinstance(inside, dict):
+            inside[draw.choice(["", "x", "\ud800", str(name), str(key) + "x"])] = inside.pop(key)
+    text = json.dumps(found).encode()
+    return len(text).to_bytes(8, "little") + text + data[8 + size :] if head else text
+
+
+def refused_at(error: BaseException) -> tuple[tuple[str, int], ...]:
+    """The lines, from the parser inwards, that an error went through."""
+    found, step = [], error.__traceback__
+    while step is not None:
+        found.append((step.tb_frame.f_code.co_filename, step.tb_lineno))
+        step = step.tb_next
+    return tuple(found)
+
+
+def main() -> int:
+    """Mutate, parse, count."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--inputs", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    draw, count, findings = random.Random(options.seed), Counter(), Counter()  # noqa: S311
+    slowest: dict[str, float] = {}
+    paths: set[tuple[str, tuple[tuple[str, int], ...]]] = set()
+    with tempfile.TemporaryDirectory() as name:
+        known = targets(Path(name))
+        corpora = {key: [data] for key, (_, data) in known.items()}
+        names = sorted(known)
+        for number in range(options.inputs):
+            key = names[number % len(names)]
+            parse, corpus = known[key][0], corpora[key]
+            data = draw.choice(corpus)
+            data = (draw.random() < 0.5 and bent(data, draw)) or mutated(data, corpus, draw)
+            begin = time.thread_time()
+            try:
+                parse(Path(name), data)
+                count[f"{key} accepted"] += 1
+                if len(corpus) < MOST:
+                    corpus.append(data)
+            except SlapoError as error:
+                count[f"{key} refused"] += 1
+                if (path := (key, refused_at(error))) not in paths:
+                    paths.add(path)
+                    corpus.append(data)
+            except Exception as error:
+                findings[f"{key}: {type(error).__name__}: {str(error)[:80]}"] += 1
+            cost = 1e3 * (time.thread_time() - begin) / max(1.0, len(data) / 1e4)
+            slowest[key] = max(slowest.get(key, 0.0), round(cost, 1))
+    report = {
+        "inputs": options.inputs,
+        "findings": dict(findings),
+        "paths": len(paths),
+        "ms per 10 kB": slowest,
+    }
+    sys.stdout.write(json.dumps({**report, "counts": dict(sorted(count.items()))}) + "\n")
+    return int(bool(findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

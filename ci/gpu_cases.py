@@ -1,0 +1,352 @@
+"""One case of `gpu-day` in this process: `gpu_cases.py STAGE[:what...] OUT [--fake]` prints one JSON line.
+
+`gpu_cases.py list . [--fake]` prints the names of all cases, what closes the largest distances first.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# A bare GPU machine lacks these; a fake run must do without them too.
+MISSING = (
+    "liger_kernel",
+    "deepspeed",
+    "megatron",
+    "optuna",
+    "jsonschema",
+    "xformers",
+    "flash_attn",
+)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "GPT2LMHeadModel": {"n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50257, "n_positions": 1024},
+    "BertForMaskedLM": {"hidden_size": 768, "num_hidden_layers": 12, "vocab_size": 30522},
+    "T5ForConditionalGeneration": {"d_model": 768, "d_kv": 64, "num_heads": 12, "d_ff": 2048, "num_layers": 12,
+                                   "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0},
+    "GPTNeoForCausalLM": {"hidden_size": 768, "num_heads": 12, "num_layers": 12, "vocab_size": 50257,
+                          "attention_types": [[["global", "local"], 6]]},
+    "OPTForCausalLM": {"hidden_size": 768, "ffn_dim": 3072, "word_embed_proj_dim": 768, "num_hidden_layers": 12},
+    "LlamaForCausalLM": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 12,
+                         "num_attention_heads": 32, "num_key_value_heads": 4},
+    "RobertaForMaskedLM": {"hidden_size": 768, "num_hidden_layers": 12},
+    "AlbertForMaskedLM": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+                          "intermediate_size": 3072},
+    "GPTNeoXForCausalLM": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+                           "intermediate_size": 3072},
+}  # fmt: skip
+# Sizes by any name that a config may have for them: what a tiny model of the same class takes.
+TINY = {
+    "n_embd": 32, "hidden_size": 32, "d_model": 32, "word_embed_proj_dim": 32, "n_head": 4, "num_heads": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "d_kv": 8, "n_layer": 2, "num_hidden_layers": 2,
+    "num_layers": 2, "d_ff": 64, "ffn_dim": 64, "intermediate_size": 64, "vocab_size": 101,
+    "attention_types": [[["global", "local"], 1]], "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+FIRST = (
+    "t5_attention", "local_causal_attention", "linear_cross_entropy", "sparse_mlm_head_loss",
+    "bias_dropout_residual_layer_norm", "geglu", "rms_norm", "swiglu",
+)  # fmt: skip
+
+
+def fake_kernels() -> list[str]:
+    """The kernels that a fake run measures: the interpreter is slow."""
+    return ["rms_norm", "geglu"]
+
+
+def names(fake: bool) -> list[str]:
+    """All cases, in order."""
+    from slapo_zoo.dispatch.benchmark import SHAPES
+    from slapo_zoo.dispatch.registry import load_kernels
+
+    kernels = fake_kernels() if fake else [*FIRST, *(n for n in SHAPES if n not in FIRST)]
+    dtypes = ("float32",) if fake else ("bfloat16", "float16", "float32")
+    families = [*FAMILIES][:2] if fake else [*FAMILIES]
+    found = ["env:device", *(f"compile:{chip}" for chip in ([] if fake else [_chip()]))]
+    found += [f"correct:{name}:{dtype}" for name in kernels for dtype in dtypes
+              if load_kernels()[name].inputs is not None]  # fmt: skip
+    found += [f"parity:{family}" for family in families]
+    for name in kernels:
+        shapes = SHAPES[name][:1] if fake else SHAPES[name][1:]
+        found += [f"kernels:{name}:{'x'.join(map(str, shape))}:{dtype}"
+                  for shape in shapes for dtype in dtypes if dtype != "float16"]  # fmt: skip
+    steps = [f"steps:{family}:{drop}" for family in families for drop in ("default", "0")]
+    return [*found, *(steps[:1] if fake else steps), "pictures:all"]
+
+
+def _chip() -> str:
+    if not torch.cuda.is_available():
+        return "90"
+    return "{}{}".format(*torch.cuda.get_device_capability())
+
+
+def device() -> str:
+    """Where a case runs."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def wait() -> None:
+    """Until the device has done what it was given."""
+    if device() == "cuda":
+        torch.cuda.synchronize()
+
+
+def best_of(run: Callable[[], Any], times: int) -> float:
+    """Seconds of the median run, after one to warm up."""
+    run()
+    found = []
+    for _ in range(times):
+        wait()
+        begin = time.perf_counter()
+        run()
+        wait()
+        found.append(time.perf_counter() - begin)
+    return sorted(found)[len(found) // 2]
+
+
+def env(what: str, out: Path, fake: bool) -> dict[str, Any]:
+    """Versions, the device, and its two ceilings: a copy and a product of matrices."""
+    import transformers
+
+    side, numbers = (64, 1 << 16) if fake else (8192, 1 << 30)
+    x, m = (
+        torch.empty(numbers, dtype=torch.int8, device=device()),
+        torch.empty(side, side, device=device()),
+    )
+    m = m.to(torch.bfloat16).fill_(1.0)
+    y = torch.empty_like(x)
+    copy, product = best_of(lambda: y.copy_(x), 5), best_of(lambda: m @ m, 5)
+    found: dict[str, Any] = {
+        "torch": torch.__version__, "transformers": transformers.__version__, "python": sys.version.split()[0],
+        "device": "cpu", "copy GB/s": 2 * numbers / copy / 1e9, "bf16 TFLOP/s": 2 * side**3 / product / 1e12,
+    }  # fmt: skip
+    if device() == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        found |= {"device": properties.name, "multiprocessors": properties.multi_processor_count,
+                  "bytes": properties.total_memory, "capability": _chip()}  # fmt: skip
+    return found
+
+
+def compile_(chip: str, out: Path, fake: bool) -> dict[str, Any]:
+    """All launches at real sizes, compiled for a chip: registers, spills, shared memory."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    from benchmarks import launches  # pyright: ignore[reportMissingImports]
+
+    launches.ONLY = chip
+    rows = [row for table in launches.run(False).values() for row in table]
+    beyond = [row for row in rows if row.get("beyond")]
+    if beyond:
+        raise RuntimeError(
+            f"{len(beyond)} of {len(rows)} launches are beyond their limits: {beyond[:3]}"
+        )
+    return {"launches": len(rows)}
+
+
+def correct(what: str, out: Path, fake: bool) -> dict[str, Any]:
+    """A kernel's output and gradients against its reference in fp64, twice with the same bits."""
+    from slapo_zoo.dispatch.registry import force, load_kernels
+
+    name, dtype = what.split(":")
+    kernel: Any = load_kernels()[name]
+    worst = 0.0
+    for shape in kernel.shapes[:1] if fake else kernel.shapes:
+        torch.manual_seed(0)
+        given = kernel.inputs(*shape, device=device())
+        wanted = _with_gradients(kernel.reference, given, torch.float64)
+        with force("triton"):
+            found = _with_gradients(kernel.entry, given, getattr(torch, dtype))
+            again = _with_gradients(kernel.entry, given, getattr(torch, dtype))
+        for ours, same, truth in zip(found, again, wanted, strict=True):
+            if not torch.equal(ours, same):
+                raise RuntimeError(f"{name} {shape} {dtype}: two runs differ")
+            error = (ours.double() - truth).norm() / truth.norm().clamp(min=1e-9)
+            worst = max(worst, float(error))
+    limit = 2e-3 if dtype == "float32" else 2e-2
+    if not worst <= limit:
+        raise RuntimeError(f"{name} {dtype}: error {worst:.2e}, allowed {limit:.0e}")
+    return {"error": worst}
+
+
+def _with_gradients(function: Any, given: dict[str, Any], dtype: torch.dtype) -> list[torch.Tensor]:
+    cast = {k: v.detach().to(dtype).requires_grad_() if isinstance(v, torch.Tensor) and v.is_floating_point()
+            else v for k, v in given.items()}  # fmt: skip
+    out = function(**cast)
+    out = out[0] if isinstance(out, tuple) else out
+    leaves = [v for v in cast.values() if isinstance(v, torch.Tensor) and v.requires_grad]
+    gradients = torch.autograd.grad(out.double().sum(), leaves, allow_unused=True)
+    return [out.detach(), *(g for g in gradients if g is not None)]
+
+
+def _config(family: str, tiny: bool, dropout: str = "0") -> Any:
+    import transformers
+
+    cls: Any = getattr(transformers, family).config_class
+    names = set(cls().to_dict()) | set(FAMILIES[family]) | set(getattr(cls, "attribute_map", {}))
+    sizes = {k: v for k, v in TINY.items() if k in names} if tiny else {}
+    sizes = {**FAMILIES[family], **sizes} if tiny else FAMILIES[family]
+    off = {k: 0.0 for k in cls().to_dict() if ("dropout" in k or "pdrop" in k) and dropout == "0"}
+    return cls(**{**off, **sizes}, architectures=[family])
+
+
+def _batch(config: Any, rows: int, tokens: int, padded: bool = False) -> dict[str, Any]:
+    ids = torch.randint(3, config.vocab_size, (rows, tokens), device=device())
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if padded:
+        lengths = torch.linspace(tokens // 4, tokens, rows, device=device()).long()
+        mask = torch.arange(tokens, device=device()) < lengths[:, None]
+        batch |= {"attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
+    return batch
+
+
+def parity(family: str, out: Path, fake: bool) -> dict[str, Any]:
+    """Loss and gradient norm of three steps on the device, against plain transformers on the CPU."""
+    import transformers
+
+    from slapo_zoo import AutoScheduledModel
+
+    config, found = _config(family, tiny=True), {}
+    batch = _batch(config, 2, 12, padded=family.startswith("Bert"))
+    for kernels in ("reference", "auto"):
+        ours: Any = AutoScheduledModel.from_config(config, seed=0, kernels=kernels, device=device())
+        plain: Any = getattr(transformers, family)(config)
+        plain.load_state_dict(
+            {k: v.cpu() for k, v in ours.consolidated_state_dict().items()}, strict=False
+        )
+        plain.tie_weights()
+        ours.train()
+        loss = float(ours.train_step(batch))
+        want = plain.train()(**{k: v.cpu() for k, v in batch.items()}).loss
+        want.backward()
+        norm = float(ours.clip_grad_norm_(float("inf")))
+        wanted = float(
+            torch.nn.utils.get_total_norm(
+                [p.grad for p in plain.parameters() if p.grad is not None]
+            )
+        )
+        far = max(abs(loss - float(want.detach())) / abs(float(want)), abs(norm - wanted) / wanted)
+        if not far <= 1e-3:
+            raise RuntimeError(
+                f"{family} kernels={kernels}: loss {loss} for {float(want)}, norm {norm} for {wanted}"
+            )
+        found[kernels] = far
+    return found
+
+
+def kernels(what: str, out: Path, fake: bool) -> dict[str, Any]:
+    """One row of the table, kept in the folder of this day."""
+    from slapo_zoo.dispatch import benchmark
+    from slapo_zoo.dispatch.registry import load_kernels
+
+    load_kernels()
+    name, shape, dtype = what.split(":")
+    sizes = next(s for s in benchmark.SHAPES[name] if "x".join(map(str, s)) == shape)
+    if fake:
+        sizes, benchmark.REPEATS, benchmark.SECONDS = KERNEL_TINY[name], 3, 0.1
+    row = benchmark.measure(name, sizes, getattr(torch, dtype), device(), compile=not fake)
+    on = torch.cuda.get_device_name() if device() == "cuda" else "fake" if fake else "cpu"
+    benchmark.write(on, [row], out / "cache" / "kernels")
+    return row
+
+
+KERNEL_TINY: dict[str, tuple] = {"rms_norm": (4, 16), "geglu": (1, 4, 16)}
+
+
+def steps(what: str, out: Path, fake: bool) -> dict[str, Any]:
+    """A whole step with AdamW: plain transformers with sdpa, compiled, and ours; time and memory."""
+    family, dropout = what.split(":")
+    tokens = 8 if fake else 512
+    config = _config(family, fake, dropout)
+    batch = _batch(config, 2 if fake else 16, tokens, padded="Bert" in family)
+    found: dict[str, Any] = {}
+    for kind in ("plain", "ours") if fake else ("plain", "compiled", "ours"):
+        seconds, memory = _step(kind, family, config, batch, 1 if fake else 10)
+        found |= {f"{kind} ms": 1e3 * seconds, f"{kind} bytes": memory}
+    return found
+
+
+def _step(
+    kind: str, family: str, config: Any, batch: dict[str, Any], times: int
+) -> tuple[float, int]:
+    import transformers
+
+    from slapo_zoo import AutoScheduledModel
+
+    torch.manual_seed(0)
+    if kind == "ours":
+        model: Any = AutoScheduledModel.from_config(
+            config, seed=0, dtype=torch.bfloat16, device=device()
+        )
+    else:
+        model = getattr(transformers, family)(config).to(device(), torch.bfloat16)
+    model.train()
+    called = torch.compile(model) if kind == "compiled" else model
+    fused = device() == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
+
+    def run() -> None:
+        model.train_step(batch) if kind == "ours" else called(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if fused:
+        torch.cuda.reset_peak_memory_stats()
+    seconds = best_of(run, times)
+    memory = torch.cuda.max_memory_allocated() if fused else 0
+    return seconds, memory
+
+
+def pictures(what: str, out: Path, fake: bool) -> dict[str, Any]:
+    """Bars of the kernels beside what they replace; nothing where matplotlib is not."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        return {"pictures": 0, "why": "no matplotlib"}
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines = [json.loads(line) for line in (out / "results.jsonl").read_text("utf-8").splitlines()]
+    rows = {
+        line["case"]: line["eager / ours"]
+        for line in lines
+        if isinstance(line.get("eager / ours"), float)
+    }
+    if not rows:
+        return {"pictures": 0, "why": "no kernel was measured"}
+    figure, axis = pyplot.subplots(figsize=(9, 1 + 0.25 * len(rows)))
+    axis.barh([case.partition(":")[2] for case in rows], [*rows.values()])
+    axis.axvline(1.0, color="black")
+    axis.set_xlabel("time of what transformers runs, in times of the kernel")
+    figure.tight_layout()
+    figure.savefig(out / "kernels.png", dpi=100)
+    return {"pictures": 1}
+
+
+RUN: dict[str, Callable[[str, Path, bool], dict[str, Any]]] = {
+    "env": env, "compile": compile_, "correct": correct, "parity": parity, "kernels": kernels,
+    "steps": steps, "pictures": pictures,
+}  # fmt: skip
+
+
+def hide() -> None:
+    """Make the packages that a bare machine lacks impossible to import."""
+    for name in MISSING:
+        sys.modules[name] = None  # pyright: ignore[reportArgumentType]
+
+
+def main() -> int:
+    """Run one case, or list all."""
+    case, out, fake = sys.argv[1], Path(sys.argv[2]), "--fake" in sys.argv
+    if fake:
+        hide()
+    if case == "list":
+        print(json.dumps({"cases": names(fake)}))
+        return 0
+    stage, _, what = case.partition(":")
+    print(json.dumps(RUN[stage](what, out, fake)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""`python3 ci/run.py gpu-day`: what a GPU has to be asked, in one resumable command.
+
+    gpu-day --out DIR [--resume STATE] [--budget 540] [--stage NAMES] [--only NAME] [--fake]
+    gpu-day --merge FOLDER
+
+Every case runs in a process of its own with a timeout, so a hang, an illegal access or a lack of memory
+costs one case. After each case one line goes to `results.jsonl` and `state.json` is rewritten; a later
+call with `--resume` skips what is done, unless the kernels changed. `--fake` runs the same driver where
+there is no GPU: kernels in Triton's interpreter, tiny sizes, and the packages hidden that a bare machine
+lacks. `--merge` puts what came back into the checkout.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+CASES = ROOT / "ci" / "gpu_cases.py"
+STAGES = ("env", "compile", "correct", "parity", "kernels", "steps", "pictures")
+EXPECTED = {"env": 20, "compile": 60, "correct": 15, "parity": 20, "kernels": 12, "steps": 45,
+            "pictures": 20}  # fmt: skip
+LINES = 60  # of the table that is printed last
+
+
+def digest() -> str:
+    """Of all kernels: an edit makes what was measured stale."""
+    files = sorted((ROOT / "kernels").glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+class Day:
+    """The state of all cases, and the files that come back.
+
+    Args:
+        out: folder for the files.
+        resume: folder or file of the last call's state, or None.
+        fake: no GPU: tiny sizes.
+        budget: seconds of this call.
+    """
+
+    def __init__(self, out: Path, resume: Path | None, fake: bool, budget: float):
+        self.out, self.fake, self.budget, self.begin = out, fake, budget, time.monotonic()
+        out.mkdir(parents=True, exist_ok=True)
+        self.file, self.results = out / "state.json", out / "results.jsonl"
+        state = self._before(resume)
+        same = state.get("kernels") == digest()
+        self.done: dict[str, str] = {
+            case: status for case, status in state.get("done", {}).items()
+            if same or not case.startswith(("compile", "correct", "kernels"))
+        }  # fmt: skip
+
+    def _before(self, resume: Path | None) -> dict[str, Any]:
+        """The state of the last call; its results come along."""
+        folder = self.out if resume is None else resume if resume.is_dir() else resume.parent
+        if folder != self.out:
+            for file in folder.glob("*.json*"):
+                shutil.copy(file, self.out / file.name)
+        return json.loads(self.file.read_text("utf-8")) if self.file.exists() else {}
+
+    def left(self) -> float:
+        """Seconds of this call's budget."""
+        return self.budget - (time.monotonic() - self.begin)
+
+    def run(self, cases: list[str]) -> bool:
+        """Run what is not done; whether all is."""
+        for case in cases:
+            expected = EXPECTED[case.partition(":")[0]] / (4 if self.fake else 1)
+            if case in self.done:
+                continue
+            if expected > self.left():
+                return False
+            self.keep(case, *self.one(case, max(4 * expected, 120)))
+        return True
+
+    def one(self, case: str, timeout_s: float) -> tuple[str, dict[str, Any]]:
+        """Status and result of one case."""
+        command = [
+            sys.executable,
+            str(CASES),
+            case,
+            str(self.out),
+            *(["--fake"] if self.fake else []),
+        ]
+        env = os.environ | {"SLAPO_ZOO_CACHE": str(self.out / "cache"), "PYTHONPATH": str(ROOT)}
+        env |= {"TRITON_INTERPRET": "1"} if self.fake else {}
+        begin = time.monotonic()
+        try:
+            ended = subprocess.run(
+                command, capture_output=True, text=True, timeout=timeout_s,
+                env=env, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return "timeout", {"seconds": time.monotonic() - begin}
+        lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
+        found = json.loads(lines[-1]) if lines and not ended.returncode else {}
+        status = "ok" if found else "failed"
+        if not found:
+            found = {"error": (ended.stderr or ended.stdout)[-2000:]}
+        return status, found | {"seconds": time.monotonic() - begin}
+
+    def keep(self, case: str, status: str, result: dict[str, Any]) -> None:
+        """One line more, and the state as it is now; a kill between the two repeats the case."""
+        with self.results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"case": case, "status": status, **result}) + "\n")
+        self.done[case] = status
+        new = self.file.with_suffix(".new")
+        state = {"kernels": digest(), "fake": self.fake, "done": self.done}
+        new.write_text(json.dumps(state, indent=1), encoding="utf-8")
+        new.replace(self.file)
+        print(f"{status:8} {result['seconds']:6.1f} s  {case}", flush=True)
+
+
+def cases(fake: bool, stages: list[str], only: str) -> list[str]:
+    """The names of all cases of some stages, in order."""
+    command = [sys.executable, str(CASES), "list", ".", *(["--fake"] if fake else [])]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    answer = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    found = json.loads(answer.stdout.splitlines()[-1])["cases"]
+    return [case for case in found
+            if case.partition(":")[0] in stages and only in case]  # fmt: skip
+
+
+def table(day: Day, names: list[str]) -> str:
+    """How many of each stage passed, and what did not."""
+    lines = []
+    for stage in STAGES:
+        of_stage = [name for name in names if name.partition(":")[0] == stage]
+        ended = [day.done[name] for name in of_stage if name in day.done]
+        if of_stage:
+            lines.append(f"{stage:9} {ended.count('ok')} ok, {len(ended) - ended.count('ok')} failed, "
+                         f"{len(of_stage) - len(ended)} left")  # fmt: skip
+    lines += [f"  {status}: {name}" for name, status in day.done.items() if status != "ok"]
+    return "\n".join(lines[:LINES])
+
+
+def merge(folder: Path) -> int:
+    """Tables into hub_cards/bench, figures and pictures into docs/benchmarks."""
+    state = json.loads((folder / "state.json").read_text("utf-8"))
+    if state.get("fake"):
+        print("the run was a fake one: nothing to merge")
+        return 1
+    for file in sorted((folder / "cache" / "kernels").glob("*.json")):
+        shutil.copy(file, ROOT / "hub_cards" / "bench" / file.name)
+        print(f"hub_cards/bench/{file.name}")
+    for file in (*folder.glob("*.png"), folder / "results.jsonl"):
+        target = ROOT / "docs" / "benchmarks" / f"gpu-{file.name}"
+        shutil.copy(file, target)
+        print(target.relative_to(ROOT))
+    return 0
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="gpu-day", description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu-day")
+    parser.add_argument("--resume", type=Path)
+    parser.add_argument("--budget", type=float, default=540.0)
+    parser.add_argument("--stage", default=",".join(STAGES))
+    parser.add_argument("--only", default="")
+    parser.add_argument("--fake", action="store_true")
+    parser.add_argument("--merge", type=Path)
+    given = parser.parse_args()
+    if given.merge:
+        return merge(given.merge)
+    unknown = set(given.stage.split(",")) - set(STAGES)
+    if unknown:
+        parser.error(f"no such stage: {', '.join(sorted(unknown))}; there are {', '.join(STAGES)}")
+    day = Day(given.out, given.resume, given.fake, given.budget)
+    names = cases(given.fake, given.stage.split(","), given.only)
+    all_done = day.run(names)
+    print(table(day, names))
+    if not all_done:
+        print(f"the budget is spent: go on with --resume {given.out}")
+    return 0 if all(day.done.get(name, "ok") == "ok" for name in names) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""dropout: y = mask * x, the mask given or hashed where it is used; 4 bytes per element in bf16, nothing saved.
+
+B cells (rows of a batch), N elements in each.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.dispatch.registry import in_triton, kernel, operator
+from slapo_zoo.kernels.dropout_mask import mask_like
+
+SHAPES = [(1, 3, 64), (3, 5, 100), (2, 33, 257), (0, 2, 32)]
+
+
+def reference(x: Tensor, seeds: Tensor | None = None, p: float = 0.0) -> Tensor:
+    """The definition (Srivastava et al. 2014, JMLR 15:1929), scaled by 1 / (1 - p) as torch has it."""
+    mask = mask_like(x, None, seeds, p)
+    return x if mask is None else x * mask
+
+
+def inputs(B: int, S: int, N: int, **like: Any) -> dict[str, Any]:
+    """Random arguments of one test shape."""
+    seeds = torch.randint(2**63 - 1, (B,), device=like.get("device"))
+    return {"x": torch.randn(B, S, N, **like), "seeds": seeds, "p": 0.25}
+
+
+@kernel("dropout", reference, inputs, SHAPES, cpu="mul")
+def dropout(
+    x: Tensor, keep: Tensor | None = None, seeds: Tensor | None = None, p: float = 0.0
+) -> Tensor:
+    """y = mask * x; the backward is the same operator on the gradient.
+
+    Args:
+        x: [B, ...].
+        keep: a dropout mask, see dropout_mask.
+        seeds: [B], see dropout_mask.
+        p: see dropout_mask.
+    """
+    if keep is not None:
+        return x * keep
+    return x if seeds is None or p == 0.0 else _dropped(x, seeds, p)
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    _, seeds, ctx.p = inputs
+    ctx.save_for_backward(seeds)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple:
+    return _dropped(dy, *ctx.saved_tensors, ctx.p), None, None
+
+
+@operator("dropout", lambda x, seeds, p: x.new_empty(x.shape), _setup, _gradients)
+def _dropped(x: Tensor, seeds: Tensor, p: float) -> Tensor:
+    if in_triton(x):
+        from slapo_zoo.kernels import dropout_triton
+
+        return dropout_triton.dropped(x, seeds, p)
+    return (x * mask_like(x, None, seeds, p)).contiguous()

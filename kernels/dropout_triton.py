@@ -1,0 +1,36 @@
+"""Triton part of dropout.py: a block of one cell per program."""
+
+# pyright: reportCallIssue=false, reportArgumentType=false
+# A launch takes options that the signature of the kernel has not, and plain numbers as constants.
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slapo_zoo.kernels.triton_dropout import scaled_keep, threshold_and_scale
+
+BLOCK = 2048  # 16 elements per thread
+
+
+@triton.jit
+def _dropout_kernel(y, x, seeds, size, blocks, threshold, scale, BLOCK: tl.constexpr):
+    cell = tl.program_id(0) // blocks
+    i = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    at = cell.to(tl.int64) * size + i
+    kept = scaled_keep(i, tl.load(seeds + cell), threshold, scale)
+    tl.store(y + at, tl.load(x + at, mask=i < size, other=0.0).to(tl.float32) * kept, mask=i < size)
+
+
+def dropped(x: Tensor, seeds: Tensor, p: float) -> Tensor:
+    """The arguments of dropout.py."""
+    x, y = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    if x.numel():
+        size = x.numel() // len(seeds)
+        block = min(BLOCK, max(triton.next_power_of_2(size), 128))
+        blocks = triton.cdiv(size, block)
+        args = (y, x, seeds.contiguous(), size, blocks, *threshold_and_scale(p))
+        _dropout_kernel[(len(seeds) * blocks,)](
+            *args, BLOCK=block, num_warps=4, enable_fp_fusion=True
+        )
+    return y

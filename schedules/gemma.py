@@ -1,0 +1,7 @@
+"""Gemma: Llama's blocks with heads of a size of their own; its norms scale by 1 + w."""
+
+from slapo_zoo.zoo.table import extend, register
+
+GEMMA = register(
+    extend("llama", model_type="gemma", source="transformers 5.23.0, models/gemma/modeling_gemma.py")
+)

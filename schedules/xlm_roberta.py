@@ -1,0 +1,12 @@
+"""XLM-RoBERTa: RoBERTa in a hundred languages; its vocabulary is most of the model."""
+
+from slapo_zoo.zoo.table import extend, register
+
+XLM_ROBERTA = register(
+    extend(
+        "roberta",
+        model_type="xlm-roberta",
+        order=("roberta",),  # its heads are defined before it
+        source="transformers 5.23.0, models/xlm_roberta/modeling_xlm_roberta.py",
+    )
+)

@@ -1,0 +1,44 @@
+"""`slapo-zoo derive`: a table for a family that has none, proven, as source."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slapo_zoo.cli.waiting import waiting
+
+Model = Annotated[str, typer.Argument(help="A family (its default config), a folder, or a Hub id.")]
+
+
+def derive(
+    model: Model,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of the proof.")] = 2,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages of the proof.")] = 1,
+    auto_class: Annotated[str | None, typer.Option("--auto-class", help="Which head.")] = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="Write schedules/<model_type>.py.")
+    ] = False,
+) -> None:
+    """Derive a table from a model's modules, prove it on a tiny model of that config, print its source.
+
+    The proof compares outputs, loss and every gradient with plain `transformers`, all ranks as
+    threads on the CPU. What could not be sharded is said, and why.
+    """
+    from slapo_zoo.cli.commands.verify import _head
+    from slapo_zoo.hf import models as hf
+    from slapo_zoo.verify.derived import derive as prove
+    from slapo_zoo.zoo.arguments import config_of
+    from slapo_zoo.zoo.derivation.source import to_source
+
+    config, head = config_of(model)
+    cls = hf.resolve_class(config, _head(config, auto_class or head))
+    with waiting(f"derive {model} tp={tp} pp={pp}"):
+        proof = prove(config, cls, (tp, pp, 1))
+    source = to_source(proof.open_table, proof.per_rank)
+    typer.echo(source)
+    for line in proof.words():
+        typer.echo(f"# {line}")
+    if write:
+        file = Path(__file__).parents[2] / "schedules" / f"{config.model_type}.py"
+        file.write_text(source, encoding="utf-8")
+        typer.echo(f"# written: {file.name}; now its golden file and its tests (CONTRIBUTING.md)")

@@ -1,0 +1,218 @@
+"""Where rows come from: text files, files of tables, data sets of the Hub; tokenized once per node."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slapo_zoo.cli.data.rows import Examples, Packed, Rows
+from slapo_zoo.cli.data.tasks import Columns, Task
+from slapo_zoo.cli.data.text_files import DataError, read_documents, visible_files
+from slapo_zoo.cli.training.options import TrainOptions
+
+KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+
+
+def kind_of(name: str) -> str:
+    """text, table or saved for what lies on the disk; hub for a name of a data set there."""
+    path = Path(name)
+    if not path.exists():
+        if path.suffix in KINDS or name.startswith((".", "/", "~")) or name.count("/") > 1:
+            hint = "name a file, a folder, or a data set of the Hub"
+            raise DataError(name, "--data", "found nothing there", hint)
+        return "hub"
+    if path.is_file():
+        return "table" if path.suffix in KINDS else "text"
+    if (path / "state.json").exists() and (path / "dataset_info.json").exists():
+        return "saved"
+    found = any(file.suffix in KINDS for file in visible_files(path))
+    return "table" if found else "text"
+
+
+def open_table(name: str, split: str, options: TrainOptions, stream: bool = False) -> Any:
+    """A data set of the library `datasets`."""
+    datasets, kind, path = _library(), kind_of(name), Path(name)
+    where: dict[str, Any] = {"streaming": stream}
+    if (path.is_file() or kind == "text") and split != "train":
+        problem = "text and a single file have one split, train"
+        raise DataError(name, f"split {split!r}", problem, "name another file: eval_data")
+    with _explained(name, split):
+        if kind == "saved":
+            found = datasets.load_from_disk(name)
+            return found[split] if isinstance(found, Mapping) else found
+        if kind == "text":
+            files = [name] if path.is_file() else sorted(map(str, visible_files(path)))
+            where |= {"data_files": files, "sample_by": "document"}
+            return datasets.load_dataset("text", split="train", **where)
+        if kind == "hub":
+            ask_the_hub(name)
+        if kind == "hub" or path.is_dir():
+            return datasets.load_dataset(name, options.data_config, split=split, **where)
+        where |= {"sep": "\t"} if path.suffix == ".tsv" else {}
+        return datasets.load_dataset(KINDS[path.suffix], data_files=name, split="train", **where)
+
+
+def ask_the_hub(name: str) -> None:
+    """Raise what the network says to one request; the libraries would try five times, each longer."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if not constants.HF_HUB_OFFLINE:
+        with suppress(HfHubHTTPError):  # an answer: `datasets` puts it into better words
+            HfApi().dataset_info(name, timeout=10)
+
+
+def _library() -> Any:
+    try:
+        import datasets
+    except ImportError:
+        hint = "pip install slapo-zoo[data]; text files need nothing more"
+        raise DataError("--data", "", "the library `datasets` is not installed", hint) from None
+    datasets.disable_progress_bars()
+    return datasets
+
+
+@contextmanager
+def _explained(name: str, split: str) -> Any:
+    """What the library says of a file or a name, as our error."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (_library().exceptions.DatasetsError, ValueError, OSError, KeyError) as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            raise
+        cause = error.__cause__ or error
+        problem = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        hint = "is the format what the file's ending says? data_split names the split"
+        raise DataError(name, f"split {split!r}", problem, hint) from error
+
+
+def columns_of(task: type[Task], given: Mapping[str, str], found: Sequence[str]) -> dict[str, str]:
+    """What the task reads --> the column of the data that holds it."""
+    chosen = {}
+    if unknown := sorted(set(given) - set(task.roles)):
+        hint = f"this task reads {', '.join(task.roles)}"
+        raise DataError("columns", unknown[0], "the task reads no such thing", hint)
+    for role, usual in task.roles.items():
+        name = given.get(role) or next((one for one in usual if one in found), None)
+        if name is None and role in task.optional:
+            continue
+        if name not in found:
+            problem = f"found no column {name or ' or '.join(usual)!r} among {', '.join(found)}"
+            raise DataError("--data", role, problem, f"say which: --set columns.{role}=NAME")
+        chosen[role] = name
+    return chosen
+
+
+def by_role(batch: Columns, columns: Mapping[str, str]) -> dict[str, Any]:
+    """A batch of the data, by what the task reads; rows without a text are left out."""
+    found = {role: list(batch[name]) for role, name in columns.items()}
+    real = [i for i, row in enumerate(zip(*found.values(), strict=True)) if None not in row]
+    return {role: [held[i] for i in real] for role, held in found.items()}
+
+
+def rows_of_text(path: str, task: Task) -> Rows:
+    """The rows of text files; they are held in memory."""
+    tokens = task.encode({"text": read_documents(Path(path))})["input_ids"]
+    return Packed(tokens, np.array(list(map(len, tokens))), task.row_tokens)
+
+
+def rows_of_table(data: Any, task: Task, columns: Mapping[str, str]) -> Rows:
+    """The rows of a data set; its tokens are kept in the cache, and mapped from there."""
+    datasets = _library()
+    key = fingerprint(data._fingerprint, task, columns)
+    place = Path(data.cache_files[0]["filename"]).parent if data.cache_files else None
+    with _one_by_one(place, key):
+        encoded = data.map(
+            lambda batch: task.encode(by_role(batch, columns)), batched=True,
+            remove_columns=data.column_names, new_fingerprint=key,
+        )  # fmt: skip
+    if not task.packs:
+        return encoded if isinstance(encoded, datasets.Dataset) else Examples(encoded)
+    return PackedTable(encoded, task.row_tokens)
+
+
+class PackedTable(Packed):
+    """Rows cut from the tokens of a data set, which another process maps as we do.
+
+    Args:
+        encoded: the tokens of each document, in one column.
+        row: tokens of a row.
+    """
+
+    def __init__(self, encoded: Any, row: int):
+        self.encoded = encoded
+        pieces = encoded.data.column("input_ids").chunks
+        lengths = [piece.value_lengths().to_numpy(zero_copy_only=False) for piece in pieces]
+        chunks = [piece.flatten().to_numpy(zero_copy_only=False) for piece in pieces]
+        super().__init__(chunks, np.concatenate(lengths) if lengths else np.zeros(0), row)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.encoded, self.row)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A stream of examples, as a task reads them.
+
+    Args:
+        options: of the run; they name the data.
+        task: encodes an example.
+        columns: what it reads --> the column that holds it.
+    """
+
+    options: TrainOptions
+    task: Task
+    columns: Mapping[str, str]
+
+    def opened(self) -> Any:
+        """The data set, from its beginning."""
+        return open_table(
+            str(self.options.data), self.options.data_split, self.options, stream=True
+        )
+
+    def encode(self, example: Mapping[str, Any]) -> dict[str, list[Any]]:
+        """Columns of one row, or of none where something is missing."""
+        return self.task.encode(by_role({k: [v] for k, v in example.items()}, self.columns))
+
+
+def fingerprint(data: str, task: Task, columns: Mapping[str, str]) -> str:
+    """Names the tokens: of these data, by this tokenizer, for this task."""
+    tokenizer = task.tokenizer
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    words = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    other = sorted((k, repr(v)) for k, v in vars(task).items() if k != "tokenizer")
+    length = [] if task.packs else other  # the stream of tokens is cut later
+    text = repr((data, type(task).__name__, words, tokenizer.special_tokens_map, length,
+                 sorted(columns.items())))  # fmt: skip
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _one_by_one(place: Path | None, key: str) -> Any:
+    """The first process of a node tokenizes; the others wait, and find its tokens."""
+    if place is None:
+        return nullcontext()
+    from filelock import FileLock
+
+    return FileLock(place / f"{key}.lock")
+
+
+def class_names(data: Any, column: str) -> tuple[str, ...]:
+    """The classes of a column of labels, or of lists of labels, by number."""
+    feature = data.features[column]
+    feature = getattr(feature, "feature", feature)
+    if hasattr(feature, "names"):
+        return tuple(feature.names)
+    found = {one for held in data[column] for one in (held if isinstance(held, list) else [held])}
+    found.discard(None)
+    if all(isinstance(one, int) for one in found):
+        return tuple(str(number) for number in range(max(found, default=0) + 1))
+    if all(isinstance(one, str) for one in found):
+        return tuple(sorted(found))
+    kinds = sorted({type(one).__name__ for one in found})
+    raise DataError("--data", column, f"found labels of {', '.join(kinds)}, expected classes")

@@ -1,0 +1,126 @@
+"""From a YAML file, `--set key=value` and flags to `TrainOptions`, and back to YAML."""
+
+import difflib
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import yaml
+
+from slapo_zoo.cli.training.options import LEAST, ONE_OF, TrainOptions
+from slapo_zoo.errors import SlapoError
+
+KINDS = get_type_hints(TrainOptions)
+
+
+class ConfigError(SlapoError, ValueError):
+    """A key or a value of a run's configuration cannot be used."""
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The keys of a YAML file, each of its type."""
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        hint = "slapo-zoo init writes one"
+        raise ConfigError(str(path), "--config", "found no such file", hint) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        problem = f"found no YAML: {str(error).splitlines()[0]}"
+        raise ConfigError(str(path), "--config", problem, "write one `key: value` a line") from None
+    if not isinstance(found, dict):
+        problem = f"found {type(found).__name__}, expected keys and values"
+        raise ConfigError(str(path), "--config", problem, "write one `key: value` a line")
+    return checked(found, str(path))
+
+
+def read_sets(words: Sequence[str]) -> dict[str, Any]:
+    """The keys of `--set key=value`; a value is written as in YAML, `columns.text=body` sets one entry."""
+    found: dict[str, Any] = {}
+    for word in words:
+        key, is_set, text = word.partition("=")
+        if not is_set:
+            raise ConfigError("--set", word, "found no `=`", "write key=value")
+        key, _, entry = key.strip().partition(".")
+        value = yaml.safe_load(text)
+        found[key] = {**found.get(key, {}), entry: value} if entry else value
+    return checked(found, "--set")
+
+
+def checked(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Names, types and bounds of what was given; a number may be written 1e-4."""
+    return {str(key): _value(str(key), value, where) for key, value in given.items()}
+
+
+def make_options(*sources: Mapping[str, Any]) -> TrainOptions:
+    """The options of several sources; a later one wins, entries of a mapping one by one."""
+    given: dict[str, Any] = {}
+    for source in sources:
+        for key, value in source.items():
+            is_part = isinstance(value, Mapping) and key in given
+            given[key] = {**given[key], **value} if is_part else value
+    if not given.get("model"):
+        hint = "name a folder or a Hub id: slapo-zoo train MODEL, or `model:` in the file"
+        raise ConfigError("train", "model", "found none", hint)
+    return TrainOptions(**given)
+
+
+def as_yaml(options: TrainOptions) -> str:
+    """The whole configuration, as `--config` takes it."""
+    plain = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(options).items()}
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+
+
+def _value(key: str, value: Any, where: str) -> Any:
+    if key not in KINDS:
+        near = difflib.get_close_matches(key, KINDS, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(KINDS)}"
+        raise ConfigError(where, key, "found no such key", hint)
+    value, wanted = _coerced(value, KINDS[key]), KINDS[key]
+    if not _fits(value, wanted):
+        problem = f"found {value!r:.60}, expected {_said(wanted)}"
+        raise ConfigError(where, key, problem, f"the default is {_default(key)!r}")
+    if value is not None and key in LEAST and value < LEAST[key]:
+        problem = f"found {value!r}, expected at least {LEAST[key]}"
+        raise ConfigError(where, key, problem, f"the default is {_default(key)!r}")
+    if value is not None and key in ONE_OF and value not in ONE_OF[key]:
+        problem = f"found {value!r}, expected one of {', '.join(ONE_OF[key])}"
+        raise ConfigError(where, key, problem, "choose one of them")
+    return value
+
+
+def _default(key: str) -> Any:
+    return getattr(TrainOptions(""), key)
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+
+
+def _coerced(value: Any, kind: Any) -> Any:
+    """YAML reads 1e-4 as a text, and a list where we have a tuple."""
+    members = _members(kind)
+    if float in members and str not in members and isinstance(value, str | int):
+        try:
+            return value if isinstance(value, bool) else float(value)
+        except ValueError:
+            return value
+    if isinstance(value, list):
+        return tuple(value)
+    return (value,) if isinstance(value, str) and get_origin(kind) is tuple else value
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    for member in _members(kind):
+        plain = get_origin(member) or member
+        if isinstance(value, plain) and (plain is bool or not isinstance(value, bool)):
+            return True
+    return False
+
+
+def _said(kind: Any) -> str:
+    names = {"NoneType": "nothing", "str": "a text", "int": "an integer", "float": "a number",
+             "bool": "true or false", "Mapping": "a mapping", "tuple": "a list"}  # fmt: skip
+    plain = [(get_origin(member) or member).__name__ for member in _members(kind)]
+    return " or ".join(names[name] for name in plain)

@@ -1,0 +1,98 @@
+"""How good the model is on rows that it is not trained on, and which step was the best."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slapo_zoo.cli.data.batches import Batches
+from slapo_zoo.cli.training.contrastive import InBatchNegatives
+from slapo_zoo.cli.training.options import TrainOptions
+from slapo_zoo.parallel.loss_means import count_targets
+
+
+class Best:
+    """The best evaluation so far, and how many came after it.
+
+    Args:
+        metric: loss, of which less is better, or accuracy.
+    """
+
+    def __init__(self, metric: str):
+        self.metric = metric
+        self.value: float | None = None
+        self.step = self.since = 0
+
+    def judge(self, step: int, found: Mapping[str, float]) -> bool:
+        """Whether this evaluation is better than all before."""
+        value = found[self.metric]
+        sign = -1 if self.metric == "loss" else 1
+        if self.value is None or sign * value > sign * self.value:
+            self.value, self.step, self.since = value, step, 0
+            return True
+        self.since += 1
+        return False
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"value": self.value, "step": self.step, "since": self.since}
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from `state()`."""
+        if state is not None:
+            self.value, self.step, self.since = state["value"], state["step"], state["since"]
+
+
+def evaluate(model: Any, batches: Batches, options: TrainOptions) -> dict[str, float]:
+    """Means over all targets of all rows, whatever the layout; a collective call.
+
+    The random streams of training stay where they are.
+    """
+    mesh, device = model.mesh, next(iter(model.parameters())).device
+    sums = torch.zeros(3, dtype=torch.float64)  # of losses, targets, hits
+    model.eval()
+    try:
+        for number in range(batches.in_order(options.eval_batches)):
+            part = batches.part_in_order(number, mesh.coord("dp"), mesh.dp)
+            batch = {name: t.to(device) for name, t in part.items()}
+            sums += _pairs(model, batch) if batches.task.couples else _judge(model, batch)
+    finally:
+        model.train()
+    if mesh.dp > 1:
+        shared = sums.to(device if device.type != "cpu" else "cpu")
+        dist.all_reduce(shared, group=mesh.group("dp"))
+        sums = shared.cpu()
+    loss, targets, hits = sums.tolist()
+    return {"loss": loss / targets, "accuracy": hits / targets}
+
+
+@torch.no_grad()
+def _judge(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Sums of losses, targets and hits over the rows of this dp rank."""
+    from slapo_zoo.model.runtime import takes_cache
+
+    cache = {"use_cache": False} if takes_cache(model._slapo) else {}  # masks of documents need it
+    output = model(**batch, **cache)
+    targets = float(count_targets(model._slapo.head_name(model), batch)[0])
+    if not targets:
+        return torch.zeros(3, dtype=torch.float64)
+    hits = _hits(output.logits, batch["labels"], model)
+    return torch.tensor([float(output.loss) * targets, targets, hits], dtype=torch.float64)
+
+
+@torch.no_grad()
+def _pairs(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The same of pairs: how many anchors are nearest to their own positive."""
+    loss, hits = InBatchNegatives(model.mesh).judged(model(**batch), batch)
+    count = len(batch["input_ids"]) // 2
+    return torch.tensor([float(loss) * count, count, hits], dtype=torch.float64)
+
+
+def _hits(logits: Tensor, labels: Tensor, model: Any) -> float:
+    from slapo_zoo.parallel.heads import head_of
+
+    if head_of(model._slapo.head_name(model)).shifts:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    return float(((logits.argmax(-1) == labels) & (labels != -100)).sum())

@@ -1,0 +1,172 @@
+"""What is kept of every step: a JSON line in a file, and the trackers of Accelerate by name."""
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.cli.training.config import ConfigError
+from slapo_zoo.cli.training.display import OnStep
+from slapo_zoo.cli.training.options import TrainOptions
+
+
+class Meter:
+    """Measures what a step took.
+
+    Args:
+        model: of AutoScheduledModel.
+    """
+
+    def __init__(self, model: Any):
+        self.mesh, self.device = model.mesh, next(iter(model.parameters())).device
+        per_token = sum(math.prod(spec.shape) for spec in model._slapo.specs)
+        self.parameters = None if model.config.is_encoder_decoder else per_token
+        self.peak = peak_of(self.device)
+        self.begin = time.perf_counter()
+
+    def start(self) -> None:
+        """A step begins."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.begin = time.perf_counter()
+
+    def measured(self, batch: Mapping[str, Tensor]) -> dict[str, float | None]:
+        """Of the step that has ended: its loss was read, so the device has done it.
+
+        `mfu` counts 6 operations a parameter and token (arXiv:2204.02311, without attention).
+        """
+        seconds = time.perf_counter() - self.begin
+        names = ("input_ids", "labels") if self.parameters is None else ("input_ids",)
+        tokens = sum(batch[name].numel() for name in names if name in batch) * self.mesh.dp
+        found: dict[str, float | None] = {"seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds,
+                 "memory": peak_memory(self.device), "mfu": None}  # fmt: skip
+        if self.peak and self.parameters:
+            used = 6 * self.parameters * tokens / seconds
+            found["mfu"] = used / (self.peak * self.mesh.world_size)
+        return found
+
+
+def peak_of(device: torch.device) -> float:
+    """Operations per second of the data sheet, in 16 bits; 0 where it is not known."""
+    from slapo_zoo.tune.planner.hardware import HARDWARE
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    known = (
+        HARDWARE[kind].peak for kind in ("h200", "h100", "a100", "v100") if kind.upper() in name
+    )
+    return 0.0 if "PCIe" in name else next(known, 0.0)
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Most bytes of the step on a GPU; what the process holds, files that it maps not counted, else."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        text = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
+    except OSError:
+        return None
+    return next(int(line.split()[1]) * 1024 for line in text.splitlines() if "Anonymous" in line)
+
+
+class JsonLines:
+    """One JSON object a step; those of steps that a resumed run repeats are taken out.
+
+    Args:
+        path: of the file.
+        done: steps that are done.
+    """
+
+    def __init__(self, path: Path, done: int):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        old = path.read_text(encoding="utf-8").splitlines() if done and path.exists() else []
+        kept = [line for line in old if _step_of(line) <= done]
+        path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        self.file = path.open("a", encoding="utf-8", buffering=1)
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        """Write a line; it is in the file at once."""
+        finite = {k: v if v is None or math.isfinite(v) else None for k, v in values.items()}
+        self.file.write(json.dumps({"step": step, **finite}) + "\n")
+
+    def finish(self) -> None:
+        """No line follows."""
+        self.file.close()
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):  # the kill came in the middle of it
+        return math.inf
+
+
+def find_trackers(options: TrainOptions) -> dict[str, Any]:
+    """The classes of the trackers that are asked for; ConfigError where one is not there."""
+    if not options.trackers:
+        return {}
+    try:
+        from accelerate import tracking
+    except ImportError:
+        hint = "pip install slapo-zoo[trainer]"
+        raise ConfigError("train", "trackers", "accelerate is not installed", hint) from None
+    there = {str(getattr(one, "value", one)) for one in tracking.get_available_trackers()}
+    for name in options.trackers:
+        if name not in tracking.LOGGER_TYPE_TO_CLASS:
+            known = ", ".join(tracking.LOGGER_TYPE_TO_CLASS)
+            raise ConfigError("train", f"trackers: {name}", "no such tracker", f"known: {known}")
+        if name not in there:
+            problem = "its package is not installed"
+            raise ConfigError("train", f"trackers: {name}", problem, f"pip install {name}")
+    return {name: tracking.LOGGER_TYPE_TO_CLASS[name] for name in options.trackers}
+
+
+def _started(name: str, kind: Any, options: TrainOptions) -> Any:
+    """A tracker that knows the configuration of the run."""
+    from accelerate import PartialState
+
+    PartialState(cpu=options.device == "cpu")
+    beside = options.checkpoint or options.output or "."
+    more = {"logging_dir": str(Path(beside).parent)} if kind.requires_logging_directory else {}
+    tracker = kind("slapo-zoo", **more)
+    if hasattr(tracker, "start"):
+        tracker.start()
+    plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in asdict(options).items()}  # fmt: skip
+    tracker.store_init_configuration(plain)
+    return tracker
+
+
+@contextmanager
+def kept(options: TrainOptions, show: OnStep, done: int) -> Iterator[OnStep]:
+    """Within it, what every step measured is shown, and goes to the file and the trackers.
+
+    Args:
+        options: of the run.
+        show: is told too.
+        done: steps that are done.
+    """
+    takers = [_started(name, kind, options) for name, kind in find_trackers(options).items()]
+    if options.log_file is not None:
+        takers.append(JsonLines(Path(options.log_file), done))
+
+    def on_step(step: int, record: Mapping[str, Any]) -> None:
+        show(step, record)
+        for taker in takers:
+            numbers = record if isinstance(taker, JsonLines) else _numbers(record)
+            taker.log(numbers, step=step + 1)
+
+    try:
+        yield on_step
+    finally:
+        for taker in takers:
+            taker.finish()
+
+
+def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in record.items() if value is not None}

@@ -1,0 +1,124 @@
+"""What a training run is asked to do: one object, whether from a file, from flags or from Python."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What to train, on what, and how; also the keys of `slapo-zoo train --config`.
+
+    Args:
+        model: checkpoint folder or Hub id.
+        data: a file, a folder, or the name of a dataset on the Hub.
+        data_config: configuration of a dataset that has several.
+        data_split: the split that is trained on.
+        columns: what a task reads --> the column of the data that holds it, e.g. {text: body}.
+        stream: read the data while training goes on, and hold no more than `shuffle_rows` of it.
+        shuffle_rows: a stream is shuffled within so many rows.
+        task: causal, masked, span, classify, tag, seq2seq or pairs; None: the family's own.
+        seq_len: tokens of a row; None: 128, or what the model takes if that is less.
+        target_len: tokens of a target of seq2seq; None: as seq_len.
+        document_masks: tokens see no other document of their row; None: where the model can.
+        eval_data: what is evaluated on: a file, a folder, a dataset; None: eval_split of `data`.
+        eval_split: the split that is evaluated on.
+        eval_share: share of the rows that is held out for it instead.
+        eval_every: steps between two evaluations; there is one after the last step too.
+        eval_batches: at most so many; None: all rows.
+        tp: tensor-parallel ranks.
+        pp: pipeline stages.
+        dp: copies of the model; None: what the launched processes leave.
+        micro_batches: per step and copy; None leaves it to the loader.
+        batch_size: rows of a step, all copies together.
+        load: more arguments of `from_pretrained`, e.g. {sequence_parallel: true}.
+        steps: optimizer steps.
+        lr: learning rate of AdamW; None: 1e-4, or that of the checkpoint.
+        lr_schedule: a name of `transformers.get_scheduler`.
+        lr_options: of that schedule, e.g. {num_cycles: 2}.
+        warmup_steps: over which the learning rate rises from 0.
+        weight_decay: of matrices; vectors (biases, norms) have none.
+        clip: largest global gradient norm; 0 does not clip.
+        seed: of dropout, of new weights, of the order of the rows and of the masks.
+        output: folder for the trained checkpoint.
+        checkpoint: folder for all that training needs to go on; one that is there is gone on from.
+        save_every: steps between two writes of `checkpoint`; it is written after the last step too.
+        keep: how many checkpoints stay, in step folders below `checkpoint`; None: one, `checkpoint`.
+        best: folder for the checkpoint with the best evaluation so far.
+        best_metric: loss or accuracy.
+        patience: stop after so many evaluations without a better one; None: never.
+        log_file: one JSON line a step goes there.
+        trackers: names of Accelerate's trackers: tensorboard, wandb, trackio, mlflow, ...
+        log_every: steps between two lines where there is no terminal; None: ten lines in all.
+        device: "cpu", "cuda", or None for what is there.
+        engine: torch, deepspeed or megatron.
+        zero_stage: of DeepSpeed.
+    """
+
+    model: str
+    data: str | None = None
+    data_config: str | None = None
+    data_split: str = "train"
+    columns: Mapping[str, str] = field(default_factory=dict)
+    stream: bool = False
+    shuffle_rows: int = 1000
+    task: str | None = None
+    seq_len: int | None = None
+    target_len: int | None = None
+    document_masks: bool | None = None
+    eval_data: str | None = None
+    eval_split: str | None = None
+    eval_share: float = 0.0
+    eval_every: int = 100
+    eval_batches: int | None = None
+    tp: int = 1
+    pp: int = 1
+    dp: int | None = None
+    micro_batches: int | None = None
+    batch_size: int = 8
+    load: Mapping[str, Any] = field(default_factory=dict)
+    steps: int = 100
+    lr: float | None = None
+    lr_schedule: str = "constant"
+    lr_options: Mapping[str, Any] = field(default_factory=dict)
+    warmup_steps: int = 0
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    seed: int = 0
+    output: str | None = None
+    checkpoint: str | None = None
+    save_every: int = 100
+    keep: int | None = None
+    best: str | None = None
+    best_metric: str = "loss"
+    patience: int | None = None
+    log_file: str | None = None
+    trackers: tuple[str, ...] = ()
+    log_every: int | None = None
+    device: str | None = None
+    engine: str = "torch"
+    zero_stage: int = 0
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is something to evaluate on."""
+        return bool(self.eval_data or self.eval_split or self.eval_share)
+
+
+def described() -> dict[str, str]:
+    """What each option says, as the documentation of the class has it."""
+    text = str(TrainOptions.__doc__).partition("Args:")[2]
+    return dict(re.findall(r"^ {8}(\w+): (.+)$", text, re.MULTILINE))
+
+
+LEAST = {
+    "shuffle_rows": 1, "seq_len": 2, "target_len": 1, "eval_share": 0, "eval_every": 1,
+    "eval_batches": 1, "tp": 1, "pp": 1, "dp": 1, "micro_batches": 1, "batch_size": 1, "steps": 1,
+    "lr": 0, "warmup_steps": 0, "weight_decay": 0, "clip": 0, "save_every": 1, "keep": 1,
+    "patience": 1, "log_every": 1, "zero_stage": 0,
+}  # fmt: skip
+ONE_OF = {
+    "task": ("causal", "masked", "span", "classify", "tag", "seq2seq", "pairs"),
+    "best_metric": ("loss", "accuracy"),
+}

@@ -1,0 +1,57 @@
+"""How fast to learn, step by step, and which parameters decay."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from slapo_zoo.cli.training.config import ConfigError
+from slapo_zoo.cli.training.options import TrainOptions
+
+DEFAULT_LR = 1e-4
+
+
+def base_lr(options: TrainOptions) -> float:
+    """The learning rate that the schedule's factors multiply."""
+    return DEFAULT_LR if options.lr is None else options.lr
+
+
+def learning_rates(options: TrainOptions) -> Callable[[int], float]:
+    """The learning rate of every step, from 0: a function, so that a resumed run needs no state.
+
+    The schedules are those of `transformers.get_scheduler`, for any engine's optimizer.
+    """
+    from transformers import get_scheduler
+
+    lr = base_lr(options)
+    name = _with_warm_up(options.lr_schedule, options.warmup_steps)
+    alone = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
+    arguments: dict[str, Any] = {"scheduler_specific_kwargs": dict(options.lr_options)}
+    try:
+        made: Any = get_scheduler(name, alone, options.warmup_steps, options.steps, **arguments)
+    except (ValueError, TypeError) as error:
+        problem = f"transformers.get_scheduler: {error}"
+        hint = "e.g. constant, linear, cosine; what a schedule needs goes to lr_options"
+        raise ConfigError("train", f"lr_schedule={name}", problem, hint) from error
+    if not hasattr(made, "lr_lambdas"):
+        problem = "it depends on more than the number of the step"
+        hint = "choose one that does not: constant, linear, cosine, inverse_sqrt, ..."
+        raise ConfigError("train", f"lr_schedule={name}", problem, hint)
+    factor = made.lr_lambdas[0]
+    return lambda step: lr * factor(step)
+
+
+def _with_warm_up(name: str, warmup_steps: int) -> str:
+    """What is called constant in transformers ignores a warm-up in silence."""
+    return "constant_with_warmup" if name == "constant" and warmup_steps else name
+
+
+def parameter_groups(parameters: Iterable[Any], weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices, which decay, and vectors (biases and norms), which do not: the same two on all ranks."""
+    held = list(parameters)
+    matrices = [p for p in held if p.ndim >= 2]
+    vectors = [p for p in held if p.ndim < 2]
+    return [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]

@@ -1,0 +1,42 @@
+"""A sign of life from work that says nothing itself."""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+FIRST_S, EVERY_S = (
+    5.0,
+    30.0,
+)  # without a terminal a line now and then; a terminal's is kept up to date
+
+
+@contextmanager
+def waiting(what: str, first_s: float = FIRST_S, every_s: float = EVERY_S) -> Iterator[None]:
+    """Within it, standard error is told how long `what` has taken, once that is longer than a moment.
+
+    Args:
+        what: is done.
+        first_s: nothing is said before.
+        every_s: seconds between two lines where there is no terminal.
+    """
+    is_over, begin, terminal = threading.Event(), time.monotonic(), sys.stderr.isatty()
+
+    def tell() -> None:
+        pause = first_s
+        while not is_over.wait(pause):
+            pause = 1.0 if terminal else every_s
+            text = f"{what}: {time.monotonic() - begin:.0f} s"
+            sys.stderr.write(f"\r{text}" if terminal else f"{text}\n")
+            sys.stderr.flush()
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        if terminal:
+            sys.stderr.write("\r\033[K")

@@ -1,0 +1,176 @@
+"""What runs where no kernel of ours does: each operation as `transformers` or torch computes it.
+
+Dropout is that of torch, fused where theirs is; nothing is made slower than the model would make it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
+    """gelu_new is eight operations in transformers 5.23, the exact one a single one."""
+    from slapo_zoo.dispatch.registry import KERNELS
+
+    if approximate == "none":
+        return functional.gelu(x + bias)
+    return KERNELS["bias_gelu"].reference(x, bias, approximate)  # pyright: ignore[reportOptionalCall]
+
+
+def geglu(gate: Tensor, up: Tensor, p: float = 0.0, **_: Any) -> Tensor:
+    """T5's gated feed-forward; its gelu_new in one operation, which is what an expert would take."""
+    return functional.dropout(functional.gelu(gate, approximate="tanh") * up, p)
+
+
+def embed(
+    ids: Tensor, position_ids: Tensor, kinds: Tensor, word: Tensor, position: Tensor, kind: Tensor,
+    weight: Tensor, bias: Tensor, eps: float = 1e-12, padding_idx: int = -1, p: float = 0.0, **_: Any,
+) -> Tensor:  # fmt: skip
+    """The embeddings of BERT."""
+    z = functional.embedding(ids, word, padding_idx) + functional.embedding(kinds, kind)
+    z = z + functional.embedding(position_ids, position)
+    return functional.dropout(functional.layer_norm(z, z.shape[-1:], weight, bias, eps), p)
+
+
+def parallel_loss(logits: Tensor, target: Tensor, vocab_size: int, **options: Any) -> Tensor:
+    """The sharded loss of this package in torch operations."""
+    from slapo_zoo.parallel.vocab_parallel import vocab_parallel_cross_entropy
+
+    logits = logits.float()  # as the losses of transformers do
+    return vocab_parallel_cross_entropy(logits, target, vocab_size, None, **options)
+
+
+def linear_loss(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
+    label_smoothing: float = 0.0, num_items: Any = 1, **_: Any,
+) -> Tensor:  # fmt: skip
+    """The head and its loss, all logits kept."""
+    logits = functional.linear(x, weight, bias).float()
+    options = {"label_smoothing": label_smoothing, "reduction": "sum"}
+    return functional.cross_entropy(logits, target, **options) / num_items
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+    """The attention of most models."""
+    out = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+    return out.transpose(1, 2)
+
+
+def _hidden(scores_like: Tensor, S: int, T: int, causal: bool, window: int = 0) -> Tensor:
+    seen = torch.ones(S, T, dtype=torch.bool, device=scores_like.device)
+    seen = seen.tril(T - S) if causal else seen
+    return ~(seen.triu(T - S - window + 1) if window else seen)
+
+
+def t5_attention(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None = None, bidirectional: bool = True,
+    causal: bool = False, key_mask: Tensor | None = None, max_distance: int = 128, p: float = 0.0,
+    **_: Any,
+) -> Tensor:  # fmt: skip
+    """sdpa with the bias of all scores in memory, as T5 runs it; its dropout is fused."""
+    S, T = q.shape[-2], k.shape[-2]
+    bias = q.new_zeros(1, 1, S, T)
+    if weight is not None:
+        from transformers.models.t5.modeling_t5 import T5Attention
+
+        i = torch.arange(S, device=q.device)[:, None] + (T - S if causal else 0)
+        far = torch.arange(T, device=q.device) - i
+        buckets = T5Attention._relative_position_bucket(
+            far, bidirectional, len(weight), max_distance
+        )
+        bias = weight[buckets].permute(2, 0, 1)[None]
+    lowest = torch.finfo(q.dtype).min
+    bias = bias.masked_fill(_hidden(q, S, T, causal), lowest) if causal else bias
+    bias = bias if key_mask is None else bias.masked_fill(~key_mask[:, None, None], lowest)
+    return functional.scaled_dot_product_attention(q, k, v, bias, dropout_p=p, scale=1.0)
+
+
+def local_causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: int, scale: float = 1.0,
+    key_mask: Tensor | None = None, p: float = 0.0, **_: Any,
+) -> Tensor:  # fmt: skip
+    """sdpa with a mask of the window: what an expert would put in GPT-Neo's place."""
+    S, T = q.shape[-2], k.shape[-2]
+    hidden = _hidden(q, S, T, causal=True, window=window)[None, None]
+    hidden = hidden if key_mask is None else hidden | ~key_mask[:, None, None]
+    return functional.scaled_dot_product_attention(q, k, v, ~hidden, dropout_p=p, scale=scale)
+
+
+def eager_local_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: int, scale: float = 1.0,
+    key_mask: Tensor | None = None, p: float = 0.0, **_: Any,
+) -> Tensor:  # fmt: skip
+    """GPT-Neo's own attention: scores in fp32, in memory."""
+    S, T = q.shape[-2], k.shape[-2]
+    scores = q.float() @ k.float().transpose(-1, -2) * scale
+    scores = scores.masked_fill(_hidden(q, S, T, True, window), torch.finfo(torch.float32).min)
+    if key_mask is not None:
+        scores = scores.masked_fill(~key_mask[:, None, None], torch.finfo(torch.float32).min)
+    return functional.dropout(scores.softmax(-1).to(v.dtype), p) @ v
+
+
+def batch_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The end of a residual block."""
+    return functional.relu(functional.batch_norm(x, None, None, weight, bias, True) + residual)
+
+
+def bias_dropout_residual_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, x_bias: Tensor, p: float = 0.0, **_: Any
+) -> Tensor:  # fmt: skip
+    """The end of a block of BERT."""
+    z = functional.dropout(x + x_bias, p) + residual
+    return functional.layer_norm(z, x.shape[-1:], weight, bias)
+
+
+# Kernels that are not here are weighed against their reference.
+PLAIN: dict[str, Callable[..., Any]] = {
+    "bias_gelu": gelu,
+    "geglu": geglu,
+    "bias_relu": lambda x, bias: functional.relu(x + bias),
+    "relu_dropout": lambda x, p=0.0, **_: functional.dropout(functional.relu(x), p),
+    "swiglu": lambda gate, up: functional.silu(gate) * up,
+    "layer_norm": lambda x, weight, bias: functional.layer_norm(x, x.shape[-1:], weight, bias),
+    "bias_dropout_residual_layer_norm": bias_dropout_residual_layer_norm,
+    "embedding_layer_norm": embed,
+    "linear_cross_entropy": linear_loss,
+    "vocab_parallel_cross_entropy": parallel_loss,
+    "vocab_parallel_linear_cross_entropy": lambda x, weight, target, vocab_size, bias=None, **options: (
+        parallel_loss(functional.linear(x, weight, bias), target, vocab_size, **options)
+    ),
+    "linear": functional.linear,
+    "short_attention": sdpa,
+    "t5_attention": t5_attention,
+    "local_causal_attention": eager_local_attention,
+    "batch_norm_relu_add": batch_norm,
+}
+# Beside it, what an expert would put in its place.
+EXPERT: dict[str, Callable[..., Any]] = {"local_causal_attention": local_causal_attention}
+
+
+def liger() -> dict[str, Callable[..., Any]]:
+    """What Liger has for the same arguments; it runs on a GPU only. Empty where it is not installed."""
+    try:
+        from liger_kernel.transformers import functional as lf
+    except ModuleNotFoundError:
+        return {}
+
+    def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+        return lf.liger_layer_norm(x, weight, bias, eps)
+
+    def rms(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+        return lf.liger_rms_norm(x, weight, eps)
+
+    def linear(x, weight, target, bias=None, label_smoothing=0.0, num_items=1, **_) -> Tensor:
+        options = {"label_smoothing": label_smoothing, "reduction": "sum"}
+        total: Any = lf.liger_fused_linear_cross_entropy(x, weight, target, bias, **options)
+        return total / num_items
+
+    return {
+        "layer_norm": norm,
+        "rms_norm": rms,
+        "swiglu": lf.liger_swiglu,
+        "linear_cross_entropy": linear,
+    }

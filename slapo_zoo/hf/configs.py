@@ -1,0 +1,39 @@
+"""A config of `transformers`, read as data: no code of its repository runs, and its sizes are sane."""
+
+from pathlib import Path
+from typing import Any
+
+MAX_BYTES = 2**24
+MAX_COUNT = 10_000  # of layers or experts: each is a module that is built
+
+
+def read_config(name: str | Path, **options: Any) -> Any:
+    """What AutoConfig reads, without the checkpoint's own code and without a question about it.
+
+    Args:
+        name: a folder, or a model of the Hub.
+        options: of `AutoConfig.from_pretrained`.
+
+    Raises:
+        OSError: there is none.
+        ValueError: it is none that `transformers` knows, or one that no model has.
+    """
+    from transformers import AutoConfig
+
+    file = Path(name) / "config.json"
+    if file.is_file() and file.stat().st_size > MAX_BYTES:
+        raise ValueError(
+            f"config.json has {file.stat().st_size} bytes, at most {MAX_BYTES} is sane"
+        )
+    try:
+        found = AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # whatever a strange value makes a config class stumble over
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    config = found[0] if isinstance(found, tuple) else found
+    for field, value in vars(config).items():
+        counts = field.endswith(("layers", "layer", "experts"))
+        if counts and type(value) is int and value > MAX_COUNT:
+            raise ValueError(f"{field}={value}, at most {MAX_COUNT} is sane")
+    return found

@@ -1,0 +1,155 @@
+"""From an outline to a scheduled model: this rank's stage, the groups of ties and replicas, the class."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slapo_zoo.hf.attention_backends import require_backend
+from slapo_zoo.model.data_parallel import use_hooks
+from slapo_zoo.model.dp_shard import Shards, shard_over_dp
+from slapo_zoo.model.mixin import Runtime, scheduled_class
+from slapo_zoo.model.optimizers import note_divided
+from slapo_zoo.model.precision import MixedPrecision, computing_forward
+from slapo_zoo.model.same_on_all import require_same_weights
+from slapo_zoo.parallel.compat import new_group
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.pipeline.runtime import Pipeline
+from slapo_zoo.pipeline.stages import keep_stages
+from slapo_zoo.weights.fill import fill_from_config
+from slapo_zoo.zoo.apply import block_paths
+from slapo_zoo.zoo.options import BuildOptions
+from slapo_zoo.zoo.outline import Outline
+
+
+class Assembly(Outline):
+    """The outline with only this rank's stage left, ready to be filled."""
+
+    def __init__(
+        self, config: Any, auto_class: Any, mesh: Mesh, dtype: torch.dtype, options: BuildOptions
+    ):
+        super().__init__(config, auto_class, mesh, dtype, options)
+        self.pipeline = None
+        if self.mesh.pp > 1:
+            mine = self.places.stages_of(self.mesh.coord("pp"))
+            cursor = keep_stages(self.model, self.stages, mine)
+            self.pipeline = Pipeline(self.schedule, self.cls, self.units, cursor, self.places)
+
+        self.shards = None
+        if options.dp_shard > 1:
+            self.shards = Shards.of(self.mesh, options.dp_shard, options.zero_stage)
+
+    def require_attention(self) -> None:
+        """Refuse a back end that the family or the device cannot have."""
+        name, device = self.options.attention, torch.device(self.options.device)
+        if name is not None:
+            found = self.table.tunable.get("attention", ())
+            dtype = self.state.compute_dtype or next(self.model.parameters()).dtype
+            require_backend(name, self.cls, found, device, dtype)
+
+    def new_weights(self) -> Any:
+        """Fill the model with new weights, the same for every mesh; returns the ledger."""
+        place = torch.device(self.options.device)
+        return fill_from_config(
+            self.model, lambda: self.skeleton, self.state, self.specs, self.mesh, place,
+            self.units, self.seed, self.shards,
+        )  # fmt: skip
+
+    def require_same_weights(self, what: str) -> None:
+        """Refuse ranks that hold other weights or another schedule; a collective call."""
+        history = "\n".join(f"{path} {step}" for path, step in self.schedule.history)
+        digest = hashlib.sha256(history.encode()).hexdigest()
+        tensors = dict(self.model.named_parameters())
+        ranks = self.options.dp_shard
+        require_same_weights(what, self.mesh, tensors, self.specs, digest, ranks)
+
+    def finish(self, ledger: Any, micro_batches: int | None, folder: Path | None) -> Any:
+        """Make the class of the model a scheduled one."""
+        model = self.model
+        runtime = Runtime(
+            schedule=self.schedule, specs=self.specs, own_forward=computing_forward(self.cls.forward),
+            pipeline=self.pipeline, keys=self.keys, ledger=ledger,
+            whole_batch=self.table.whole_batch, undivided=self.table.undivided, shifts_labels=self.table.shifts_labels, batch_statistics=self.table.batch_statistics,
+            num_tokens=self._num_tokens(), micro_batches=micro_batches,
+            source=folder,
+        )  # fmt: skip
+        runtime.precision = MixedPrecision(
+            self.state.compute_dtype, self.options.precision == "fp16"
+        )
+        self.state.recomputing = runtime.precision.recomputing
+        runtime.ties, runtime.owned = self._ties()
+        runtime.replicas = self._replicas()
+        use_hooks(runtime)
+        model.__class__ = scheduled_class(self.cls)
+        model._slapo = runtime
+        note_divided(model)
+        _take_generation_config(model, folder)
+        return model
+
+    def divide(self, model: Any) -> None:
+        """Let the model read parameters that dp ranks divide, where that is asked for."""
+        if self.shards is not None:
+            shard_over_dp(model, block_paths(self.schedule, self.table), self.shards)
+
+    def _num_tokens(self) -> int | None:
+        count = self.table.num_tokens
+        return count(self.model.config) if count else None
+
+    def _ties(self) -> tuple[list[tuple[str, Any]], set[str]]:
+        """Process groups of parameters that stages share, and the names this stage counts."""
+        mine, ties = self.mesh.coord("pp"), []
+        owned = {name for name, _ in self.model.named_parameters()}
+        for stages, names in self.tied_ranks:
+            group = _group_of_stages(self.mesh, stages)
+            local = [name for name in names if name in owned]
+            if mine in stages and local:
+                ties.append((local[0], group))
+                if mine != stages[0]:
+                    owned -= set(local)
+        return ties, owned
+
+    def _replicas(self) -> list[tuple[str, Any]]:
+        """Sharded parameters that neighbouring tp ranks share (KV heads), and the group of those."""
+        found, groups = [], {}
+        for name, placed in sorted(self.state.placed.items()):
+            placement, tp = placed.placement, self.mesh.tp
+            units = placement.units(placed.shape[placement.axis])[0]
+            if not placement.replicate or units >= tp:
+                continue
+            if units not in groups:
+                groups[units] = _group_of_neighbours(self.mesh, tp // units)
+            found.append((name, groups[units]))
+        mine = {name for name, _ in self.model.named_parameters()}
+        return [(name, group) for name, group in found if name in mine]
+
+
+def _group_of_neighbours(mesh: Mesh, count: int) -> Any:
+    """Our process group of `count` neighbouring tp ranks; a collective call of all ranks."""
+    mine = None
+    for first in range(0, mesh.world_size, count):
+        ranks = list(range(first, first + count))  # tp is the fastest mesh dim
+        group = new_group(ranks)
+        mine = group if mesh.rank in ranks else mine
+    return mine
+
+
+def _group_of_stages(mesh: Mesh, stages: list[int]) -> Any:
+    """Our process group over some stages; a collective call of all ranks."""
+    if len(stages) == mesh.pp:
+        return mesh.group("pp")
+    mine = None
+    for dp in range(mesh.dp):
+        for tp in range(mesh.tp):
+            ranks = [mesh.at(pp=stage, dp=dp, tp=tp) for stage in stages]
+            group = new_group(ranks)
+            mine = group if mesh.rank in ranks else mine
+    return mine
+
+
+def _take_generation_config(model: Any, folder: Path | None) -> None:
+    """generation_config.json of the checkpoint."""
+    from transformers import GenerationConfig
+
+    if model.can_generate() and folder is not None and (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)

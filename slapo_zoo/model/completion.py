@@ -1,0 +1,314 @@
+"""After any backward each rank's `.grad` is its slice of the true gradient: hooks see to it.
+
+A gradient that is a part of the sum over tp (norms that see a part of the tokens or heads, KV heads that
+neighbouring ranks share) is summed before it is added to `.grad`. Over dp `.grad` is averaged, as DDP
+does it: bucket by bucket while the backward goes on, waited for at its end; not within `no_sync`.
+
+`train_step` is a loop on top of this: it sums over tp once, after the last micro-batch.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from slapo_zoo.errors import MeshError
+from slapo_zoo.language.gradients import FlatSum, buckets
+from slapo_zoo.model.step_guard import StepGuard
+from slapo_zoo.parallel.collectives import all_reduce_, summed
+
+
+class Bucket:
+    """Parameters whose gradients are averaged over dp in one collective."""
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        self.parameters = parameters
+        self.ready: set[int] = set()
+        self.sum: FlatSum | None = None
+        self.late = False  # some gradient was added to after the sum began
+
+    def start(self, group: Any, size: int) -> None:
+        """Begin to average what `.grad` holds now; an average of averages stays what it is."""
+        self.wait()
+        self.sum, self.late = FlatSum(self.parameters, group, 1.0 / size), False
+
+    def wait(self) -> None:
+        """`.grad` may be read and written again."""
+        if self.sum is not None:
+            self.sum.finish()
+            self.sum = None
+
+
+class Completion:
+    """The hooks of one model, and what they do in the backward that runs now.
+
+    Attributes:
+        over_dp: whether gradients are averaged over dp here; an engine does it itself.
+        over_tp: whether partial gradients are summed in the backward; else at the end of a step.
+        divided_parameters: an engine keeps parameters that no hook can be put on.
+        paused: within `no_sync`.
+    """
+
+    def __init__(self, runtime: Any) -> None:
+        self.runtime, self.mesh = runtime, runtime.schedule.mesh
+        self.over_dp, self.over_tp, self.paused = self.mesh.dp > 1, True, False
+        self.divided_parameters, self.guard = False, StepGuard(self.mesh)
+        self.hooked: list[nn.Parameter] = []
+        self.parameters: list[nn.Parameter] = []
+        self.trained: list[int] = []
+        self._handles: list[Any] = []
+        self.in_step = False
+        self._forget()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Completion":
+        """Of a copied model: a parameter's copy has no hooks yet."""
+        new = Completion.__new__(Completion)
+        memo[id(self)] = new
+        new.__dict__.update(self.__dict__, hooked=[], parameters=[], trained=[], _handles=[])
+        new.guard = StepGuard(self.mesh)
+        new.runtime = memo.get(id(self.runtime), self.runtime)
+        new._forget()
+        return new
+
+    def _forget(self) -> None:
+        """No backward is under way."""
+        self.buckets: list[Bucket] = []
+        self.bucket_of: dict[int, Bucket] = {}
+        self.next, self.task, self.modes = 0, -1, set()
+        self.done = False
+
+    def prepare(self, model: Any, own_loop: bool = False) -> None:
+        """Hook the parameters that the model has now; called before each forward that is trained on.
+
+        Args:
+            model: whose parameters they are.
+            own_loop: the backward is not that of `train_step`.
+        """
+        self.task = -1  # a backward that failed has not come to its end
+        if self.divided_parameters:
+            if own_loop:
+                self._require_whole_gradients()
+            return
+        if self.mesh.world_size == 1:
+            return
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        self.guard.interval = model.input_check_interval
+        if [id(p) for _, p in named] != self.trained:
+            self.trained = [id(p) for _, p in named]
+            self.guard.watch(p for _, p in named)
+        self.parameters = [p for _, p in named]
+        partial = self._partial()
+        self._hook([(n, p) for n, p in named if self.over_dp or n in partial])
+
+    def _hook(self, named: list[tuple[str, nn.Parameter]]) -> None:
+        if [id(p) for _, p in named] == [id(p) for p in self.hooked]:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self.hooked, self._handles = [p for _, p in named], []
+        for name, p in named:
+            self._handles.append(p.register_hook(_Incoming(self, name, p)))
+            if self.over_dp:
+                self._handles.append(_first_of(p, _Accumulated(self)))
+
+    def _partial(self) -> set[str]:
+        """Names of parameters whose gradient may be a part of a sum over tp."""
+        state = self.runtime.schedule.state
+        if self.mesh.tp == 1:
+            return set()
+        names = state.partial_gradients | state.sequence_gradients
+        return names | {name for name, _ in self.runtime.replicas}
+
+    def _require_whole_gradients(self) -> None:
+        if names := sorted(self._partial()):
+            problem = f"the engine divides parameters, and nothing sums {names[0]} over tp"
+            raise MeshError("backward", "a loop of your own", problem, "call train_step(batch)")
+
+    def watch(self, output: Any) -> None:
+        """Notice when a backward arrives at an output, and how its forward divided the tokens."""
+        state = self.runtime.schedule.state
+        if self.mesh.world_size == 1 or not torch.is_grad_enabled():
+            return
+        mark = _Arrived(self, state.forward.tokens_divided)
+        leaves = tree_leaves(dict(output) if hasattr(output, "keys") else output)
+        for x in leaves:
+            for tensor in (x, getattr(x, "rows", None)):  # logits on demand: of which they are made
+                node = tensor.grad_fn if isinstance(tensor, Tensor) else None
+                if node is not None:
+                    node.register_prehook(mark)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, a backward averages nothing over dp: the next one outside does, for all."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+    @contextmanager
+    def one_step(self, in_hooks: bool) -> Iterator[None]:
+        """Around a step that sums over tp at its end, and says when to average over dp.
+
+        Args:
+            in_hooks: someone's hook takes each gradient before the step ends, as an optimizer may.
+        """
+        self.done, before, self.over_tp = False, self.over_tp, in_hooks
+        self.in_step = True
+        try:
+            yield
+        except BaseException:
+            self._forget()
+            raise
+        finally:
+            self.over_tp, self.in_step = before, False
+
+    def finish(self) -> None:
+        """Average over dp what the backward has not."""
+        if self.over_dp and not self.done:
+            self._open()
+            self._close()
+
+    def last_backward(self, _outputs: Any) -> None:
+        """Of a stage that steps within `no_sync`: this one averages over dp."""
+        self.paused = False
+
+    def incoming(self, name: str, parameter: nn.Parameter, grad: Tensor) -> Tensor | None:
+        """A gradient before it is added to `.grad`."""
+        if (bucket := self.bucket_of.get(id(parameter))) is not None:
+            bucket.wait()  # what is under way must not be written to
+        if not self.over_tp:
+            return None
+        groups = self._groups(name)
+        for group in groups:
+            grad = summed(grad, group)
+        return grad if groups else None
+
+    def _groups(self, name: str) -> list[Any]:
+        """Over which ranks a gradient is summed."""
+        state = self.runtime.schedule.state
+        found = [group for other, group in self.runtime.replicas if other == name]
+        whole = name in state.partial_gradients
+        if whole or (name in state.sequence_gradients and self._tokens_divided()):
+            found.append(self.mesh.group("tp"))
+        return [group for group in found if group is not None]
+
+    def _tokens_divided(self) -> bool:
+        modes = self.modes or {self.runtime.schedule.state.forward.tokens_divided}
+        if len(modes) > 1:
+            problem = "it goes through one forward that divides its tokens and one that does not"
+            hint = "pad both batches to a multiple of tp (pad_to_multiple_of of the tokenizer)"
+            raise MeshError("backward", "sequence_parallel=True", problem, hint)
+        return next(iter(modes))
+
+    def arrived(self, divided: bool) -> None:
+        """A backward begins at an output of the model."""
+        if self.task != torch._C._current_graph_task_id():
+            self._open_backward()
+        self.modes.add(divided)
+
+    def _open_backward(self) -> None:
+        self._open()
+        self.task = torch._C._current_graph_task_id()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _open(self) -> None:
+        self._forget()
+        if not self.over_dp:
+            return
+        wanted = [p for p in reversed(self.hooked) if p.requires_grad and not others(p)]
+        self.buckets = [Bucket(each) for each in buckets(wanted)]
+        self.bucket_of = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
+
+    def accumulated(self, parameter: nn.Parameter) -> None:
+        """A gradient was added to `.grad`."""
+        if self.paused or not self.over_dp:
+            return
+        if others(parameter):  # they take it as it is now
+            assert parameter.grad is not None  # noqa: S101 - it was added
+            all_reduce_(parameter.grad.mul_(1.0 / self.mesh.dp), self.mesh.group("dp"))
+            return
+        if self.task < 0:
+            self._open_backward()
+        bucket = self.bucket_of.get(id(parameter))
+        if bucket is None:
+            return
+        bucket.late = id(parameter) in bucket.ready and self.buckets.index(bucket) < self.next
+        bucket.ready.add(id(parameter))
+        while self.next < len(self.buckets) and self._is_ready(self.buckets[self.next]):
+            self.buckets[self.next].start(self.mesh.group("dp"), self.mesh.dp)
+            self.next += 1
+
+    def _is_ready(self, bucket: Bucket) -> bool:
+        return len(bucket.ready) == len(bucket.parameters)
+
+    def _end(self) -> None:
+        """The backward has come to its end."""
+        if any(bucket.ready for bucket in self.buckets):
+            self._close()
+        self.task, self.modes = -1, set()
+        if not self.in_step:
+            self.guard.complete(self.parameters)
+
+    def _close(self) -> None:
+        """Average what is not under way, in the same order on every rank; then wait for all."""
+        group, size = self.mesh.group("dp"), self.mesh.dp
+        late = [bucket for bucket in self.buckets[: self.next] if bucket.late]
+        for bucket in (*self.buckets[self.next :], *late):
+            bucket.start(group, size)
+        for bucket in self.buckets:
+            bucket.wait()
+        self.buckets, self.bucket_of, self.done = [], {}, True
+
+
+class _Incoming:
+    """A hook of a parameter; weak, since the collector does not see all that torch keeps."""
+
+    __torch_unserializable__ = True  # torch.save says nothing of it
+
+    def __init__(self, completion: Completion, name: str, parameter: nn.Parameter):
+        self.completion, self.name, self.parameter = ref(completion), name, ref(parameter)
+
+    def __call__(self, grad: Tensor) -> Tensor | None:
+        completion, parameter = self.completion(), self.parameter()
+        if completion is None or parameter is None:  # the model is gone, its parameter lives on
+            return None
+        return completion.incoming(self.name, parameter, grad)
+
+
+class _Accumulated:
+    __torch_unserializable__ = True
+
+    def __init__(self, completion: Completion):
+        self.completion = ref(completion)
+
+    def __call__(self, parameter: Any) -> None:
+        if (completion := self.completion()) is not None:
+            completion.accumulated(parameter)
+
+
+class _Arrived:
+    def __init__(self, completion: Completion, divided: bool):
+        self.completion, self.divided = completion, divided
+
+    def __call__(self, grads: Any) -> None:
+        self.completion.arrived(self.divided)
+
+
+def others(parameter: Any) -> bool:
+    """Whether hooks that are not ours take the gradient as soon as it is there."""
+    hooks = parameter._post_accumulate_grad_hooks or {}
+    return any(not isinstance(hook, _Accumulated) for hook in hooks.values())
+
+
+def _first_of(parameter: nn.Parameter, hook: _Accumulated) -> Any:
+    """Register it before those that wait for the whole gradient."""
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    hooks: Any = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
+    before = [(key, hooks.pop(key)) for key in list(hooks) if hooks[key] is not hook]
+    hooks.update(before)
+    return handle

@@ -1,0 +1,219 @@
+"""ZeRO: parameters, gradients and optimizer states divided over dp, on plain local tensors.
+
+rewrite:  p [O, I]  -->  p [ceil(O/n), I], and a module reads all_gather(p) while a step runs
+
+The gather is differentiable: its backward sums gradients over dp and leaves each rank its rows, so an
+optimizer over `model.parameters()` keeps states for these rows alone. Source: arXiv:1910.02054.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo_zoo.errors import MeshError
+from slapo_zoo.hf.models import stays_wide
+from slapo_zoo.language import gradients
+from slapo_zoo.model.data_parallel import DataParallel, Whole, use_engine
+from slapo_zoo.model.gathered import Group, Shards
+from slapo_zoo.model.whole_blocks import Blocks
+from slapo_zoo.parallel.local_tensors import is_divided
+from slapo_zoo.parallel.mesh import Mesh
+
+
+class Sharded(DataParallel):
+    """Sums over the ranks that divide the parameters happen in the backward; here the rest is done."""
+
+    def __init__(self, shards: Shards, groups: list[Group], blocks: Blocks):
+        self.shards, self.groups, self.blocks = shards, groups, blocks
+
+    def reads(
+        self, model: nn.Module, dtype: torch.dtype | None
+    ) -> Iterator[tuple[nn.Module, str, Tensor]]:
+        """(module, name, whole tensor) of what stays whole while a step runs."""
+        whole: dict[int, Tensor] = {}
+        for group in self.groups:
+            made = group.traced(group.dtype_of(dtype))
+            whole.update({id(p): x for p, x in zip(group.parameters, made, strict=True)})
+        for module in model.modules():
+            for name, p in module._parameters.items():
+                if id(p) in whole:
+                    yield module, name, whole[id(p)]
+
+    def new_gradients(self, parameters: list[nn.Parameter]) -> Any:
+        """Sums that a failed step has left waiting are dropped."""
+        for group in self.groups:
+            group.sums = [None] * len(group.sums)
+        return super().new_gradients(parameters)
+
+    @contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        """Stage 1 sums over dp after the last one."""
+        with super().micro_batch(is_last):
+            yield
+        if is_last:
+            self._sum_waiting()
+
+    def pipeline_step(self, *args: Any) -> Tensor:
+        """All micro-batches through the stages; this rank's share of the loss."""
+        loss = super().pipeline_step(*args)
+        self._sum_waiting()
+        return loss
+
+    def _sum_waiting(self) -> None:
+        for group in self.groups if self.shards.stage == 1 else ():
+            group.sum_waiting()
+
+    def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
+        """Over copies of the divided ones, and over dp of what is not sharded (adapters)."""
+        gradients.all_reduce_gradients(filter(is_divided, parameters), self.shards.copies)
+        rest = [p for p in parameters if not is_divided(p)]
+        gradients.all_reduce_gradients(rest, mesh.group("dp") if rest else None)
+
+    def tensors(self, model: Any, grads: bool = False) -> dict[str, Tensor]:
+        """Parameters (or their gradients) and buffers, whole over dp."""
+        found = super().tensors(model, grads)
+        named = dict(model.named_parameters(remove_duplicate=False))
+        whole: dict[int, Tensor] = {}
+        for name, p in named.items():
+            if id(p) not in whole:
+                whole[id(p)] = self.whole_of(p, found[name].detach())
+        return {n: whole[id(named[n])] if n in named else x for n, x in found.items()}
+
+    def whole_of(self, p: Any, value: Any) -> Any:
+        """A value of the size of a parameter's part (itself, a gradient, a state), whole over dp."""
+        if not (is_divided(p) and isinstance(value, Tensor) and value.shape == p.shape):
+            return value.clone() if isinstance(value, Tensor) else value
+        return self.shards.gather([value.detach()], [p.whole_shape], value.dtype)[0].clone()
+
+    def whole(self, model: Any, optimizer: Any = None) -> Whole:
+        """Whole copies, which are put back after they were read into."""
+        return _WholeShards(model, optimizer, self)
+
+
+class _WholeShards(Whole):
+    """Whole copies of sharded parameters, and an optimizer over them with whole states."""
+
+    def __init__(self, model: Any, optimizer: Any, engine: Sharded):
+        self.engine, self.given = engine, optimizer
+        self.parts: dict[str, Any] = dict(model.named_parameters())
+        copies = {
+            n: nn.Parameter(engine.whole_of(p, p.detach()), p.requires_grad)
+            for n, p in self.parts.items()
+        }
+        super().__init__({**copies, **dict(model.named_buffers())})
+        self.of_part = {id(p): copies[n] for n, p in self.parts.items()}
+        if optimizer is not None:
+            self.optimizer = self._whole_optimizer(optimizer)
+
+    def _whole_optimizer(self, optimizer: Any) -> Any:
+        mine = copy.copy(optimizer)
+        mine.param_groups = [
+            {**g, "params": [self.of_part[id(p)] for p in g["params"]]}
+            for g in optimizer.param_groups
+        ]
+        mine.state = copy.copy(optimizer.state)
+        mine.state.clear()
+        for p in (p for g in optimizer.param_groups for p in g["params"]):
+            if p in optimizer.state:
+                states = optimizer.state[p].items()
+                mine.state[self.of_part[id(p)]] = {k: self.engine.whole_of(p, v) for k, v in states}
+        return mine
+
+    def put_back(self) -> None:
+        """Our rows of what was read."""
+        with torch.no_grad():
+            for name, p in self.parts.items():
+                p.copy_(self._part(p, self.tensors[name].detach()))
+        if self.given is None:
+            return
+        for mine, group in zip(self.optimizer.param_groups, self.given.param_groups, strict=True):
+            group.update({k: v for k, v in mine.items() if k != "params"})
+        self.given.state.clear()
+        for p in self.parts.values():
+            whole = self.of_part[id(p)]
+            if whole in self.optimizer.state:
+                states = self.optimizer.state[whole].items()
+                self.given.state[p] = {k: self._part(p, v) for k, v in states}
+
+    def _part(self, p: Any, value: Any) -> Any:
+        divides = is_divided(p) and isinstance(value, Tensor) and value.shape == p.whole_shape
+        return self.engine.shards.part(value) if divides else value
+
+
+def shard_over_dp(model: Any, blocks: Sequence[str], shards: Shards) -> None:
+    """Leave each parameter of a scheduled model its rows, and let the model read whole ones.
+
+    Args:
+        model: of AutoScheduledModel, filled.
+        blocks: paths of the repeated blocks: what lies in one is gathered in one collective.
+        shards: over which ranks.
+    """
+    runtime, dp = model._slapo, model.mesh.dp
+    owners, computes = runtime.schedule.state.owners, runtime.precision.dtype
+    wide = {f"{path}.{name}" for path, module in model.named_modules() if computes is not None
+            and stays_wide(model, path, module, computes) for name in module._parameters}  # fmt: skip
+    units: dict[str, dict[Any, list[nn.Parameter]]] = {}
+    parts: dict[int, nn.Parameter] = {}
+    block_of = _block_of(model, blocks)
+    for name, p in list(model.named_parameters()):
+        if p.ndim == 0:
+            continue
+        part: Any = p
+        if not is_divided(p):  # else it was filled as a part
+            part = nn.Parameter(shards.part(p.detach()), p.requires_grad)
+            part.__dict__.update({k: v for k, v in p.__dict__.items() if k[0] != "_"})
+            shards.note(part, p.shape)
+        part.dp_copies, parts[id(p)] = dp // shards.size, part
+        owners[id(part)] = owners.pop(id(p), [name])  # names on other stages too
+        unit = block_of.get(id(p)) or name.rpartition(".")[0]
+        kind = p.dtype, p.requires_grad, name in wide
+        units.setdefault(unit, {}).setdefault(kind, []).append(part)
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            module._parameters[name] = parts.get(id(p), p)
+    groups = {unit: [Group(shards, held, kind[2]) for kind, held in kinds.items()]
+              for unit, kinds in units.items()}  # fmt: skip
+    alone = Blocks(computes, runtime.schedule.state.keeps)
+    for position, path in enumerate(blocks if shards.stage == 3 else ()):
+        if path in groups:
+            block, held = model.get_submodule(path), groups.pop(path)
+            alone.add(block, held, _places(block, held), position)
+    engine = Sharded(shards, [group for held in groups.values() for group in held], alone)
+    use_engine(model, engine)
+    runtime.precision.reads, runtime.precision.blocks = engine.reads, alone
+
+
+def _block_of(model: nn.Module, blocks: Sequence[str]) -> dict[int, str]:
+    """Parameter --> the block that it lies in, where nothing else reads it."""
+    found: dict[int, set[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        block = next((b for b in blocks if name.startswith(f"{b}.")), "")
+        found.setdefault(id(p), set()).add(block)
+    return {key: next(iter(paths)) for key, paths in found.items() if len(paths) == 1}
+
+
+def _places(block: nn.Module, groups: Sequence[Group]) -> list[tuple[nn.Module, str, Any]]:
+    """(module, name, (group, index)) of all that reads a parameter of a block."""
+    at = {id(p): (i, j) for i, group in enumerate(groups) for j, p in enumerate(group.parameters)}
+    return [(module, name, at[id(p)]) for module in block.modules()
+            for name, p in module._parameters.items() if id(p) in at]  # fmt: skip
+
+
+def check_dp_shard(mesh: Mesh, size: int, target: Any, options: Any) -> None:
+    """Refuse a number that does not divide dp, and engines that divide parameters themselves."""
+    if size == 1:
+        return
+    if mesh.dp % size:
+        near = min(
+            (n for n in range(1, mesh.dp + 1) if mesh.dp % n == 0), key=lambda n: abs(n - size)
+        )
+        problem = f"it does not divide dp={mesh.dp}"
+        raise MeshError("from_pretrained", f"dp_shard={size}", problem, f"the nearest is {near}")
+    if target not in (None, "torch") or options:
+        problem = "an engine divides parameters in a way of its own"
+        hint = "leave out dp_shard=, or target= and target_options="
+        raise MeshError("from_pretrained", f"dp_shard={size}", problem, hint)

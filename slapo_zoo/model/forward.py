@@ -1,0 +1,100 @@
+"""What a call of a scheduled model does: its own forward, with an output that is whole on every rank."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.model.generation import refuse_cache, with_source
+from slapo_zoo.model.input_errors import explained
+from slapo_zoo.model.outputs import as_dict, refuse_outputs
+from slapo_zoo.model.own_loss import whole_output
+from slapo_zoo.model.runtime import (
+    Runtime,
+    count_rows,
+    refuse_divided,
+    set_forward,
+    takes_cache,
+    tokens_divide,
+)
+from slapo_zoo.parallel.process_group import rank_guard
+from slapo_zoo.pipeline.runtime import pipeline_forward
+
+
+def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The model's own forward; logits are full and every rank has the output."""
+    runtime: Runtime = model._slapo
+    if runtime.within_engine:
+        return runtime.own_forward(model, *args, **kwargs)
+    mesh = model.mesh
+    bound = inspect.signature(runtime.own_forward).bind_partial(model, *args)
+    batch = with_source({**dict(list(bound.arguments.items())[1:]), **kwargs})
+    stream = runtime.schedule.state.random
+    if model.training:
+        rows = count_rows(batch)
+        stream.step, stream.num_rows = stream.step + 1, rows
+        stream.first_row = rows * mesh.coord("dp")
+        if runtime.schedule.state.checkpointed:
+            batch["use_cache"] = False  # a recomputation would append to the cache once more
+    set_forward(model, batch, tokens_divide(model, batch))
+    refuse_divided(model, batch, pp=mesh.pp)
+    refuse_outputs(model, batch)
+    wants_tuple, run = as_dict(model, batch), functools.partial(_run_own, model, runtime)
+    output = (
+        _run_whole(model, run, batch)
+        if runtime.pipeline is None
+        else _run_stages(model, run, batch)
+    )
+    return output.to_tuple() if wants_tuple else output
+
+
+def _run_whole(model: Any, run: Callable[..., Any], batch: dict[str, Any]) -> Any:
+    """Without stages: whoever calls backward finds complete gradients."""
+    completion = model._slapo.completion
+    if torch.is_grad_enabled():
+        completion.prepare(model, own_loop=True)
+    output = run(batch)
+    completion.watch(output)
+    return output
+
+
+def _run_stages(model: Any, run: Callable[..., Any], batch: dict[str, Any]) -> Any:
+    runtime: Runtime = model._slapo
+    refuse_cache(batch)
+    batch = {**batch, "use_cache": False} if takes_cache(runtime) else batch
+    with rank_guard("forward"):
+        output = pipeline_forward(runtime.pipeline, run, batch)
+    return _without_backward(output) if torch.is_grad_enabled() else output
+
+
+def _run_own(model: Any, runtime: Runtime, batch: Mapping[str, Any]) -> Any:
+    with explained(model, batch):
+        output = runtime.own_forward(model, **batch)
+    return whole_output(output)
+
+
+def _without_backward(output: Any) -> Any:
+    """The output of a pipeline: it asks for a gradient, as a plain one does, and refuses in words."""
+    asks = torch.zeros((), requires_grad=True)
+    for name in list(output) if hasattr(output, "keys") else ():
+        x = output[name]
+        if isinstance(x, Tensor) and x.is_floating_point():
+            output[name] = _NoBackward.apply(x.clone() if x._is_view() else x, asks)
+    return output
+
+
+class _NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, asks: Tensor) -> Tensor:
+        ctx.mark_dirty(x)  # the tensor itself: logits are not copied, and may be changed in place
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        problem = "its layers are on several ranks, and this backward sees none of them"
+        hint = "call model.train_step(batch, loss_fn=...), which runs forward and backward of all stages"
+        raise SlapoError("backward", "the output of a model with pp > 1", problem, hint)

@@ -1,0 +1,186 @@
+"""Parts of parameters over dp ranks, and their whole tensors: gathered forward, summed backward."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo_zoo.parallel.compat import all_gather_single, new_group, reduce_scatter_single
+from slapo_zoo.parallel.live_bytes import counted_as
+from slapo_zoo.parallel.local_tensors import RowsOfRank
+from slapo_zoo.parallel.mesh import Mesh
+
+
+@dataclass
+class Shards(RowsOfRank):
+    """Over which ranks parameters are sharded, and when their gradients are summed.
+
+    Args:
+        group: of those ranks.
+        copies: ranks of other such groups that hold the same rows, or None.
+        stage: 1 sums whole gradients after the last micro-batch, 2 after each; 3 as 2, and a block is
+            whole only while it runs.
+    """
+
+    group: Any
+    copies: Any = None
+    stage: int = 3
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Shards":
+        """Of a copied model: the process groups are this process's."""
+        return replace(self)
+
+    @staticmethod
+    def of(mesh: Mesh, size: int, stage: int) -> "Shards":
+        """Of the first `size` dp ranks, the next ones, ...; a collective call of all ranks."""
+        if size == mesh.dp:
+            return Shards(size, mesh.coord("dp"), mesh.group("dp"), None, stage)
+        rank = mesh.coord("dp") % size
+        group = copies = None
+        for pp in range(mesh.pp):
+            for tp in range(mesh.tp):
+                for first in range(0, mesh.dp, size):
+                    ranks = [mesh.at(pp=pp, tp=tp, dp=first + i) for i in range(size)]
+                    made = new_group(ranks)
+                    group = made if mesh.rank in ranks else group
+                for i in range(size):
+                    ranks = [mesh.at(pp=pp, tp=tp, dp=dp) for dp in range(i, mesh.dp, size)]
+                    made = new_group(ranks)
+                    copies = made if mesh.rank in ranks else copies
+        return Shards(size, rank, group, copies, stage)
+
+    def gather(self, parts: Sequence[Tensor], shapes: Sequence[Any], dtype: Any) -> list[Tensor]:
+        """Whole tensors of parts, in one collective."""
+        return self.finish(self.begin(parts, shapes, dtype), shapes)
+
+    def begin(self, parts: Sequence[Tensor], shapes: Sequence[Any], dtype: Any) -> Any:
+        """A gather under way: (what to wait for, where it arrives, what it sends)."""
+        pairs = zip(parts, shapes, strict=True)
+        flat = torch.cat([_padded(x.detach().to(dtype), self.rows(s)) for x, s in pairs])
+        out = flat.new_empty(self.size * flat.numel())
+        return all_gather_single(out, flat, group=self.group, async_op=True), out, flat
+
+    def finish(self, begun: Any, shapes: Sequence[Any]) -> list[Tensor]:
+        """Whole tensors, each in memory of its own."""
+        work, out, _ = begun
+        work.wait()
+        sizes = [self.rows(s) * _inner(s) for s in shapes]
+        found = out.view(self.size, -1).split(sizes, 1)
+        return [x.reshape(-1, *s[1:])[: s[0]] for x, s in zip(found, shapes, strict=True)]
+
+    def scatter(
+        self, grads: Sequence[Tensor | None], shapes: Sequence[Any], like: Tensor
+    ) -> list[Any]:
+        """Our rows of the sums of whole gradients; None where no rank has one."""
+        sizes = [*(self.rows(s) * _inner(s) for s in shapes), len(grads)]
+        flat = like.new_zeros(self.size, sum(sizes))
+        *places, held = flat.split(sizes, 1)
+        held.copy_(held.new_tensor([g is not None for g in grads]).expand_as(held))
+        for grad, place, shape in zip(grads, places, shapes, strict=True):
+            for r in range(self.size) if grad is not None else ():
+                rows = grad[r * self.rows(shape) : (r + 1) * self.rows(shape)].reshape(-1)
+                place[r, : len(rows)].copy_(rows)
+        out = flat.new_empty(flat.shape[1])
+        reduce_scatter_single(out, flat.reshape(-1), group=self.group)
+        *sums, held = out.split(sizes)
+        found: list[Any] = []
+        for i, (grad, part, shape) in enumerate(zip(grads, sums, shapes, strict=True)):
+            mine = self.mine(shape)[1]
+            is_missing = grad is None and not held[i]
+            found.append(None if is_missing else part.view(-1, *shape[1:])[:mine].clone())
+        return found
+
+
+def _inner(shape: Sequence[int]) -> int:
+    return torch.Size(shape[1:]).numel()
+
+
+def _padded(part: Tensor, rows: int) -> Tensor:
+    missing = (rows - len(part)) * _inner(part.shape)
+    return torch.cat([part.reshape(-1), part.new_zeros(missing)]) if missing else part.reshape(-1)
+
+
+class Group:
+    """Parameters that are gathered in one collective.
+
+    Args:
+        shards: over which ranks.
+        parameters: of one dtype, all trained or none.
+        is_wide: they compute in their own dtype, whatever the model computes in.
+    """
+
+    def __init__(self, shards: Shards, parameters: Sequence[nn.Parameter], is_wide: bool):
+        self.shards, self.parameters, self.is_wide = shards, parameters, is_wide
+        self.shapes = [p.whole_shape for p in parameters]  # pyright: ignore[reportAttributeAccessIssue]
+        self._begun: tuple[Any, Tensor, Any] | None = None
+        self._whole: list[Tensor] | None = None
+        self.sums: list[Any] = [None] * len(parameters)  # whole gradients that wait, at stage 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A deep copy has gathered nothing."""
+        return {**self.__dict__, "_begun": None, "_whole": None, "sums": [None] * len(self.sums)}
+
+    def dtype_of(self, computes: torch.dtype | None) -> torch.dtype:
+        """In which whole tensors are made."""
+        return self.parameters[0].dtype if self.is_wide or computes is None else computes
+
+    def begin(self, dtype: torch.dtype) -> None:
+        """Start to gather, unless the whole tensors are there or under way."""
+        if self._whole is None and self._begun is None:
+            with counted_as("weights"):
+                self._begun = self.shards.begin(self.parameters, self.shapes, dtype)
+
+    def whole(self, dtype: torch.dtype) -> list[Tensor]:
+        """Whole tensors, kept until `drop`."""
+        if self._whole is None:
+            with torch.no_grad(), counted_as("weights"):
+                self.begin(dtype)
+                self._whole = self.shards.finish(self._begun, self.shapes)
+                self._begun = None
+        return self._whole
+
+    def drop(self) -> None:
+        """Forget the whole tensors; what is under way is waited for."""
+        if self._begun is not None:
+            self._begun[0].wait()
+        self._begun = self._whole = None
+
+    def traced(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Whole tensors whose backward sums over dp; who holds them keeps them."""
+        found = _Gathered.apply(self, dtype, *self.parameters)
+        self.drop()
+        return found
+
+    def sum_waiting(self) -> None:
+        """Stage 1: the parts of whole sums become gradients."""
+        like = self.parameters[0].detach()
+        found = self.shards.scatter(self.sums, self.shapes, like)
+        self.sums = [None] * len(self.sums)
+        for p, grad in zip(self.parameters, found, strict=True):
+            p.grad = grad if p.requires_grad else None
+
+
+class _Gathered(torch.autograd.Function):
+    """Whole tensors of several parameters: one gather forward, one sum over dp backward."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, dtype: Any, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        ctx.set_materialize_grads(False)
+        return tuple(group.whole(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        group: Group = ctx.group
+        group.drop()
+        if group.shards.stage > 1:
+            sums = group.shards.scatter(grads, group.shapes, group.parameters[0].detach())
+            return (None, None, *sums)
+        for i, grad in enumerate(grads):
+            if grad is not None:
+                wide, sums = grad.to(group.parameters[i].dtype), group.sums
+                with counted_as("gradients"):
+                    sums[i] = wide.clone() if sums[i] is None else sums[i].add_(wide)
+        return (None, None, *(None for _ in grads))

@@ -1,0 +1,121 @@
+"""What a rank holds in memory, by kind: now, or at the fullest moment of a training step."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.hf.models import stays_wide
+from slapo_zoo.parallel.live_bytes import OTHER, LiveBytes
+from slapo_zoo.parallel.local_tensors import held_here, is_divided
+from slapo_zoo.weights.ledger import human
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on this rank.
+
+    Args:
+        parameters: of this rank's part of the model before dp divides it, a number and no bytes.
+        weights: what the model computes with: parameters, or the casts and whole tensors of a step.
+        masters: parameters that a step casts or gathers before it computes.
+        gradients: `.grad`.
+        states: of the optimizer.
+        activations: what a step keeps for its backward, and its short-lived tensors.
+        buffers: what stages of a pipeline receive.
+    """
+
+    parameters: int
+    weights: int = 0
+    masters: int = 0
+    gradients: int = 0
+    states: int = 0
+    activations: int = 0
+    buffers: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds."""
+        return sum(self._kinds().values())
+
+    @property
+    def per_parameter(self) -> float:
+        """Bytes of all kinds for each parameter."""
+        return self.total / self.parameters
+
+    def _kinds(self) -> dict[str, int]:
+        return {name: size for name, size in asdict(self).items() if name != "parameters"}
+
+    def __str__(self) -> str:
+        lines = [f"{name:<12}{human(size):>10}{size / self.parameters:>8.2f} bytes per parameter"
+                 for name, size in {**self._kinds(), "total": self.total}.items()]  # fmt: skip
+        return "\n".join(lines)
+
+
+def memory(
+    model: Any, optimizer: Any, batch: Mapping[str, Any] | None, micro_batches: int | None
+) -> Memory:
+    """Of a scheduled model: see `Scheduled.memory`."""
+    held = {id(p): p for p in model.parameters()}.values()
+    computes = model._slapo.precision.dtype
+    wide = {id(p) for path, module in model.named_modules() if computes is not None
+            for p in module.parameters(recurse=False) if stays_wide(model, path, module, computes)}  # fmt: skip
+    masters = [p for p in held if is_divided(p) or (computes is not None and id(p) not in wide)]
+    mastered = {id(p) for p in masters}
+    weights = [p for p in held if id(p) not in mastered]
+    states = [s for state in optimizer.state.values() for s in state.values()] if optimizer else []
+    at_rest = Memory(
+        parameters=sum(_whole_size(p) for p in held),
+        weights=_bytes([*weights, *model.buffers()]), masters=_bytes(masters),
+        gradients=_bytes(p.grad for p in held), states=_bytes(states),
+    )  # fmt: skip
+    if batch is None:
+        return at_rest
+    found = _in_step(model, batch, micro_batches)
+    kinds = {**asdict(at_rest), **{k: found[k] for k in ("activations", "buffers", "gradients")}}
+    return Memory(**{**kinds, "weights": at_rest.weights + found["weights"]})
+
+
+def _whole_size(p: Any) -> int:
+    return torch.Size(getattr(p, "whole_shape", p.shape)).numel()
+
+
+def _bytes(tensors: Iterable[Any]) -> int:
+    """Of the storages behind some tensors; what shares one is counted once."""
+    held = (held_here(x).untyped_storage() for x in tensors if isinstance(x, Tensor))
+    return sum({s._cdata: s.nbytes() for s in held}.values())
+
+
+def _in_step(model: Any, batch: Mapping[str, Any], micro_batches: int | None) -> Any:
+    """Bytes by kind at the fullest moment of a step's forward and backward."""
+    with _left_as_it_was(model), LiveBytes() as live:
+        hooks = [p.register_hook(lambda grad: live.note(grad, "gradients") if grad is not None else None)
+                 for p in model.parameters() if p.requires_grad]  # fmt: skip
+        try:
+            model.train_step(batch, micro_batches)
+        finally:
+            for hook in hooks:
+                hook.remove()
+    return {kind: live.at_peak[kind] for kind in ("weights", "gradients", "buffers", OTHER)}
+
+
+@contextmanager
+def _left_as_it_was(model: Any) -> Iterator[None]:
+    """A step within it leaves no gradients, moves no random stream and no statistics."""
+    stream, precision = model._slapo.schedule.state.random, model._slapo.precision
+    before = stream.step, precision.scale, precision.good_steps
+    parameters, buffers = list(model.parameters()), list(model.buffers())
+    grads, values = [p.grad for p in parameters], [x.clone() for x in buffers]
+    for p in parameters:
+        p.grad = None
+    try:
+        yield
+    finally:
+        stream.step, precision.scale, precision.good_steps = before
+        for p, grad in zip(parameters, grads, strict=True):
+            p.grad = grad
+        for x, value in zip(buffers, values, strict=True):
+            x.copy_(value)

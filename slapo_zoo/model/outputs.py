@@ -1,0 +1,47 @@
+"""What a caller wants in the output object: whole on every rank, or refused by name."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from slapo_zoo.errors import SlapoError
+
+LAYERS = ("output_hidden_states", "output_attentions")
+
+
+def asked(model: Any, batch: Mapping[str, Any], name: str) -> bool:
+    """Whether an option is on, by the call or else by the config."""
+    given = batch.get(name)
+    return bool(getattr(model.config, name, False) if given is None else given)
+
+
+def shows_layers(model: Any, batch: Mapping[str, Any]) -> bool:
+    """Whether the hidden states of layers are wanted: each then holds all tokens."""
+    return asked(model, batch, LAYERS[0])
+
+
+def refuse_outputs(model: Any, batch: Mapping[str, Any]) -> None:
+    """SlapoError for outputs of layers that no rank has as a whole."""
+    mesh = model.mesh
+    for name in LAYERS:
+        if mesh.pp > 1 and asked(model, batch, name):
+            problem = f"a stage of pp={mesh.pp} holds its own layers only"
+            raise SlapoError("forward", f"{name}=True", problem, "leave it out, or use pp=1")
+    if not asked(model, batch, LAYERS[1]):
+        return
+    if mesh.tp > 1:
+        problem = f"a rank of tp={mesh.tp} computes the attention of its own heads only"
+        raise SlapoError("forward", "output_attentions=True", problem, "leave it out, or use tp=1")
+    used = str(getattr(model.config, "_attn_implementation", None) or "eager")
+    if not used.endswith("eager"):
+        problem = "this attention back end does not make the matrix of weights"
+        hint = 'load the model with attention="eager"'
+        raise SlapoError("forward", "output_attentions=True", problem, hint)
+
+
+def as_dict(model: Any, batch: dict[str, Any]) -> bool:
+    """Have the model return its output object, and tell whether a tuple is to be made of it."""
+    given = batch.get("return_dict")
+    wants_tuple = not (getattr(model.config, "return_dict", True) if given is None else given)
+    if wants_tuple:
+        batch["return_dict"] = True
+    return wants_tuple

@@ -1,0 +1,179 @@
+"""Mixed precision: parameters are fp32 masters, and what computes reads casts of them.
+
+rewrite:  y = f(x, w)  -->  y = f(x.to(bf16), w.to(bf16));  w.grad is summed in fp32
+
+A cast is a plain tensor that stands before the parameter of its module while a forward or a
+recomputation runs; everyone else, the optimizer first, sees the parameter. One cast serves all
+micro-batches of a step. Source: arXiv:1710.03740.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.hf.models import stays_wide
+from slapo_zoo.parallel.live_bytes import counted_as
+from slapo_zoo.parallel.local_tensors import is_divided
+from slapo_zoo.parallel.mesh import Mesh
+
+Reads = Callable[[nn.Module, "torch.dtype | None"], Iterable[tuple[nn.Module, str, Tensor]]]
+GROW_AFTER = 2000  # steps without overflow, as torch's GradScaler
+FIRST_SCALE = 2.0**12  # where a head computes its loss in fp16, 2**16 is infinite at once
+
+
+class MixedPrecision:
+    """The casts of one model, and the scale of its loss.
+
+    Args:
+        dtype: in which the model computes; None: in that of its parameters.
+        scales: whether the loss is scaled.
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None, scales: bool = False):
+        self.dtype = dtype
+        self.scale, self.good_steps, self.scales = (FIRST_SCALE if scales else 1.0), 0, scales
+        self.reads: Reads | None = None  # of ZeRO: whole tensors of sharded parameters
+        self.blocks: Any = None  # of ZeRO-3: what gathers its parameters when it runs
+        self._depth = 0
+        self._in_step = False
+        self._casts: list[tuple[nn.Module, str, Tensor]] = []
+
+    @contextmanager
+    def computing(self, model: nn.Module) -> Iterator[None]:
+        """Within it the modules of a model read casts; the outermost one makes them anew."""
+        if self.dtype is None and self.reads is None:
+            yield
+            return
+        if not self._depth:
+            with counted_as("weights"):
+                self._casts = self._cast(model)
+        with self._reading():
+            yield
+
+    def recomputing(self) -> Callable[[], AbstractContextManager]:
+        """What makes contexts in which modules read what they would read now."""
+        block = self.blocks.again() if self.blocks else nullcontext
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            with self._reading(), block():
+                yield
+
+        return again
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        self._depth += 1
+        try:
+            if self._depth == 1:
+                for module, name, cast in self._casts:
+                    module.__dict__[name] = cast  # is found before the parameter
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                for module, name, _ in self._casts:
+                    module.__dict__.pop(name, None)
+                if self.blocks and not self._in_step:
+                    self.blocks.forget()
+
+    @contextmanager
+    def step(self, model: nn.Module) -> Iterator[None]:
+        """One step with its backward: the casts are given up after it."""
+        self._in_step = True
+        try:
+            with self.computing(model):
+                yield
+        finally:
+            self._casts, self._in_step = [], False
+            if self.blocks:
+                self.blocks.forget()
+
+    def _cast(self, model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+        if self.reads is None:
+            return list(_casts_of(model, self.dtype))
+        if model.training and torch.is_grad_enabled() and not self._in_step:
+            problem = "with dp_shard= a loop of one's own has no end of a step"
+            hint = "call model.train_step(batch); or leave dp_shard= out"
+            raise SlapoError("forward", "a training forward", problem, hint)
+        found = list(self.reads(model, self.dtype))
+        return found + list(_casts_of(model, self.dtype) if self.dtype is not None else ())
+
+    def state(self) -> dict[str, float] | None:
+        """Where the scale of the loss stands; None without one."""
+        return {"scale": self.scale, "good_steps": self.good_steps} if self.scales else None
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Go on from a state that was saved; without one, as before."""
+        if self.scales and state:
+            self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
+
+    def unscale(self, parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
+        """Undo the scale of new gradients; drop them on all ranks where one has overflowed."""
+        if not self.scales:
+            return
+        held = [p for p in parameters if p.grad is not None]
+        grads: list[Any] = [p.grad for p in held]
+        if _any_overflow(grads, mesh):
+            self.scale, self.good_steps = max(self.scale / 2, 1.0), 0
+            for p in held:
+                p.grad = None
+            return
+        if grads:
+            torch._foreach_mul_(grads, 1 / self.scale)
+        self.good_steps += 1
+        if self.good_steps == GROW_AFTER:
+            self.scale, self.good_steps = self.scale * 2, 0
+
+
+def _any_overflow(grads: list[Tensor], mesh: Mesh) -> bool:
+    bad = [~torch.isfinite(grad).all() for grad in grads]
+    found = torch.stack(bad).any().float() if bad else torch.zeros(())
+    for mesh_dim in ("tp", "pp", "dp"):
+        if mesh.size(mesh_dim) > 1:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.group(mesh_dim))
+    return bool(found)
+
+
+def _casts_of(model: nn.Module, dtype: Any) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """(module, name, cast) of all parameters that take part; tied ones share one."""
+    made: dict[int, Tensor] = {}
+    for path, module in model.named_modules():
+        if stays_wide(model, path, module, dtype):
+            continue
+        for name, p in module._parameters.items():
+            if p is not None and p.is_floating_point() and p.dtype != dtype and not is_divided(p):
+                if id(p) not in made:
+                    made[id(p)] = p.to(dtype)
+                yield module, name, made[id(p)]
+
+
+def computing_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a model's own class, in the precision of the model.
+
+    Floating inputs follow the dtype in which the model computes; labels stay as they are.
+    """
+
+    @wraps(forward)
+    def narrow(model: Any, *args: Any, **kwargs: Any) -> Any:
+        precision: MixedPrecision = model._slapo.precision
+        if precision.dtype is None:
+            with precision.computing(model):
+                return forward(model, *args, **kwargs)
+        inputs = [_narrowed(x, precision.dtype) for x in args]
+        named = {k: x if "label" in k else _narrowed(x, precision.dtype) for k, x in kwargs.items()}
+        with precision.computing(model):
+            return forward(model, *inputs, **named)
+
+    return narrow
+
+
+def _narrowed(value: Any, dtype: torch.dtype) -> Any:
+    is_wide = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype
+    return value.to(dtype) if is_wide else value

@@ -1,0 +1,77 @@
+"""`gradient_checkpointing_enable()` of `transformers`, by our recomputation.
+
+Theirs runs a layer again within the backward, where the random streams have moved on: it would draw
+the masks of another step and other rows.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.checkpoint import checkpoint
+
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.language.primitives.checkpoint import recompute_module
+from slapo_zoo.pipeline.stages import Foreign
+
+WITHOUT_MEANING = {"use_reentrant", "preserve_rng_state"}  # both forms have the same gradients
+
+
+class Recomputes:
+    """Mixed into a scheduled model: layers that recompute, switched on and off."""
+
+    def _set_gradient_checkpointing(
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Callable[..., Any] | None = None,
+        every_n_layers: int = 1,
+    ) -> None:
+        """What `transformers` calls: recompute every n-th layer, or none.
+
+        Layers that the schedule recomputes go on doing so.
+        """
+        model: Any = self
+        _require_no_options(gradient_checkpointing_func)
+        runtime, state = model._slapo, model.schedule.state
+        layers = _layers(model)
+        if enable and not layers:
+            problem = f"{model.unscheduled_class.__name__} names no layers that can be recomputed"
+            hint = "load the model with checkpoint_ratio=1.0"
+            raise SlapoError("gradient_checkpointing_enable", "the model", problem, hint)
+        for path in runtime.recomputed:
+            state.checkpointed.remove(path)
+        wanted = layers[::every_n_layers] if enable else []
+        runtime.recomputed = [path for path in wanted if path not in state.checkpointed]
+        for path in runtime.recomputed:
+            module = model.get_submodule(path)
+            if isinstance(module, Foreign) or hasattr(module.forward, "recomputes"):
+                state.checkpointed.append(path)
+            else:
+                recompute_module(module, path, state)
+
+    @property
+    def is_activation_checkpointing(self) -> bool:
+        """Whether layers recompute by `gradient_checkpointing_enable()`."""
+        model: Any = self
+        return bool(model._slapo.recomputed)
+
+
+def _require_no_options(function: Callable[..., Any] | None) -> None:
+    options = set(getattr(function, "keywords", ())) - WITHOUT_MEANING
+    if getattr(function, "func", checkpoint) is not checkpoint:
+        options.add("offload")
+    if options:
+        problem = f"found {sorted(options)}, expected use_reentrant at most"
+        hint = 'leave them out; checkpoint_policy="save_matmuls" keeps the results of products'
+        raise SlapoError("gradient_checkpointing_enable", "its options", problem, hint)
+
+
+def _layers(model: Any) -> list[str]:
+    """The layers of all stages that `transformers` would recompute."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    found = []
+    for path, module in model.named_modules():
+        own = module.__dict__["_original"] if isinstance(module, Foreign) else module
+        if isinstance(own, GradientCheckpointingLayer):
+            found.append(path)
+    return found

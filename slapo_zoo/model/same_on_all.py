@@ -1,0 +1,125 @@
+"""Ranks that would train on a mixture are found before the first step: one gathered digest each.
+
+Torch's DDP compares shapes and broadcasts rank 0's state. Here nothing is broadcast: ranks that
+differ were started or fed differently, and that is an error that names them and what differs.
+"""
+
+import hashlib
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.errors import MeshError
+from slapo_zoo.parallel.agreement import together
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.placement import TensorSpec
+from slapo_zoo.zoo.options import BuildOptions
+
+SAMPLES = 4  # values of each tensor that are compared
+# May differ: the device is each rank's own; what a schedule is made of is compared once it is made.
+OWN = ("device", "schedule")
+
+
+def facts_of(
+    config: Any, mesh: Mesh, options: BuildOptions, others: Mapping[str, Any]
+) -> dict[str, str]:
+    """What all ranks must have been given alike, as texts by name."""
+    found = {name: version(name) for name in ("slapo-zoo", "torch", "transformers")}
+    found["Python"] = platform.python_version()
+    found |= {name: str(mesh.size(name)) for name in ("tp", "pp", "dp")}
+    found |= {k: repr(v) for k, v in vars(options).items() if k not in OWN}
+    found |= {name: getattr(v, "__name__", None) or repr(v) for name, v in others.items()}
+    fields = {k: v for k, v in config.to_dict().items() if not k.startswith("_")}  # paths
+    return found | {f"config.{name}": repr(value) for name, value in fields.items()}
+
+
+def require_same_facts(what: str, mesh: Mesh, facts: Mapping[str, str]) -> None:
+    """MeshError on all ranks where one was given something else; a collective call.
+
+    Args:
+        what: the step, as error messages name it.
+        mesh: of all ranks; how it is sharded may differ too.
+        facts: of this rank.
+    """
+    for found in _if_different(what, mesh, facts):
+        rank, name = _first_difference(found)
+        mine, theirs = (found[r].get(name, "nothing") for r in (rank, 0))
+        problem = f"rank {rank} has {mine:.60}, rank 0 has {theirs:.60}"
+        hint = "start all ranks with the same arguments, files and versions"
+        raise MeshError(what, name, problem, hint)
+
+
+def _if_different(what: str, mesh: Mesh, facts: Mapping[str, str]) -> Iterator[list[Any]]:
+    """The facts of all ranks, by rank, if they are not the same."""
+    digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
+    if len(set(together(mesh, what, lambda: digest))) > 1:
+        yield together(mesh, what, lambda: dict(facts))
+
+
+def _first_difference(found: Sequence[Mapping[str, str]]) -> tuple[int, str]:
+    rank = next(rank for rank, one in enumerate(found) if one != found[0])
+    names = [*found[0], *(name for name in found[rank] if name not in found[0])]
+    return rank, next(name for name in names if found[0].get(name) != found[rank].get(name))
+
+
+def require_same_weights(
+    what: str, mesh: Mesh, tensors: Mapping[str, Tensor], specs: Sequence[TensorSpec], history: str,
+    dp_shard: int = 1,
+) -> None:  # fmt: skip
+    """MeshError on all ranks where copies of a tensor differ in a sample; a collective call.
+
+    Args:
+        what: the step, as error messages name it.
+        mesh: of all ranks.
+        tensors: parameters of this rank, by their names in the whole model.
+        specs: of the whole model: what no mesh dim divides is the same on all ranks of a stage.
+        history: the schedule.
+        dp_shard: dp ranks that hold different rows.
+    """
+    if mesh.world_size == 1:
+        return
+    replicated = {spec.name for spec in specs if spec.placement is None}
+    samples = _samples(tensors)
+    parts = [{n: s for n, s in samples.items() if n in replicated}, samples]
+    digests = [hashlib.sha256(repr(sorted(part.items())).encode()).hexdigest() for part in parts]
+    found = together(mesh, what, lambda: (history, *digests))
+    if differ := [rank for rank, one in enumerate(found) if one[0] != found[0][0]]:
+        problem = f"ranks {differ} have another one than rank 0"
+        hint = "the same function or card on all ranks, and kernels= by name where devices differ"
+        raise MeshError(what, "schedule", problem, hint)
+    for rank in range(mesh.world_size):
+        at = Mesh(mesh.tp, mesh.pp, mesh.dp, rank)
+        like = at.coord("dp") % dp_shard
+        for which, peer in ((1, at.at(tp=0, dp=like)), (2, at.at(dp=like))):
+            if found[rank][which] != found[peer][which]:
+                _raise_different(what, mesh, parts[which - 1], rank, peer)
+
+
+def _raise_different(
+    what: str, mesh: Mesh, samples: Mapping[str, Any], rank: int, peer: int
+) -> None:
+    every = together(mesh, what, lambda: samples if mesh.rank in (rank, peer) else {})
+    names = [name for name in every[peer] if repr(every[rank].get(name)) != repr(every[peer][name])]
+    name = min(names, default="parameters")
+    values = [every[one].get(name, "nothing") for one in (rank, peer)]
+    problem = f"rank {rank} has other values ({values[0]}) than rank {peer} ({values[1]})"
+    hint = "are the files of that rank a stale or another copy? load all ranks from one source"
+    raise MeshError(what, name, problem, hint)
+
+
+def _samples(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    """Some values of each tensor; few, because each may be a page of a mapped file."""
+    picked = {}
+    for name, tensor in tensors.items():
+        flat = tensor.detach().reshape(-1)
+        if count := flat.numel():
+            places = torch.arange(SAMPLES, device=flat.device) * (count - 1) // (SAMPLES - 1)
+            picked[name] = flat[places].double()
+    if not picked:
+        return {}
+    values = torch.stack([*picked.values()]).tolist()  # one wait for the device
+    return dict(zip(picked, values, strict=True))

@@ -1,0 +1,37 @@
+"""GradScaler whose overflow is everybody's: all ranks skip a step, or none does."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` for a scheduled model.
+
+    An overflow in one rank's part of the gradients would let that rank alone skip the step with torch's
+    own, and ranks that hold the same weight would come apart.
+
+        scaler = slapo_zoo.GradScaler(model)
+        loss = model.train_step(batch, scaler=scaler)      # or scaler.scale(loss).backward()
+        scaler.unscale_(optimizer); model.clip_grad_norm_(1.0)
+        scaler.step(optimizer); scaler.update()
+
+    Args:
+        model: of AutoScheduledModel.
+        **options: of torch's GradScaler.
+    """
+
+    def __init__(self, model: Any, **options: Any):
+        self._place, self._mesh = next(model.parameters()).device, model.mesh
+        super().__init__(self._place.type, **options)
+
+    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+        found = super()._unscale_grads_(*args, **kwargs)
+        here = [value.to(self._place) for value in found.values()]
+        anywhere = torch.stack(here).amax(0) if here else torch.zeros(1, device=self._place)
+        for mesh_dim in ("tp", "pp", "dp"):
+            if self._mesh.size(mesh_dim) > 1:
+                dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._mesh.group(mesh_dim))
+        return dict.fromkeys(found or [self._place], anywhere)

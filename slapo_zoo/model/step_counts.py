@@ -1,0 +1,111 @@
+"""What a training step asks of its batch: all in one read, the only wait of the host in a step."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.model.runtime import WORTH_UNPADDING, may_unpad
+from slapo_zoo.parallel.collectives import all_gather
+from slapo_zoo.parallel.known import IGNORED, Known
+from slapo_zoo.parallel.loss_means import shifted
+from slapo_zoo.parallel.mesh import Mesh
+
+MASKS = ("attention_mask", "decoder_attention_mask")
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """The numbers of a step.
+
+    Args:
+        totals: targets of each loss term, on all dp ranks together.
+        first: number of our first row among those of all dp ranks.
+        padded: whether a mask hides a token; None without a mask.
+        targets: labels that count, of each of our rows; None where labels are no tokens.
+        real: real tokens of each of our rows, where the others may be left out.
+    """
+
+    totals: list[float]
+    first: int
+    padded: bool | None = None
+    targets: list[int] | None = None
+    real: list[int] | None = None
+
+    def rows(self, count: int) -> Tensor:
+        """The numbers of our rows among those of all dp ranks; the host reads them, so on the CPU."""
+        return torch.arange(self.first, self.first + count)
+
+    def of_rows(self, start: int, rows: int, own_loss: bool = False) -> Known:
+        """What is known of our rows from number `start`; a loss of one's own has its own targets."""
+        part = slice(start, start + rows)
+        targets = None if self.targets is None or own_loss else sum(self.targets[part])
+        real = None if self.real is None else tuple(self.real[part])
+        return Known(self.padded, targets, real, asked=self.targets is not None)
+
+
+def ask(
+    model: Any, tensors: Mapping[str, Tensor], counts: Sequence[float | Tensor], rows: int
+) -> StepCounts:
+    """Read the counts of a step: one tensor, one collective over dp, one wait.
+
+    dp ranks may hold different numbers of rows. The tensor is on the batch's device: nccl serves no
+    other.
+    """
+    mesh: Mesh = model.mesh
+    device = next(iter(tensors.values())).device
+    summed = [_number(n, device) for n in (*counts, rows)]
+    masks = [tensors[name] for name in MASKS if name in tensors and tensors[name].ndim == 2]
+    if mesh.dp == 1 and not masks and not any(isinstance(n, Tensor) for n in counts):
+        return StepCounts([float(n) for n in counts], 0)  # nothing to ask: no wait at all
+    own = _of_rows(model, tensors, masks)
+    each = all_gather(torch.stack(summed)[None], 0, mesh.group("dp"))
+    mine = [x.to(torch.float64) for x in own.values()]
+    flat = torch.cat([each.flatten(), *mine]).tolist()
+    every, flat = flat[: each.numel()], flat[each.numel() :]
+    width = len(summed)
+    by_rank = [every[i : i + width] for i in range(0, len(every), width)]
+    totals = [sum(column) for column in zip(*by_rank, strict=True)][:-1]
+    first = int(sum(numbers[-1] for numbers in by_rank[: mesh.coord("dp")]))
+    found = {}
+    for name, x in own.items():
+        found[name], flat = [int(n) for n in flat[: len(x)]], flat[len(x) :]
+    return StepCounts(totals, first, *_read(found, tensors))
+
+
+def _number(n: float | Tensor, device: torch.device) -> Tensor:
+    if isinstance(n, Tensor):
+        return n.to(device, torch.float64).reshape(())
+    return torch.full((), n, dtype=torch.float64, device=device)
+
+
+def _of_rows(
+    model: Any, tensors: Mapping[str, Tensor], masks: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """Numbers of our own rows, by what they count."""
+    found = {}
+    if masks:
+        found["hidden"] = torch.stack([(mask == 0).any() for mask in masks]).any()[None]
+    labels = tensors.get("labels")
+    if labels is None or labels.ndim != 2 or labels.is_floating_point():
+        return found
+    name = model._slapo.head_name(model)
+    found["targets"] = (shifted(name, labels) != IGNORED).sum(1)
+    if may_unpad(model, tensors):
+        real = tensors["attention_mask"].bool()
+        found["real"] = real.sum(1)
+        found["ignored"] = ((labels == IGNORED) | real).all()[None]
+    return found
+
+
+def _read(
+    found: Mapping[str, list[int]], tensors: Mapping[str, Tensor]
+) -> tuple[bool | None, list[int] | None, list[int] | None]:
+    padded = bool(found["hidden"][0]) if "hidden" in found else None
+    real = found.get("real")
+    if real is not None:
+        tokens = WORTH_UNPADDING * tensors["attention_mask"].numel()
+        real = real if found["ignored"][0] and min(real) and sum(real) <= tokens else None
+    return padded, found.get("targets"), real

@@ -1,0 +1,164 @@
+"""Before an optimizer steps: did every rank do the same to its gradients since they were complete?
+
+`torch.nn.utils.clip_grad_norm_` sees one rank's part of the model and takes its norm for the global one;
+torch's GradScaler sees an overflow in one rank's part only. Both would let ranks come apart in silence.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterable
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from slapo_zoo.errors import MeshError
+from slapo_zoo.model.scaler import GradScaler
+from slapo_zoo.parallel.mesh import Mesh
+
+PROBES, ELEMENTS, ALIKE = 8, 64, 1e-4
+FEWEST = 4  # elements that tell a common factor from one that clipping by value leaves behind
+ALWAYS = 16  # the first steps are all looked at, then one in `input_check_interval`
+
+_GUARDS: Any = (
+    WeakIdKeyDictionary()
+)  # parameter --> weak reference to its StepGuard, which holds it
+_HOOKS: list[Any] = []
+GRAD_SCALER = inspect.getfile(torch.amp.GradScaler)
+
+
+class StepGuard:
+    """Remembers a few elements of complete gradients; compares what became of them over all ranks.
+
+    It takes one all-gather of 18 numbers and one wait of the host.
+
+    Attributes:
+        interval: steps between looks, after the first; 0: none.
+        needed: False where an engine clips and steps by itself, rank by rank.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self.mesh, self.interval, self.steps = mesh, ALWAYS, 0
+        self.probes: list[tuple[nn.Parameter, Tensor]] = []
+        self.trained: Tensor | None = None  # ranks that have something to train; None: all
+        self.fresh, self.needed = False, True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StepGuard":
+        return StepGuard(self.mesh)
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Look before an optimizer steps on one of these."""
+        if not _HOOKS:
+            _HOOKS.append(register_optimizer_step_pre_hook(_before_step))
+        mine = ref(self)
+        for p in parameters:
+            _GUARDS[p] = mine
+
+    def complete(self, parameters: list[nn.Parameter], trained: Tensor | None = None) -> None:
+        """The gradients are complete now."""
+        if not self.needed:
+            return
+        held = [p for p in parameters if p.grad is not None and not hasattr(p.grad, "full_tensor")]
+        some = held[:: max(1, len(held) // PROBES)][:PROBES]
+        self.probes = [(p, _sample(p)) for p in some]
+        self.trained, self.fresh = trained, True
+
+    def before_step(self) -> None:
+        """MeshError on all ranks where they scaled their gradients by different factors."""
+        if not self.fresh:
+            return
+        self.fresh, self.steps = False, self.steps + 1
+        if self.interval < 1 or (self.steps > ALWAYS and self.steps % self.interval):
+            return
+        if self.trained is not None and int(self.trained) < self.mesh.pp * self.mesh.dp:
+            return  # a stage without a trained parameter has no optimizer that would ask
+        mine = self._factors()
+        each = [torch.empty_like(mine) for _ in range(self.mesh.world_size)]
+        dist.all_gather(each, mine)
+        rows = torch.stack(each).tolist()
+        found = [[f if is_one else None for f, is_one in row[:PROBES]] for row in rows]
+        if listed := self._unlike(found, max(row[PROBES][0] for row in rows)):
+            problem = f"the ranks scaled their gradients by {listed}: by norms of their own parts"
+            hint = "call model.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_"
+            raise MeshError("optimizer.step", "gradients", problem, hint)
+
+    def _factors(self) -> Tensor:
+        """[PROBES + 1, 2]: by which factor each probe was scaled, and whether it is one for its elements.
+
+        The last row says how much rounding of the gradients' dtype may change a factor.
+        """
+        device = self.probes[0][1].device if self.probes else next(iter(self._devices()))
+        found = torch.zeros(PROBES + 1, 2, dtype=torch.float64, device=device)
+        alike = max([ALIKE, *(4 * torch.finfo(p.dtype).eps for p, _ in self.probes)])
+        found[PROBES] = alike
+        for i, (p, then) in enumerate(self.probes):
+            now = then if p.grad is None else _sample(p)
+            if p.grad is None or then.shape != now.shape:
+                continue
+            factor = (then * now).sum() / (then * then).sum()
+            rest = (now - factor * then).norm()
+            is_one = (rest <= alike * now.norm()) & (factor > 0) & torch.isfinite(factor)
+            is_one &= (then != 0).sum() >= FEWEST
+            found[i] = torch.stack([torch.where(is_one, factor, 0.0), is_one.double()])
+        return found
+
+    def _unlike(self, found: list[list[float | None]], alike: float) -> str:
+        """The factors that should be one and are not; empty where none differ.
+
+        Ranks of one stage hold parts of the same parameters, so each probe is compared with its like.
+        Stages hold others: they are compared where a rank scaled all that it has by one factor.
+        """
+        stages = [rank // (self.mesh.tp * self.mesh.dp) for rank in range(self.mesh.world_size)]
+        groups = [[row[i] for row, s in zip(found, stages, strict=True) if s == stage]
+                  for stage in set(stages) for i in range(PROBES)]  # fmt: skip
+        for group in (*groups, [_one_of(row, alike) for row in found]):
+            factors = [factor for factor in group if factor is not None]
+            if len(factors) == len(group) and max(factors) - min(factors) > alike * max(factors):
+                return ", ".join(f"{factor:.4g}" for factor in factors)
+        return ""
+
+    def _devices(self) -> set[torch.device]:
+        return {p.device for p, guard in _GUARDS.items() if guard() is self}
+
+
+def _one_of(row: list[float | None], alike: float) -> float | None:
+    """The factor of all probes of a rank, if it is one."""
+    known = [factor for factor in row if factor is not None]
+    return known[0] if known and max(known) - min(known) <= alike * max(known) else None
+
+
+def _sample(p: nn.Parameter) -> Tensor:
+    assert p.grad is not None  # noqa: S101 - asked for before
+    return p.grad.detach().reshape(-1)[:ELEMENTS].double()
+
+
+def _before_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    guard = None
+    for group in optimizer.param_groups:
+        guard = next((_GUARDS[p]() for p in group["params"] if p in _GUARDS), guard)
+    if guard is None or guard.mesh.tp * guard.mesh.pp == 1:
+        return
+    _require_own_scaler()
+    guard.before_step()
+
+
+def _require_own_scaler() -> None:
+    """torch's own skips the step of one rank; the ranks that go on are the ones who can tell."""
+    frame: Any = sys._getframe(1)
+    for _ in range(12):
+        if frame is None:
+            return
+        # asking any other frame would leave a copy of its locals in it, which keeps them alive
+        is_theirs = frame.f_code.co_filename == GRAD_SCALER
+        scaler = frame.f_locals.get("self") if is_theirs else None
+        if isinstance(scaler, torch.amp.GradScaler):
+            if not isinstance(scaler, GradScaler):
+                problem = "an overflow in one rank's part lets that rank alone skip the step"
+                hint = "take slapo_zoo.GradScaler(model), which tells all ranks"
+                raise MeshError("optimizer.step", "torch.amp.GradScaler", problem, hint)
+            return
+        frame = frame.f_back

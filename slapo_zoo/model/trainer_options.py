@@ -1,0 +1,44 @@
+"""Options of the Trainer of transformers that a sharded model cannot honour, and what to do instead."""
+
+from typing import Any
+
+from slapo_zoo.errors import SlapoError
+
+# Option --> why it is refused, what to do.
+REFUSED = {
+    "fsdp": ("the Trainer would wrap a model that is sharded already", 'call init_target_engine(model, "torch", ...)'),
+    "deepspeed": ("the Trainer would wrap a model that is sharded already", 'call init_target_engine(model, "deepspeed", ...)'),
+    "fp16": ("no scale of the loss reaches the stages and tp peers", "set bf16=True"),
+    "torch_compile": ("the whole model makes no graph: it communicates", "compile the blocks yourself: block.compile()"),
+    "use_liger_kernel": ("it would replace the forwards that the schedule has put there", "load the model with kernels="),
+}  # fmt: skip
+IN_BACKWARD = ("lomo", "adalomo")  # optimizers that step within the backward
+
+
+def refuse_options(model: Any, args: Any, own_loss: str) -> None:
+    """SlapoError for the first option that would be ignored, or would be wrong.
+
+    Args:
+        model: of AutoScheduledModel.
+        args: TrainingArguments, or None.
+        own_loss: what brings a loss other than the model's, or "".
+    """
+    mesh = model.mesh
+    for name, (problem, hint) in REFUSED.items():
+        if getattr(args, name, None):
+            raise _refusal(name, problem, hint)
+    if own_loss and mesh.pp > 1:
+        problem = f"the last of pp={mesh.pp} stages alone has logits, and backward begins there"
+        hint = "use pp=1, or a loop of your own: model.train_step(batch, loss_fn=...)"
+        raise _refusal(own_loss, problem, hint)
+    if getattr(args, "neftune_noise_alpha", None) and model.schedule.state.sequence_parallel:
+        problem = "each tp rank would add noise to its own tokens, of another size"
+        raise _refusal("neftune_noise_alpha", problem, "load the model without sequence_parallel")
+    optimizer = str(getattr(getattr(args, "optim", None), "value", ""))
+    if optimizer in IN_BACKWARD:
+        problem = "it steps within the backward, before gradients are complete"
+        raise _refusal(f"optim={optimizer!r}", problem, 'e.g. optim="adafactor"')
+
+
+def _refusal(what: str, problem: str, hint: str) -> SlapoError:
+    return SlapoError("ScheduledTrainer", what, problem, hint)

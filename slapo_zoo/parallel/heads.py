@@ -1,0 +1,58 @@
+"""What each head of `transformers` is trained on: one row for each ending of a class name."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+# what the numbers of a label are
+TOKEN = "an id of the vocabulary for each position"
+TAG = "a class for each position"
+FLAG = "0 or 1 for each position, padding too"
+CLASS = "a class for each row"
+PAIR = "0 or 1 for each row"
+CHOICE = "one of its choices for each row"
+PLACE = "a position for each row"
+
+
+@dataclass(frozen=True)
+class Head:
+    """A kind of head.
+
+    Attributes:
+        ending: of the names of its classes.
+        labels: argument of the forward --> what its numbers are.
+        shifts: compares the output at a position with the label of the next one.
+        takes_choices: ids are [rows, choices, tokens].
+        over_real_tokens: the mean is over all that is no padding, not over labels.
+        ignores_padding: its loss reads a position only where the label is not -100.
+    """
+
+    ending: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    shifts: bool = False
+    takes_choices: bool = False
+    over_real_tokens: bool = False
+    ignores_padding: bool = False
+
+
+HEADS = (
+    Head("BertForPreTraining", {"labels": TOKEN, "next_sentence_label": PAIR}),
+    Head("AlbertForPreTraining", {"labels": TOKEN, "sentence_order_label": PAIR}),
+    Head("ElectraForPreTraining", {"labels": FLAG}, over_real_tokens=True),
+    Head("DoubleHeadsModel", {"mc_labels": CHOICE, "labels": TOKEN}, shifts=True, takes_choices=True),
+    Head("LMHeadModel", {"labels": TOKEN}, shifts=True),
+    Head("ForCausalLM", {"labels": TOKEN}, shifts=True),
+    Head("ForMaskedLM", {"labels": TOKEN}, ignores_padding=True),
+    Head("ForConditionalGeneration", {"labels": TOKEN}),
+    Head("ForTokenClassification", {"labels": TAG}, ignores_padding=True),
+    Head("Classification", {"labels": CLASS}),
+    Head("ForQuestionAnswering", {"start_positions": PLACE, "end_positions": PLACE}),
+    Head("ForMultipleChoice", {"labels": CHOICE}, takes_choices=True),
+    Head("ForNextSentencePrediction", {"next_sentence_label": PAIR}),
+)  # fmt: skip
+SHIFTED = "ForCausalLM"  # stands for a class of one's own that shifts its labels
+UNKNOWN = Head("")
+
+
+def head_of(class_name: str) -> Head:
+    """The first row that fits; one without labels where none does."""
+    return next((head for head in HEADS if class_name.endswith(head.ending)), UNKNOWN)

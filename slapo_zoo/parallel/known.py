@@ -1,0 +1,59 @@
+"""What the host knows of the micro-batch under way, so that nothing has to wait for the device to say it.
+
+A training step reads these numbers once, together with the counts that its loss means need.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+IGNORED = -100  # labels that do not count, as in torch and transformers
+
+
+@dataclass(frozen=True)
+class Known:
+    """Numbers of one micro-batch; None where nobody has asked.
+
+    Args:
+        padded: whether an attention mask of the batch hides a token.
+        targets: labels that count.
+        real: real tokens of each row, where the others may be left out.
+        asked: whether the step has asked for `real`.
+    """
+
+    padded: bool | None = None
+    targets: int | None = None
+    real: tuple[int, ...] | None = None
+    asked: bool = False
+
+
+_NOTHING = Known()
+_NOW: ContextVar[Known] = ContextVar("known", default=_NOTHING)  # in a backward's thread too
+
+
+def known() -> Known:
+    """What is known now."""
+    return _NOW.get()
+
+
+@contextmanager
+def knowing(numbers: Known) -> Iterator[None]:
+    """Within it, these numbers are known."""
+    token = _NOW.set(numbers)
+    try:
+        yield
+    finally:
+        _NOW.reset(token)
+
+
+def places(where: Tensor, count: int | None) -> Tensor:
+    """where.nonzero()[:, 0]; the host waits only if it does not know how many there are."""
+    if count is None or where.device.type == "cpu":
+        return where.nonzero()[:, 0]
+    problem = f"expected {count} places; hint: do the labels agree with what the step has counted?"
+    torch._assert_async(where.sum() == count, problem)  # pyright: ignore[reportPrivateImportUsage]
+    return torch.nonzero_static(where, size=count)[:, 0]

@@ -1,0 +1,139 @@
+"""A dry run of a forward that looks at its data: at its inputs, and within units at anything.
+
+What follows from the inputs alone is computed beside the fake tensors, so that the forward sees it
+(lengths, masks of other media); a plan made so holds for these data only. Within a unit, where experts are
+chosen, a module that looks at data counts as one whose output is like its input; a stage compares what
+it really sends with that.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    unset_fake_temporarily,
+)
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from slapo_zoo.pipeline.dataflow import DryRun
+
+DEPENDS = (DataDependentOutputException, DynamicOutputShapeException)
+RANDOM = torch.Tag.nondeterministic_seeded
+
+
+class LookingRun(DryRun):
+    """Records the calls of units of a forward that looks at data.
+
+    Args:
+        model: as for `DryRun`; the forwards of its units are changed.
+        units: as for `DryRun`.
+        inputs: fake tensors of the batch.
+        batch: its data.
+    """
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[str], inputs: Mapping[str, Any], batch: Mapping[str, Any]
+    ):  # fmt: skip
+        super().__init__(model, units)
+        self.looked, self.guesses, self._noted = False, 0, 0
+        self._known: Any = WeakIdKeyDictionary()
+        for name, fake in inputs.items():
+            if isinstance(fake, Tensor):
+                self._known[fake] = batch[name].cpu()
+        self._own: dict[nn.Module, Any] = {}
+        for unit in units:
+            for module in model.get_submodule(unit).modules():
+                self._own[module] = vars(module).get("forward")
+                module.forward = self._or_alike(module)
+
+    def close(self) -> None:
+        """Remove the hooks, and give the units their forwards back."""
+        super().close()
+        for module, forward in self._own.items():
+            del module.forward
+            if forward is not None:
+                module.forward = forward
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run on fake tensors, and on data where all of it is known."""
+        kwargs = kwargs or {}
+        found = self._of_inputs(func, args, kwargs)
+        try:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+        except DEPENDS:
+            self.looked = True
+            if func is torch.ops.aten.index.Tensor and isinstance(args[0], Tensor):
+                numbers = self._numbers(args[1])
+                return super().__torch_dispatch__(func, types, (args[0], numbers), kwargs)
+            if found is None:
+                raise
+            out = tree_map(lambda x: torch.empty_like(x) if isinstance(x, Tensor) else x, found)
+        for fake, real in zip(tree_leaves(out), tree_leaves(found), strict=False):
+            if isinstance(fake, Tensor) and isinstance(real, Tensor):
+                self._known[fake] = real
+        return out
+
+    def _of_inputs(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result on data, or None where some of it is not known."""
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if RANDOM in func.tags or not all(x in self._known for x in tensors):
+            return None
+        args, kwargs = tree_map(
+            lambda x: self._known[x] if isinstance(x, Tensor) else x, (args, kwargs)
+        )
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+
+    def _numbers(self, indices: Sequence[Any]) -> list[Any]:
+        """The indices with numbers in place of masks."""
+        found: list[Any] = []
+        for index in indices:
+            if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
+                if index not in self._known:
+                    raise DynamicOutputShapeException(torch.ops.aten.index.Tensor)
+                with unset_fake_temporarily():
+                    count = int(self._known[index].count_nonzero())
+                found += [torch.empty(count, dtype=torch.long) for _ in range(index.ndim)]
+            else:
+                found.append(index)
+        return found
+
+    def _or_alike(self, module: nn.Module) -> Callable[..., Any]:
+        original = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            before = self.guesses
+            try:
+                return original(*args, **kwargs)
+            except Exception as error:
+                like = _first_float((args, kwargs))
+                mine = isinstance(error, DEPENDS) or self.guesses > before
+                if like is None or not mine:
+                    raise
+                self.guesses += 1
+                own = next(module.parameters(), None)
+                return (
+                    like * 1 if own is None else like + 0 * own.flatten()[:1].sum().to(like.dtype)
+                )
+
+        return forward
+
+    def _after(self, unit: str) -> Any:
+        record = super()._after(unit)
+
+        def and_note(*call: Any) -> None:
+            record(*call)
+            self.calls[-1] = replace(self.calls[-1], guessed=self.guesses > self._noted)
+            self._noted = self.guesses
+
+        return and_note
+
+
+def _first_float(tree: Any) -> Tensor | None:
+    found = (x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.is_floating_point())
+    return next(found, None)

@@ -1,0 +1,202 @@
+"""Buffers of a pipeline stage: as many as micro-batches are in flight, however many a step has.
+
+`PipelineStage` makes one receive buffer per micro-batch and direction before a step, and its runtime holds
+every sent tensor until the end. Here a buffer is made when its receive is posted and given up once it is
+used; a sent tensor is given up when a later message shows that it has arrived, and its memory even though
+autograd begins a backward at it: of that it needs the shape alone.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import PipelineStage
+
+from slapo_zoo.parallel.live_bytes import counted_as
+from slapo_zoo.pipeline.timeline import BACKWARD, BACKWARD_WEIGHT, FORWARD, Action
+
+
+def arrivals(
+    ranks: Sequence[Sequence[Action]], rank_of: Callable[[int], int], rank: int
+) -> dict[Action, list[Action]]:
+    """For each action of a rank: which of its sends have arrived, now that the action's input has.
+
+    A rank sends after it computes, so a message says that its sender has used all that it computed with
+    before. Waiting for those sends cannot block, whatever the order is.
+
+    Args:
+        ranks: what each rank does, in order.
+        rank_of: the rank of a stage.
+        rank: whose sends.
+    """
+    place = {_whole(a): at for actions in ranks for at, a in enumerate(actions) if _moves(a)}
+    sent: dict[int, list[tuple[int, Action]]] = defaultdict(list)
+    for action in filter(_moves, ranks[rank]):
+        user = _whole(action, 1 if action.kind == FORWARD else -1)
+        if user in place and rank_of(user.stage) != rank:
+            sent[rank_of(user.stage)].append((place[user], _whole(action)))
+    for waiting in sent.values():
+        waiting.sort()
+    found = {}
+    for action in filter(_moves, ranks[rank]):
+        source = _whole(action, -1 if action.kind == FORWARD else 1)
+        waiting = sent.get(rank_of(source.stage), []) if source in place else []
+        done = bisect_right(waiting, place[source], key=lambda pair: pair[0]) if waiting else 0
+        found[_whole(action)] = [one for _, one in waiting[:done]]
+        del waiting[:done]
+    return found
+
+
+def _moves(action: Action) -> bool:
+    return action.kind != BACKWARD_WEIGHT
+
+
+def _whole(action: Action, step: int = 0) -> Action:
+    """The action, or the one `step` stages on; a backward of inputs sends as a whole one does."""
+    kind = FORWARD if action.kind == FORWARD else BACKWARD
+    return Action(action.stage + step, kind, action.micro_batch)
+
+
+class Sends:
+    """The sends of one rank in one step that may not have arrived.
+
+    Args:
+        arrived: of `arrivals`.
+    """
+
+    def __init__(self, arrived: Mapping[Action, Sequence[Action]]):
+        self.arrived = arrived
+        self._works: dict[Action, list[Any]] = {}
+        self._given_up: dict[Action, Callable[[], None]] = {}
+
+    def post(self, action: Action, operations: list[Any], give_up: Callable[[], None]) -> None:
+        """Send what an action made; `give_up` is called when it has arrived."""
+        from torch.distributed.pipelining.schedules import _batch_p2p
+
+        self._works[action], self._given_up[action] = _batch_p2p(operations), give_up
+
+    def release(self, action: Action) -> None:
+        """Give up what has arrived, now that the input of an action is there."""
+        self._wait(self.arrived.get(action, ()))
+
+    def finish(self) -> None:
+        """Wait for all."""
+        self._wait(list(self._works))
+
+    def _wait(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            works = self._works.pop(action, ())
+            for work in works:
+                work.wait()
+            if works:
+                self._given_up.pop(action)()
+
+
+class InFlightStage(PipelineStage):
+    """A stage that holds the buffers of its micro-batches in flight, and no others."""
+
+    sends: Sends | None = None  # None: the runtime waits for all of them before a backward
+    in_turn = False  # and for each before it begins the next but one
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_meta():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_meta():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    @contextmanager
+    def _on_meta(self) -> Iterator[None]:
+        """Buffers that are made meanwhile have shapes and no memory."""
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        """Make the buffers of a micro-batch; the receives into them."""
+        self._make(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        """Make the buffers of a micro-batch's gradients; the receives into them."""
+        if self.has_backward and not self.is_last:
+            self._make(self.grad_recv_info[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """Gradients of a stage on the same rank; where one is None, zeros."""
+        infos = self.grad_recv_info[mb_index]
+        self._make(info for info, x in zip(infos, next_stage_bwd_outputs, strict=True) if x is None)
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+        """The sends of a micro-batch's outputs that the runtime is to make."""
+        action = Action(self.stage_index, FORWARD, fwd_chunk_id)
+        return self._post(action, super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
+        """The sends of its inputs' gradients that the runtime is to make."""
+        action = Action(self.stage_index, BACKWARD, bwd_chunk_id)
+        return self._post(action, super().get_bwd_send_ops(bwd_chunk_id))
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Forward of a micro-batch; its inputs live on in the graph alone."""
+        self._release(Action(self.stage_index, FORWARD, fwd_chunk_id))
+        if self.in_turn:
+            self._give_up(self.fwd_cache.keys() - {fwd_chunk_id - 1})
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self._forget(self.args_recv_info[fwd_chunk_id])
+        if self.is_last and self.output_chunks:  # nobody reads them; they would keep the graph
+            self.output_chunks[-1] = tuple(x.detach() for x in self.output_chunks[-1])
+        return output
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: torch.Tensor | None = None, **kwargs: Any
+    ) -> None:
+        """Backward of a micro-batch, whole or of the inputs; the loss keeps no graph after it."""
+        self._release(Action(self.stage_index, BACKWARD, bwd_chunk_id))
+        if self.sends is None:
+            self._give_up(self.fwd_cache)
+        super().backward_one_chunk(bwd_chunk_id, loss=loss, **kwargs)
+        if not self.is_last:
+            self._forget(self.grad_recv_info[bwd_chunk_id])
+        elif loss is not None and not self.is_first:
+            loss.detach_()
+
+    def _post(self, action: Action, operations: list[Any]) -> list[Any]:
+        if self.sends is None:
+            return operations
+        made = [action.micro_batch] if action.kind == FORWARD else []
+        self.sends.post(action, operations, lambda: self._give_up(made))
+        return []
+
+    def _give_up(self, chunks: Iterable[int]) -> None:
+        """Give up the memory of outputs that another rank has received."""
+        following = self.stage_index_to_group_rank.get(self.stage_index + 1, self.group_rank)
+        for chunk in chunks if following != self.group_rank else ():
+            outputs, _ = self.fwd_cache.get(chunk, ((), None))
+            for tensor in outputs:
+                tensor.data = tensor.new_empty(()).expand_as(tensor)  # one number
+
+    def _release(self, action: Action) -> None:
+        if self.sends is not None:
+            self.sends.release(action)
+
+    def _make(self, infos: Iterable[Any]) -> None:
+        with counted_as("buffers"):
+            for info in infos:
+                if (example := getattr(info, "buffer", None)) is not None:
+                    asked = example.requires_grad
+                    info.buffer = torch.empty_like(example, device=self.device, requires_grad=asked)
+
+    def _forget(self, infos: Iterable[Any]) -> None:
+        for info in infos:
+            if (used := getattr(info, "buffer", None)) is not None:
+                asked = used.requires_grad
+                info.buffer = torch.empty_like(used, device="meta", requires_grad=asked)

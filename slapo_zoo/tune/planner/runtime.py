@@ -1,0 +1,122 @@
+"""How a step is run, and in which precision: what the planner has to know of it."""
+
+from dataclasses import dataclass
+
+from slapo_zoo.errors import SlapoError
+
+HOST = 8.0  # fitted, with the seconds of an operation, to published single-node runs
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A way to run a model.
+
+    Args:
+        fused: chains of element-wise operations are one kernel.
+        host: operations of the host for a kernel of such a chain: views, autograd, Python.
+        scores: attention writes its scores to memory wherever it drops probabilities.
+        parts: under sequence parallelism a rank keeps its part of the tokens alone, and gathers the others
+            again in the backward; a dropout keeps a byte per number.
+        accumulates: the product that makes a weight's gradient adds it to those of earlier micro-batches.
+        scatters: a stage sends every tp rank's share of its output, and not the whole of it from each.
+        fused_optimizer: the optimizer's step makes no temporary tensors.
+        even: stages have equally many blocks, whatever the embedding and the head cost.
+    """
+
+    fused: bool = False
+    host: float = 1.0
+    scores: bool = True
+    parts: bool = False
+    accumulates: bool = False
+    scatters: bool = False
+    fused_optimizer: bool = False
+    even: bool = False
+
+
+RUNTIMES = {
+    "eager": Runtime(),
+    "kernels": Runtime(fused=True, host=HOST, scores=False),
+    "compiled": Runtime(fused=True),
+    "megatron": Runtime(
+        fused=True,
+        host=HOST,
+        parts=True,
+        accumulates=True,
+        scatters=True,
+        fused_optimizer=True,
+        even=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes that a parameter takes.
+
+    Args:
+        dtype: of products and activations.
+        weights: of the parameter itself.
+        gradients: of what micro-batches add up to.
+        optimizer: of AdamW's states, and of a copy in float32.
+    """
+
+    dtype: str
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number of an activation."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def update(self) -> int:
+        """Bytes of a number of the optimizer's states."""
+        return 4 if self.optimizer >= 8 else 2
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the optimizer steps copies of the weights, and not the weights."""
+        return self.optimizer > 2 * self.update
+
+    @property
+    def per_parameter(self) -> int:
+        """All of them."""
+        return self.weights + self.gradients + self.optimizer
+
+
+PRECISIONS = {
+    "fp32": Precision("float32", 4, 4, 8),
+    "bf16": Precision("bfloat16", 2, 4, 12),
+    "fp16": Precision("float16", 2, 4, 12),
+    "bf16-pure": Precision("bfloat16", 2, 2, 4),
+    "fp16-pure": Precision("float16", 2, 2, 4),
+}
+
+
+def find_runtime(name: str) -> Runtime:
+    """The runtime of a name."""
+    if name not in RUNTIMES:
+        raise SlapoError(
+            "Planner",
+            f"runtime={name!r}",
+            "no such runtime",
+            f"choose one of {', '.join(RUNTIMES)}",
+        )
+    return RUNTIMES[name]
+
+
+def find_precision(name: str) -> Precision:
+    """The precision of a name."""
+    if name not in PRECISIONS:
+        hint = f"choose one of {', '.join(PRECISIONS)}"
+        raise SlapoError("Planner", f"precision={name!r}", "no such precision", hint)
+    return PRECISIONS[name]
+
+
+def precision_of(dtype: str) -> str:
+    """The precision in which everything has one dtype, as `torch.float32` or `bfloat16`."""
+    name = dtype.removeprefix("torch.")
+    found = (n for n, p in PRECISIONS.items() if p.dtype == name and p.weights == p.gradients)
+    return next(found, "fp32")

@@ -1,0 +1,256 @@
+"""Every model type of `transformers`, tiny, on every layout: what schedule="auto" does with it."""
+
+import importlib
+import json
+import math
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slapo_zoo.hf import models as hf
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.verify.derived import Search
+from slapo_zoo.verify.probe import probe
+from slapo_zoo.verify.specimen import Specimen, specimen
+from slapo_zoo.zoo.derivation.tiny import Sizes, tiny
+from slapo_zoo.zoo.outline import Outline
+from slapo_zoo.zoo.table import families
+
+HEADS = {
+    "CausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MaskedLM": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "Seq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "SequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "ImageClassification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+}
+LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "tp2": ((2, 1, 1), {}),
+    "pp2": ((1, 2, 1), {}),
+    "tp2 pp2": ((2, 2, 1), {}),
+    "tp2 sp": ((2, 1, 1), {"sequence_parallel": True}),
+}
+SLOW_IMPORTS = (
+    "torch._dynamo", "torch.distributed.pipelining", "torch._subclasses.fake_tensor",
+    "transformers.modeling_utils", "transformers.models.llama.modeling_llama",
+    "transformers.models.bart.modeling_bart", "slapo_zoo.pipeline.stage",
+)  # fmt: skip
+EQUAL, REFUSED = "equal", "refused"
+MARKS = {EQUAL: "yes", "": "unmeasured"}
+
+
+@dataclass
+class Outcome:
+    """What was found of one model type.
+
+    Args:
+        model_type: of `transformers`.
+        cls: the class that was tried.
+        problem: why plain `transformers` does not train a tiny one, or "".
+        layouts: layout --> "equal", or "refused: why".
+        share: of the parameters that tp=2 divides.
+    """
+
+    model_type: str
+    cls: str
+    problem: str = ""
+    layouts: dict[str, str] = field(default_factory=dict)
+    share: float = 0.0
+
+
+def model_types() -> dict[str, list[str]]:
+    """Model type --> its classes with a loss, over all heads, in their order."""
+    from transformers.models.auto import modeling_auto
+
+    found: dict[str, list[str]] = {}
+    for mapping in HEADS.values():
+        for name, cls in getattr(modeling_auto, mapping).items():
+            found.setdefault(name, []).append(cls if isinstance(cls, str) else cls[0])
+    return found
+
+
+def default_config(model_type: str, cls: Any) -> Any:
+    """The tiny config of a model type, or of its text part where the class wants that."""
+    from transformers import CONFIG_MAPPING
+
+    config, wanted = CONFIG_MAPPING[model_type](), cls.config_class
+    if wanted is not None and not isinstance(config, wanted):
+        text = config.get_text_config()
+        config = text if isinstance(text, wanted) else wanted()
+    small = tiny(config, Sizes())
+    small.num_labels = 3
+    return small
+
+
+def outcome_of(model_type: str, names: list[str], layouts: list[str]) -> Outcome:
+    """Try the classes of a type until plain `transformers` trains one, then every layout with it."""
+    import transformers
+
+    found = Outcome(model_type, names[0])
+    for name in names:
+        found.cls, cls = name, getattr(transformers, name)
+        with tempfile.TemporaryDirectory(prefix="slapo_zoo-coverage-") as scratch:
+            try:
+                config = default_config(model_type, cls)
+                subject = specimen(config, cls, Path(scratch), None)
+                found.problem = _untrainable(subject)
+            except Exception as error:
+                found.problem = f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
+            if not found.problem:
+                _try_layouts(found, config, subject, layouts)
+                break
+    return found
+
+
+def _untrainable(subject: Specimen) -> str:
+    if not subject.grads:
+        return "no loss"
+    if not math.isfinite(subject.loss):
+        return f"its loss is {subject.loss}"
+    wrong = [name for name, grad in subject.grads.items() if not grad.isfinite().all()]
+    return f"the gradient of {wrong[0]} is not finite" if wrong else ""
+
+
+def _try_layouts(found: Outcome, config: Any, subject: Specimen, layouts: list[str]) -> None:
+    for layout in layouts:
+        sizes, knobs = LAYOUTS[layout]
+        try:
+            if config.model_type in families():
+                problem = probe(subject, None, sizes, **knobs)
+                found.share = found.share or _share_of_zoo(subject)
+            else:
+                proof, problem = Search(config, subject, sizes, knobs).run(), ""
+                found.share = found.share or (proof.share if sizes[0] > 1 else 0.0)
+        except Exception as error:
+            problem = str(error).strip().splitlines()[0]
+        found.layouts[layout] = f"{REFUSED}: {problem}" if problem else EQUAL
+
+
+def _share_of_zoo(subject: Specimen) -> float:
+    outline = Outline(subject.config, subject.cls, Mesh(2), torch.float32)
+    divided = sum(math.prod(spec.shape) for spec in outline.specs if spec.placement)
+    return round(divided / sum(math.prod(spec.shape) for spec in outline.specs), 3)
+
+
+def cover(
+    names: list[str],
+    file: Path,
+    timeout_s: int,
+    layouts: list[str],
+    done: Callable[[Outcome], None],
+) -> Iterator[Outcome]:
+    """The outcome of every named type (none: all), each in a process of its own; kept in a file.
+
+    Args:
+        names: model types.
+        file: JSON lines; what it holds already is not tried again.
+        timeout_s: per type.
+        layouts: of LAYOUTS.
+        done: told of each new outcome.
+    """
+    hf.register_models()
+    for module in SLOW_IMPORTS:  # once, before the processes fork
+        importlib.import_module(module)
+    kept = read_outcomes(file)
+    types = model_types()
+    for name in names or [name for name in types if name not in kept]:
+        classes = types[name]
+        kept[name] = _apart(name, classes, timeout_s, layouts)
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(asdict(kept[name])) + "\n")
+        done(kept[name])
+    yield from kept.values()
+
+
+def read_outcomes(file: Path) -> dict[str, Outcome]:
+    """Model type --> its last outcome in a file of JSON lines."""
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    found = (Outcome(**json.loads(line)) for line in text.splitlines())
+    return {outcome.model_type: outcome for outcome in found}
+
+
+def _apart(name: str, classes: list[str], timeout_s: int, layouts: list[str]) -> Outcome:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(timeout_s)
+        try:
+            text = json.dumps(asdict(outcome_of(name, classes, layouts)))
+        except BaseException as error:
+            text = json.dumps(asdict(Outcome(name, classes[0], f"{type(error).__name__}: {error}")))
+        os.write(writer, text.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, encoding="utf-8") as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    stopped = dict.fromkeys(layouts, f"{REFUSED}: no answer in {timeout_s} s")
+    return Outcome(**json.loads(text)) if text else Outcome(name, classes[0], "", stopped)
+
+
+def page(outcomes: list[Outcome]) -> str:
+    """docs/coverage.md."""
+    import transformers
+
+    trained = [o for o in outcomes if not o.problem]
+    tried = {layout: [o for o in trained if layout in o.layouts] for layout in LAYOUTS}
+    equal = {
+        layout: sum(o.layouts[layout] == EQUAL for o in some) for layout, some in tried.items()
+    }
+    counts = {
+        layout: f"{equal[layout]} of {len(some)} | {equal[layout] / len(some):.1%}"
+        if some
+        else "unmeasured | "
+        for layout, some in tried.items()
+    }
+    shared = [o for o in trained if o.layouts.get("tp2") == EQUAL and o.share]
+    untried = sorted(model_types().keys() - {o.model_type for o in outcomes})
+    enough = sum(o.share >= 0.45 for o in shared)
+    lines = [
+        "# Coverage", "",
+        f"Every model type of `transformers` {transformers.__version__} that `AutoModelFor{{{', '.join(HEADS)}}}` knows, made tiny and",
+        'trained with `schedule="auto"` on emulated ranks; outputs, loss and every gradient are compared with the plain model. '
+        "Made by `slapo-zoo coverage`.", "",
+        f"Plain `transformers` trains {len(trained)} of {len(outcomes)} types from the tiny config. Of those:", "",
+        "| layout | equal | share |", "|:--|--:|--:|",
+        *(f"| {layout} | {found} |" for layout, found in counts.items()), "",
+        f"tp=2 divides at least 45 % of the parameters of {enough} of the {len(shared)} types that are equal at tp2 and whose share was noted. What is not "
+        "equal is refused with its reason: nothing that differs from the plain model is used.", "",
+        "| type | class | divided | tp2 | pp2 | tp2 pp2 | tp2 sp |", "|:--|:--|--:|:--|:--|:--|:--|",
+    ]  # fmt: skip
+    for o in sorted(trained, key=lambda o: o.model_type):
+        marks = [MARKS.get(o.layouts.get(layout, ""), "no") for layout in LAYOUTS]
+        lines.append(
+            f"| {o.model_type} | {o.cls} | {f'{o.share:.0%}' if o.share else 'unnoted'} | {' | '.join(marks)} |"
+        )
+    lines += ["", "## What is refused, and why", ""]
+    for o in sorted(trained, key=lambda o: o.model_type):
+        why = {
+            layout: text
+            for layout, text in o.layouts.items()
+            if text != EQUAL and layout != "tp2 sp"
+        }
+        if why:
+            reason = _short(next(iter(why.values())))
+            lines.append(f"- `{o.model_type}` ({', '.join(why)}): {reason}")
+    lines += ["", "## What plain `transformers` does not train from the tiny config", ""]
+    lines += [
+        f"- `{o.model_type}`: {_short(o.problem)}"
+        for o in sorted(outcomes, key=lambda o: o.model_type)
+        if o.problem
+    ]
+    if untried:
+        lines += ["", "## Not tried", "", ", ".join(f"`{name}`" for name in untried)]
+    return "\n".join(lines) + "\n"
+
+
+def _short(text: str) -> str:
+    text = text.removeprefix(f"{REFUSED}: ").partition("no table is right here: ")[
+        2
+    ] or text.removeprefix(f"{REFUSED}: ")
+    return text.replace("|", "/").replace("<", "").replace(">", "")[:160]

@@ -1,0 +1,235 @@
+"""Derive a table and prove it: candidates from the modules, each compared with plain `transformers`."""
+
+import copy
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.hf import models as hf
+from slapo_zoo.language.primitives import Shard
+from slapo_zoo.parallel.paths import select_paths
+from slapo_zoo.verify.probe import probe
+from slapo_zoo.verify.report import software
+from slapo_zoo.verify.specimen import Specimen, specimen
+from slapo_zoo.zoo.derivation.card import freeze, to_document
+from slapo_zoo.zoo.derivation.plan import plan_of, table_of_plan
+from slapo_zoo.zoo.derivation.rows import Modules, derive_table, find_groups
+from slapo_zoo.zoo.derivation.stacks import find_stacks
+from slapo_zoo.zoo.derivation.tiny import Sizes
+from slapo_zoo.zoo.derive import refusal
+from slapo_zoo.zoo.table import Table
+
+Make = Callable[[Any, Any], Table]  # config, model on meta --> a candidate
+
+
+@dataclass
+class Proof:
+    """A table, and what was shown of it.
+
+    Args:
+        table: for the real config.
+        left_whole: group of modules --> why it is not sharded.
+        sizes: tp, pp, dp of the mesh.
+        open_table: the same with names for its numbers, for any config of the family.
+        per_rank: pattern --> the shape of its weight on rank 0.
+        share: of the parameters that tp ranks divide.
+        seconds: that derivation and proof took.
+    """
+
+    table: Table
+    left_whole: dict[str, str]
+    sizes: tuple[int, int, int]
+    open_table: Table
+    per_rank: dict[str, str]
+    share: float = 0.0
+    seconds: float = 0.0
+
+    def words(self) -> list[str]:
+        """What was proven, and what stays whole and why."""
+        tp, pp, dp = self.sizes
+        divided = f", tp divides {self.share:.0%} of the parameters" if tp > 1 else ""
+        found = [f"proven on tp={tp}, pp={pp}, dp={dp}: outputs, loss and every gradient{divided}"]
+        return found + [
+            f"{name} stays whole: {why}" for name, why in self.left_whole.items() if why
+        ]
+
+    def document(self) -> dict[str, Any]:
+        """As plain data, for the cache."""
+        return {
+            "table": to_document(self.table), "left_whole": self.left_whole, "share": self.share,
+            "sizes": self.sizes, "seconds": self.seconds, "software": software(),
+        }  # fmt: skip
+
+
+def derive(config: Any, cls: Any, sizes: tuple[int, int, int], **knobs: Any) -> Proof:
+    """The best proven table of a model on a mesh.
+
+    Raises:
+        ArchitectureError: none is right, or nothing can be sharded; it names what stands in the way.
+    """
+    tp, pp, dp = sizes
+    with tempfile.TemporaryDirectory(prefix="slapo_zoo-derive-") as scratch:
+        small = Sizes(heads=max(4, 2 * tp), layers=max(2, pp))
+        subject = specimen(config, cls, Path(scratch), small, rows=2 * dp * max(2, pp))
+        search = Search(config, subject, sizes, knobs)
+        return search.run()
+
+
+class Search:
+    """From the most that a mesh can divide to what is right."""
+
+    def __init__(self, config: Any, subject: Specimen, sizes: tuple[int, int, int], knobs: Any):
+        self.config, self.subject, self.sizes, self.knobs = config, subject, sizes, knobs
+        self.left_whole: dict[str, str] = {}
+        self.begin, self.undivided = time.perf_counter(), False
+        self.proven: set[str] | None = None
+        self.stack = ""
+        self.small = _on_meta(subject.config, subject.cls)
+        self.groups = [
+            group.name for group in find_groups(Modules(self.small, subject.seen), chains=False)
+        ]
+
+    def run(self) -> Proof:
+        """The first candidate that is right on the whole mesh."""
+        if unknown := self.subject.seen.spelling.unknown:
+            problem = f"its files hold {unknown[0]} in a form that is not read"
+            raise refusal(self.config, problem, "load it with plain transformers")
+        problem = ""
+        for make in self._attempts():
+            problem = self._probe(make, self.sizes)
+            if not problem:
+                return self._found(make)
+        raise refusal(self.config, f"no table is right here: {problem}", "use another layout")
+
+    def _attempts(self) -> Iterator[Make]:
+        """From the most that a mesh can divide to the least; what stays whole is set between them."""
+        for undivided in self._ways_to_sum():
+            self.undivided = undivided
+            yield from self.candidates()
+        if self.sizes[0] > 1 and not self._wrong_anyway():
+            self._drop_wrong_groups()
+            yield self._gathered
+        for stack in self._single_stacks():
+            self.stack, self.left_whole = stack, {}
+            yield from self.candidates()
+
+    def _single_stacks(self) -> list[str]:
+        """The stacks, where there are several: a tower that cannot be cut is held as a whole."""
+        stacks = find_stacks(self.small, self.subject.seen) if self.sizes[1] > 1 else []
+        return stacks if len(stacks) > 1 else []
+
+    def _ways_to_sum(self) -> tuple[bool, ...]:
+        """Whether the loss is the sum of its micro-batches', and where nothing asks for that, or not."""
+        return (False, True) if self.sizes[1:] == (1, 1) else (False,)
+
+    def candidates(self) -> list[Make]:
+        """The most useful ones, unproven."""
+        plan = [self._planned] if self.sizes[0] > 1 and self._has_plan() else []
+        return [*plan, self._structural, self._gathered] if self.sizes[0] > 1 else [self._gathered]
+
+    def _has_plan(self) -> bool:
+        """Whether there is one that serves the given config too, with its dropouts."""
+        if not plan_of(self.subject.config):
+            return False
+        with suppress(SlapoError):
+            return bool(self._planned(self.config, self.small))
+        return False
+
+    def _planned(self, config: Any, model: Any) -> Table:
+        return table_of_plan(config, model, self.subject.seen)
+
+    def _structural(self, config: Any, model: Any) -> Table:
+        return self._table(config, model, True)
+
+    def _gathered(self, config: Any, model: Any) -> Table:
+        """Every product is gathered at once: nothing depends on what lies between two of them."""
+        return self._table(config, model, False)
+
+    def _table(self, config: Any, model: Any, chains: bool) -> Table:
+        seen = self.subject.seen
+        return derive_table(config, model, seen, self.left_whole, chains, self.proven, self.stack)
+
+    def _probe(self, make: Make, sizes: tuple[int, int, int]) -> str:
+        try:
+            table = replace(make(self.subject.config, self.small), undivided=self.undivided)
+        except Exception as error:
+            return str(error).splitlines()[0]
+        return probe(self.subject, table, sizes, **self.knobs)
+
+    def _wrong_anyway(self) -> bool:
+        """Whether the fault stays when every module is whole."""
+        self.left_whole = dict.fromkeys(self.groups, "")
+        return bool(self._probe(self._gathered, self.sizes))
+
+    def _drop_wrong_groups(self) -> None:
+        """Leave whole what is wrong with tp alone, found by halves."""
+        tp_only = (self.sizes[0], 1, 1)
+
+        def fine(some: list[str]) -> list[str]:
+            self.left_whole = {name: "" for name in self.groups if name not in some}
+            if not some or not (problem := self._probe(self._gathered, tp_only)):
+                return some
+            if len(some) == 1:
+                reasons[some[0]] = problem
+                return []
+            half = len(some) // 2
+            return fine(some[:half]) + fine(some[half:])
+
+        reasons: dict[str, str] = {}
+        kept = fine(self.groups)
+        self.left_whole = {name: reasons.get(name, "") for name in self.groups if name not in kept}
+
+    def _found(self, make: Make) -> Proof:
+        model = _on_meta(self.config, self.subject.cls)
+        small = Modules(self.small, self.subject.seen)
+        self.proven = {group.name for way in (True, False) for group in find_groups(small, way)}
+        table = replace(make(self.config, model), undivided=self.undivided)
+        frozen = freeze(table, model)
+        share = divided_share(frozen, model)
+        if self.sizes[0] > 1 and not share:
+            reason = next((r for r in self.left_whole.values() if r), "no module is known")
+            raise refusal(self.config, f"nothing can be sharded over tp: {reason}", "use pp or dp")
+        took = round(time.perf_counter() - self.begin, 2)
+        shapes = shapes_per_rank(table, frozen, model, self.sizes[0])
+        return Proof(frozen, self.left_whole, self.sizes, table, shapes, round(share, 3), took)
+
+
+def shapes_per_rank(table: Table, frozen: Table, model: Any, tp: int) -> dict[str, str]:
+    """Pattern, as the table writes it --> the shape of its weight on rank 0."""
+    modules, found = dict(model.named_modules()), {}
+    for (short, _), (pattern, rule) in zip([*table.body, *table.heads], frozen.heads, strict=True):
+        paths = select_paths(pattern, modules)
+        weight = getattr(modules[paths[0]], "weight", None) if paths else None
+        if isinstance(weight, torch.Tensor):
+            placed = [
+                d.placement for d in rule if isinstance(d, Shard) and d.param_name == "weight"
+            ]
+            shape = tuple(weight.shape)
+            found[short] = str(list(placed[0].local_shape(shape, tp, 0) if placed else shape))
+    return found
+
+
+def divided_share(table: Table, model: Any) -> float:
+    """Numbers that tp ranks divide, by all numbers of the model."""
+    parameters = dict(model.named_parameters())
+    modules = dict(model.named_modules())
+    found: set[str] = set()
+    for pattern, rule in table.heads:
+        for directive in rule:
+            if isinstance(directive, Shard):
+                found |= {
+                    f"{path}.{directive.param_name}" for path in select_paths(pattern, modules)
+                }
+    total = sum(p.numel() for p in parameters.values()) or 1
+    return sum(p.numel() for name, p in parameters.items() if name in found) / total
+
+
+def _on_meta(config: Any, cls: Any) -> Any:
+    return hf.build_on_meta(cls, copy.deepcopy(config), torch.float32, False)

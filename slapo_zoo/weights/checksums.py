@@ -1,0 +1,200 @@
+"""`checksums.json`: the CRC-32 of every tensor and file of a save, and the save's id.
+
+The id is a digest of what was saved, so the same state has the same id on every layout. Every
+safetensors file carries it in its `__metadata__`, and `training_state.json` in its field `save`:
+files of two saves cannot be taken for one checkpoint.
+"""
+
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slapo_zoo.errors import WeightsError
+from slapo_zoo.weights.folder import CheckpointFolder
+from slapo_zoo.weights.header import MAX_HEADER, SAVE_ID
+from slapo_zoo.weights.safetensors_file import SafetensorsFile
+
+FILE, FORMAT = "checksums.json", "slapo-zoo-checksums/1"
+BLANK = "0" * 32
+ANY = re.compile(".*")
+PIECE = 1 << 24  # bytes read at once
+MAX_BYTES = 100_000_000
+AGAIN = "fetch the folder again, or go on from an older checkpoint"
+Sums = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """What a save wrote.
+
+    Args:
+        save: its id.
+        tensors: weight file --> tensor --> CRC-32 of its bytes.
+        files: other file, or header of a weight file (`model.safetensors#header`) --> CRC-32.
+    """
+
+    save: str
+    tensors: dict[str, Sums] = field(default_factory=dict)
+    files: Sums = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Write the file; its last field is the CRC-32 of the others."""
+        body = {"format": FORMAT, **self._hexadecimal()}
+        text = json.dumps({**body, "self": _hex(_of_body(body))}, indent=1)
+        (folder / FILE).write_text(text + "\n", encoding="utf-8")
+
+    def _hexadecimal(self) -> dict[str, Any]:
+        tensors = {
+            file: {n: _hex(crc) for n, crc in sums.items()} for file, sums in self.tensors.items()
+        }
+        return {
+            "save": self.save, "tensors": tensors,
+            "files": {name: _hex(crc) for name, crc in self.files.items()},
+        }  # fmt: skip
+
+
+def _hex(crc: int) -> str:
+    return f"{crc:08x}"
+
+
+def _of_body(body: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
+
+
+def save_id(sums: Mapping[str, int], stamp: str) -> str:
+    """The id of a save: a digest of all its tensors, and of a text that stands for the rest."""
+    return hashlib.sha256(json.dumps([sorted(sums.items()), stamp]).encode()).hexdigest()[:32]
+
+
+def save_in(folder: Path) -> str:
+    """The id of the save whose weights lie in a folder."""
+    with SafetensorsFile(min(folder.glob("model*.safetensors"))) as file:
+        return file.metadata[SAVE_ID]
+
+
+def stamped(header: bytes, save: str) -> bytes:
+    """The header of a file with the id in the place that was kept for it."""
+    return header.replace(f'"{SAVE_ID}":"{BLANK}"'.encode(), f'"{SAVE_ID}":"{save}"'.encode(), 1)
+
+
+def read_checksums(folder: Path) -> Checksums | None:
+    """The checksums of a folder; None where it has none; WeightsError where they are damaged."""
+    path = folder / FILE
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise _damaged(path, "it is too large")
+        body = json.loads(path.read_bytes().decode("utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, WeightsError):
+            raise
+        raise _damaged(path, f"found no JSON: {error}") from error
+    own = body.pop("self", None) if isinstance(body, dict) else None
+    if own is None or body.get("format") != FORMAT or own != _hex(_of_body(body)):
+        raise _damaged(path, "found other contents than were written")
+    try:
+        tensors = {
+            file: {n: int(crc, 16) for n, crc in sums.items()}
+            for file, sums in body["tensors"].items()
+        }
+        return Checksums(body["save"], tensors, {n: int(c, 16) for n, c in body["files"].items()})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _damaged(path, f"found another form than was written: {error}") from error
+
+
+def _damaged(path: Path, problem: str) -> WeightsError:
+    return WeightsError(str(path), "", problem, AGAIN)
+
+
+def crc_of_file(path: Path, stop: int | None = None) -> int:
+    """CRC-32 of a file, or of its first bytes."""
+    crc, left = 0, path.stat().st_size if stop is None else stop
+    with path.open("rb") as file:
+        while left > 0 and (piece := file.read(min(PIECE, left))):
+            crc, left = zlib.crc32(piece, crc), left - len(piece)
+    return crc
+
+
+def raise_first(damages: Iterable[WeightsError]) -> None:
+    """Raise the first of them, if there is one."""
+    for damage in damages:
+        raise damage
+
+
+def damaged_files(
+    folder: Path, kept: Checksums, only: re.Pattern[str] = ANY
+) -> Iterator[WeightsError]:
+    """The small files and headers that are not what was saved.
+
+    Args:
+        folder: of a save.
+        kept: of the same folder.
+        only: names that count; a person may have edited the others.
+    """
+    for name, crc in kept.files.items():
+        file, _, header = name.partition("#")
+        if not only.fullmatch(file):
+            continue
+        try:
+            found = crc_of_file(folder / file, _end_of_header(folder / file) if header else None)
+        except OSError as error:
+            yield WeightsError(
+                str(folder / file), header, f"cannot be read: {error.strerror}", AGAIN
+            )
+            continue
+        if found != crc:
+            yield _differs(folder / file, header, found, crc)
+
+
+def damaged_tensors(
+    folder: CheckpointFolder, kept: Checksums, part: int = 0, parts: int = 1
+) -> Iterator[WeightsError]:
+    """The tensors of an opened checkpoint that are not what was saved.
+
+    Args:
+        folder: with all files of one stem.
+        kept: of the same folder.
+        part: which share of the tensors is read here; ranks divide them.
+        parts: how many shares there are.
+    """
+    keys = sorted(folder.key_to_file, key=lambda key: (-folder.nbytes(key), key))
+    for key in keys[part::parts]:
+        name = folder.key_to_file[key]
+        crc = kept.tensors.get(name, {}).get(key)
+        if crc is None:
+            problem = "found a tensor that this save did not write"
+            yield WeightsError(str(folder.path / name), f"tensor {key!r}", problem, AGAIN)
+            continue
+        view = folder.view(key).reshape(-1).view(torch.uint8)
+        found = zlib.crc32(view.numpy()) if view.numel() else 0
+        if found != crc:
+            yield _differs(folder.path / name, f"tensor {key!r}", found, crc)
+
+
+def _differs(path: Path, what: str, found: int, expected: int) -> WeightsError:
+    problem = f"found CRC-32 {_hex(found)}, expected {_hex(expected)}: it was damaged or changed"
+    return WeightsError(str(path), what, problem, AGAIN)
+
+
+def _end_of_header(path: Path) -> int:
+    with path.open("rb") as file:
+        return 8 + min(int.from_bytes(file.read(8), "little"), MAX_HEADER)
+
+
+def same_save(folders: Sequence[CheckpointFolder], kept: Checksums | None) -> None:
+    """WeightsError unless all files carry the id of the checksums beside them."""
+    for folder in folders:
+        for name, found in folder.saves().items():
+            expected = kept.save if kept is not None else None
+            if found != expected:
+                problem = f"found a file of the save {found}, expected {expected}"
+                hint = "files of two saves lie here: take the whole folder of one of them"
+                raise WeightsError(str(folder.path / name), "", problem, hint)

@@ -1,0 +1,61 @@
+"""Several checkpoints of one training in one folder: `step-00000100`, ..., and `last`, a link to one."""
+
+import os
+import re
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from slapo_zoo.weights.staging import bring_back
+from slapo_zoo.weights.training_state import FILE
+
+LAST = "last"
+STEP = re.compile(r"step-\d{8,}")
+
+
+def latest(folder: Path) -> Path | None:
+    """The checkpoint to go on from: the linked one, the folder itself, or the newest step.
+
+    What a killed save has moved away is brought back first.
+    """
+    if (folder / LAST).is_symlink():
+        linked = folder / os.readlink(folder / LAST)
+        bring_back(linked)
+        if (linked / FILE).exists():
+            return linked
+    bring_back(folder)
+    if (folder / FILE).exists():
+        return folder
+    return next((path for path in reversed(steps_in(folder)) if (path / FILE).exists()), None)
+
+
+def steps_in(folder: Path) -> list[Path]:
+    """The step folders, oldest first."""
+    found = [path for path in folder.glob("step-*") if STEP.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
+
+
+def is_history(folder: Path) -> bool:
+    """Whether all that lies in a folder is step folders and their link."""
+    names = {p.name for p in folder.iterdir() if not p.name.startswith(".")}
+    return bool(names) and all(name == LAST or STEP.fullmatch(name) for name in names)
+
+
+def place_of(folder: Path, step: int, keep: int | None) -> Path:
+    """Where the checkpoint of a step goes; without `keep` a history that is there goes on."""
+    has_history = keep is not None or (folder / LAST).is_symlink()
+    return folder / f"step-{step:08d}" if has_history else folder
+
+
+def keep_newest(folder: Path, saved: Path, keep: int | None) -> None:
+    """Link what was saved last, then remove all but the newest `keep`; by one rank, after a save."""
+    if saved == folder:
+        return
+    link = folder / f".{LAST}.{os.getpid()}"
+    with suppress(FileNotFoundError):
+        link.unlink()
+    link.symlink_to(saved.name)
+    os.replace(link, folder / LAST)
+    older = [path for path in steps_in(folder) if path.name != saved.name]
+    for path in older[: max(0, len(older) + 1 - keep)] if keep is not None else ():
+        shutil.rmtree(path, ignore_errors=True)

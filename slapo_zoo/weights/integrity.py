@@ -1,0 +1,56 @@
+"""All that is wrong with a checkpoint folder, without a model."""
+
+from pathlib import Path
+
+from slapo_zoo.errors import WeightsError
+from slapo_zoo.weights.checksums import (
+    FILE,
+    Checksums,
+    damaged_files,
+    damaged_tensors,
+    read_checksums,
+    same_save,
+)
+from slapo_zoo.weights.folder import CheckpointFolder
+from slapo_zoo.weights.snapshot import read_whole
+from slapo_zoo.weights.training_state import FILE as STATE
+from slapo_zoo.weights.training_state import read_state
+
+
+def damages_of(folder: Path) -> tuple[int, list[WeightsError]]:
+    """How many tensors a checkpoint has, and every file and tensor that is not what was saved.
+
+    Raises:
+        WeightsError: it has no checksums, or is no checkpoint.
+    """
+    return read_whole(folder, lambda: _damages(folder), lambda found: None)
+
+
+def _damages(folder: Path) -> tuple[int, list[WeightsError]]:
+    if not folder.is_dir():
+        raise WeightsError(str(folder), "", "found no such folder", "name a checkpoint folder")
+    kept = read_checksums(folder)
+    if kept is None:
+        hint = "save it anew with slapo_zoo, or by `slapo-zoo reshard`"
+        raise WeightsError(str(folder), FILE, "found no checksums, nothing can be compared", hint)
+    found = list(damaged_files(folder, kept))
+    opened: list[CheckpointFolder] = []
+    try:
+        found += _damages_inside(folder, kept, opened)
+    except WeightsError as error:
+        found = found or [error]  # what follows from a damaged header or index says nothing new
+    finally:
+        for one in opened:
+            one.close()
+    return sum(len(one.key_to_file) for one in opened), found
+
+
+def _damages_inside(
+    folder: Path, kept: Checksums, opened: list[CheckpointFolder]
+) -> list[WeightsError]:
+    for name in sorted(kept.tensors):
+        opened.append(CheckpointFolder(folder, name))
+    same_save(opened, kept)
+    if (folder / STATE).exists():
+        read_state(folder)
+    return [damage for one in opened for damage in damaged_tensors(one, kept)]

@@ -1,0 +1,102 @@
+"""Read a folder as one thing while another job may replace it."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from slapo_zoo.errors import WeightsError
+from slapo_zoo.parallel.agreement import together
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.weights.staging import bring_back
+
+T = TypeVar("T")
+TRIES = 20
+PAUSE_S = 0.05
+
+
+def read_whole(folder: Path, read: Callable[[], T], close: Callable[[T], None]) -> T:
+    """What `read` finds in a folder that is the same one before and after.
+
+    A save exchanges folders: while we hold the folder, no other one can be mistaken for it. So if
+    the path still leads to it when `read` has opened all its files, they are all of this folder,
+    and stay readable whatever happens to it. Otherwise all is read again.
+
+    Args:
+        folder: that a save may replace.
+        read: opens every file that it will need.
+        close: undoes a `read` that mixed two folders.
+    """
+    for _ in range(TRIES):
+        try:
+            held = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        except OSError:
+            if is_missing(folder):
+                return read()  # whatever it says
+            continue
+        try:
+            found = read()
+            if _is(folder, held):
+                return found
+            close(found)
+        except Exception:
+            if _is(folder, held):
+                raise
+        finally:
+            os.close(held)
+    problem = f"it was replaced {TRIES} times while it was read"
+    raise WeightsError(str(folder), "", problem, "save less often, or read a copy")
+
+
+def is_missing(folder: Path) -> bool:
+    """Whether there is no folder, also a moment later: without RENAME_EXCHANGE a save blinks."""
+    if not folder.is_dir():
+        bring_back(folder)
+        time.sleep(PAUSE_S)
+    return not folder.is_dir()
+
+
+def _is(folder: Path, held: int) -> bool:
+    try:
+        now, then = os.stat(folder), os.fstat(held)
+    except OSError:
+        return False
+    return (now.st_dev, now.st_ino) == (then.st_dev, then.st_ino)
+
+
+def read_by_all(
+    mesh: Mesh, what: str, folder: Path, read: Callable[[], T], identity: Callable[[T], str],
+    close: Callable[[T], None],
+) -> T:  # fmt: skip
+    """As `read_whole` on every rank, until all have read the same save; a collective call.
+
+    Args:
+        mesh: of all ranks.
+        what: the step, as error messages name it.
+        folder: on a file system that all ranks share, or a copy of it on each.
+        read: opens every file that it will need.
+        identity: the same for what is one save.
+        close: undoes a `read`.
+    """
+    mine: list[T] = []
+
+    def once() -> str:
+        mine[:] = [read_whole(folder, read, close)]
+        return identity(mine[0])
+
+    for _ in range(TRIES):
+        try:
+            found = together(mesh, what, once)
+        except BaseException:
+            for one in mine:
+                close(one)
+            raise
+        if len(set(found)) == 1:
+            return mine[0]
+        close(mine.pop())
+        time.sleep(PAUSE_S)
+    differ = [rank for rank, one in enumerate(found) if one != found[0]]
+    problem = f"ranks {differ} read other files than rank 0"
+    hint = "give all ranks the same revision, or a folder on a file system that they share"
+    raise WeightsError(what, str(folder), problem, hint)

@@ -1,0 +1,53 @@
+"""A derived table as a document: what the cache keeps, and what a process of its own sends back."""
+
+import dataclasses
+import json
+from typing import Any
+
+from slapo_zoo.language.schedule import FORMAT, from_json
+from slapo_zoo.weights.keys import Pieces
+from slapo_zoo.zoo.rules import Row
+from slapo_zoo.zoo.table import Table
+
+LISTS = ("blocks", "after_blocks", "order", "all_tokens", "whole_batch")
+PLAIN = ("model_type", "source", "seam", "batch_statistics", "shifts_labels", "undivided")
+PAIRS = ("renames",)
+
+
+def freeze(table: Table, model: Any) -> Table:
+    """The table with its numbers for one model, and full patterns: nothing of it is code."""
+    return dataclasses.replace(table, dims={}, body=(), heads=tuple(_numbers(table.rows(model))))
+
+
+def _numbers(rows: list[Row]) -> list[Row]:
+    return [(pattern, tuple(_plain(d) for d in rule)) for pattern, rule in rows]
+
+
+def _plain(directive: Any) -> Any:
+    fields = {f.name: getattr(directive, f.name) for f in dataclasses.fields(directive)}
+    return type(directive)(**{k: int(v) if type(v) is not bool and isinstance(v, int) else v
+                              for k, v in fields.items()})  # fmt: skip
+
+
+def to_document(table: Table) -> dict[str, Any]:
+    """A frozen table as plain data."""
+    rows = [
+        [pattern, [[type(d).name, d.arguments()] for d in rule]] for pattern, rule in table.heads
+    ]
+    fields = {name: getattr(table, name) for name in (*LISTS, *PLAIN, *PAIRS)}
+    pieces = [[piece.tensor, list(piece.names)] for piece in table.pieces]
+    return {**fields, "rows": rows, "pieces": pieces, "format": FORMAT}
+
+
+def from_document(document: dict[str, Any]) -> Table:
+    """The table that `to_document` wrote; ScheduleError for a directive that is none."""
+    rows = []
+    for pattern, rule in document["rows"]:
+        steps = [[pattern, name, arguments] for name, arguments in rule]
+        found = from_json(json.dumps({"format": document["format"], "steps": steps}))
+        rows.append((pattern, tuple(directive for _, directive in found)))
+    lists = {name: tuple(document[name]) for name in LISTS}
+    plain = {name: document[name] for name in PLAIN}
+    pairs = {name: tuple(map(tuple, document[name])) for name in PAIRS}
+    pieces = tuple(Pieces(tensor, tuple(names)) for tensor, names in document["pieces"])
+    return Table(dims={}, body=(), heads=tuple(rows), pieces=pieces, **lists, **plain, **pairs)

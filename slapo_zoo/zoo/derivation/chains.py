@@ -1,0 +1,89 @@
+"""Feed-forwards: linears whose outputs meet only element by element before one other linear takes them.
+
+Their columns can stay divided until then: column, column, row, with one sum (arXiv:1909.08053, 3).
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+ELEMENTWISE = {
+    "add", "sub", "rsub", "mul", "div", "true_divide", "pow", "neg", "exp", "erf", "tanh", "sigmoid", "square",
+    "sqrt", "clamp", "relu", "relu_", "relu6", "gelu", "silu", "mish", "elu", "selu", "softplus", "leaky_relu",
+    "hardswish", "hardsigmoid", "hardtanh", "threshold", "dropout", "float", "to", "type", "type_as",
+    "contiguous", "add_", "mul_",
+    "__add__", "__radd__", "__mul__", "__rmul__", "__sub__", "__rsub__", "__truediv__", "__pow__", "__neg__",
+}  # fmt: skip
+LOOKS = {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "__len__", "stride", "detach"}  # fmt: skip
+
+
+@dataclass
+class Chains:
+    """Which linear's columns a tensor holds, followed through one forward.
+
+    Args:
+        feeds: linear --> those whose columns were its input.
+        takers: linear --> those that took its columns.
+        mixed: linears whose columns met something else.
+        dropouts: modules that drop such columns --> whose.
+    """
+
+    feeds: dict[str, set[str]] = field(default_factory=dict)
+    takers: dict[str, set[str]] = field(default_factory=dict)
+    mixed: set[str] = field(default_factory=set)
+    dropouts: dict[str, set[str]] = field(default_factory=dict)
+    _held: Any = field(default_factory=WeakIdKeyDictionary)
+
+    def enter(self, path: str, module: nn.Module, linear: bool, args: Any) -> None:
+        """A module is called."""
+        held = self._columns(args)
+        if linear:
+            self.feeds.setdefault(path, set()).update(held)
+            for name in held:
+                self.takers.setdefault(name, set()).add(path)
+        elif isinstance(module, nn.Dropout) and held:
+            self.dropouts.setdefault(path, set()).update(held)
+
+    def leave(self, path: str, output: Any) -> None:
+        """A linear has run."""
+        if isinstance(output, Tensor):
+            self._held[output] = {path}
+
+    def call(self, name: str, args: Any, kwargs: Any, out: Any, draws: bool) -> None:
+        """A function was called outside of linears."""
+        held = self._columns((args, kwargs))
+        if not held or name in LOOKS:
+            return
+        alike = isinstance(out, Tensor) and all(_fits(x, out) for x in tree_leaves((args, kwargs)))
+        whole = [
+            x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x not in self._held
+        ]
+        if name in ELEMENTWISE and alike and not draws and all(_single(x) for x in whole):
+            self._held[out] = held
+        else:
+            self.mixed |= held
+
+    def _columns(self, tree: Any) -> set[str]:
+        found = [self._held.get(x, ()) for x in tree_leaves(tree) if isinstance(x, Tensor)]
+        return set().union(*found)
+
+    def found(self) -> dict[str, list[str]]:
+        """Linear that sums --> those whose columns it takes, all of them and nobody else."""
+        return {
+            taker: sorted(names)
+            for taker, names in self.feeds.items()
+            if names
+            and all(self.takers[name] == {taker} and name not in self.mixed for name in names)
+        }
+
+
+def _fits(x: Any, out: Tensor) -> bool:
+    return not isinstance(x, Tensor) or _single(x) or x.shape[-1] == out.shape[-1]
+
+
+def _single(x: Tensor) -> bool:
+    """It is the same for all columns."""
+    return not x.ndim or x.shape[-1] == 1

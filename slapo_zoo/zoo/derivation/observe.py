@@ -1,0 +1,165 @@
+"""What a model does with its parameters, watched while a tiny one runs a training step's forward."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from slapo_zoo.language.directive import join
+from slapo_zoo.zoo.derivation.chains import Chains
+from slapo_zoo.zoo.derivation.spelling import Spelling
+
+DRAWS = {
+    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli",
+    "bernoulli_", "uniform_", "normal_", "multinomial", "normal", "rrelu", "gumbel_softmax",
+    "scaled_dot_product_attention",
+}  # fmt: skip
+
+
+def linear_axis(module: nn.Module) -> int | None:
+    """The output axis of the weight of a linear whose forward is known, or None."""
+    plain = "weight" in module._parameters
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        return 0 if plain else None
+    return 1 if type(module).__name__ == "Conv1D" and plain else None
+
+
+@dataclass
+class Observation:
+    """What was seen in one forward.
+
+    Args:
+        calls: path of a module --> how often it was called.
+        uses: parameter --> when it was first used.
+        entered: path of a module --> when it was first called.
+        foreign: parameters that other modules than their own compute with.
+        draws: modules whose own forward draws random numbers, children not counted.
+        targets: how many targets each cross entropy has averaged over.
+        spelling: how the family's files spell its names.
+        shifts_labels: whether the head compares each token with the label of the next; None where
+            that makes no difference.
+        chains: linear that sums --> those whose columns it takes.
+        dropouts: dropout of such columns --> the linears that made them.
+    """
+
+    calls: dict[str, int] = field(default_factory=dict)
+    uses: dict[str, int] = field(default_factory=dict)
+    entered: dict[str, int] = field(default_factory=dict)
+    foreign: set[str] = field(default_factory=set)
+    draws: set[str] = field(default_factory=set)
+    targets: list[int] = field(default_factory=list)
+    spelling: Spelling = field(default_factory=Spelling)
+    shifts_labels: bool | None = None
+    chains: dict[str, list[str]] = field(default_factory=dict)
+    dropouts: dict[str, set[str]] = field(default_factory=dict)
+
+    def first_use(self, path: str) -> int:
+        """When the first parameter below a path was used, else the module called; a large number for never."""
+        found = [at for name, at in self.uses.items() if name.startswith(f"{path}.")]
+        return min(found, default=self.entered.get(path, 1 << 30))
+
+
+class Watch(TorchFunctionMode):
+    """Notes which module computes with which parameter."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.seen, self.stack, self.chains = Observation(), [""], Chains()
+        self.linears = {p for p, m in model.named_modules() if linear_axis(m) is not None}
+        self.names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self.names.setdefault(id(parameter), []).append(name)
+        self._hooks = []
+        for path, module in model.named_modules():
+            self._hooks.append(module.register_forward_pre_hook(self._enter(path)))
+            self._hooks.append(module.register_forward_hook(self._leave(path), always_call=True))
+
+    def _enter(self, path: str) -> Any:
+        def enter(module: nn.Module, args: Any) -> None:
+            self.stack.append(path)
+            self.seen.calls[path] = self.seen.calls.get(path, 0) + 1
+            self.seen.entered.setdefault(path, self._now())
+            self.chains.enter(path, module, path in self.linears, args)
+
+        return enter
+
+    def _leave(self, path: str) -> Any:
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self.stack.pop()
+            if path in self.linears:
+                self.chains.leave(path, output)
+
+        return leave
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note what a call draws and uses, then make it."""
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        here = self.stack[-1]
+        draws = name in DRAWS and _really(name, args, kwargs)
+        if draws:
+            self.seen.draws.add(here)
+        if func is nn.functional.cross_entropy:
+            target = kwargs.get("target", args[1] if len(args) > 1 else None)
+            if isinstance(target, Tensor) and not target.is_floating_point():
+                self.seen.targets.append(int((target != -100).sum()))
+        if name != "__get__":  # its shape, dtype or device
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, nn.Parameter) and id(value) in self.names:
+                    self._use(self.names[id(value)])
+        out = func(*args, **kwargs)
+        if here not in self.linears:
+            self.chains.call(name, args, kwargs, out, draws and here not in self.chains.dropouts)
+        return out
+
+    def _now(self) -> int:
+        return len(self.seen.uses) + len(self.seen.entered)
+
+    def _use(self, names: list[str]) -> None:
+        here = self.stack[-1]
+        own = [name for name in names if name == join(here, name.rpartition(".")[2])]
+        for name in own or names:
+            self.seen.uses.setdefault(name, self._now())
+        if not own:
+            self.seen.foreign.update(names)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _really(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the call draws: an attention without dropout, or an inactive dropout, does not."""
+    if name == "scaled_dot_product_attention":
+        return bool(kwargs.get("dropout_p") or (len(args) > 4 and args[4]))
+    if name != "dropout":
+        return True
+    p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    return bool(p) and bool(kwargs.get("training", args[2] if len(args) > 2 else True))
+
+
+def observe(model: Any, batch: Mapping[str, Tensor]) -> Observation:
+    """Run a training forward of a real model, and see.
+
+    Args:
+        model: plain, tiny, in train mode, with the dropouts that it is to have.
+        batch: for it.
+    """
+    watch = Watch(model)
+    try:
+        with watch, torch.no_grad():
+            model(**batch)
+    finally:
+        watch.close()
+    watch.seen.chains, watch.seen.dropouts = watch.chains.found(), watch.chains.dropouts
+    labels = batch.get("labels")
+    if labels is not None and labels.ndim > 1:
+        every, later = (int((part != -100).sum()) for part in (labels, labels[..., 1:]))
+        found = {count: count in watch.seen.targets for count in (every, later)}
+        watch.seen.shifts_labels = found[later] if found[every] != found[later] else None
+    return watch.seen

@@ -1,0 +1,214 @@
+"""A table for a family that has none, from the plan that `transformers` has for it.
+
+`base_model_tp_plan` says which linears are sharded; what it does not say (heads, shared inputs, what stays
+whole) is read from the module tree. Such a table is a guess until `probe` has compared it with the plain model.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from slapo_zoo.errors import ArchitectureError
+from slapo_zoo.language.directive import join
+from slapo_zoo.language.primitives import CoreAttentionSeam, ExpertParallel, Shard, Sync
+from slapo_zoo.parallel.paths import select
+from slapo_zoo.zoo.derivation.observe import Observation
+from slapo_zoo.zoo.derivation.rows import Modules, find_groups, what_was_seen
+from slapo_zoo.zoo.rules import (
+    Row,
+    Rule,
+    attention,
+    column,
+    enter,
+    kv_groups,
+    row,
+    vocab,
+    vocab_head,
+    whole,
+    whole_on_heads,
+)
+from slapo_zoo.zoo.table import Table, base_prefix
+
+QUERY, KEYS = ("q_proj",), ("k_proj", "v_proj")
+LEAVE_ALONE = ("replicate", "embedding_rowwise")
+# Each rank computes all of it from weights of which it holds a part; the parts are gathered, so equal.
+gathered: Rule = (
+    Shard("weight", 0),
+    Shard("bias", 0),
+    Sync("fwd_post", "all_gather", tensor_parallel_output_grad=False),
+)
+split_input: Rule = (
+    Sync("fwd_pre", "scatter"),
+    Shard("weight", 1),
+    Sync("fwd_post", "all_reduce", sequence_axis=1),
+)
+
+
+def plan_of(config: Any) -> dict[str, str]:
+    """Module pattern below the base model --> style; empty when `transformers` has no plan."""
+    return dict(getattr(config, "base_model_tp_plan", None) or {})
+
+
+def _refusal(config: Any, problem: str, hint: str) -> ArchitectureError:
+    what = f"schedule='auto' for model_type={config.model_type!r}"
+    return ArchitectureError("zoo", what, problem, hint)
+
+
+def table_of_plan(config: Any, model: Any, seen: Observation) -> Table:
+    """The table of a plan, unproven.
+
+    Args:
+        config: of `transformers`.
+        model: of it, on meta.
+        seen: of a tiny model of the same config.
+
+    Raises:
+        ArchitectureError: a style or a module that it cannot translate.
+    """
+    plan, prefix = plan_of(config), base_prefix(model)
+    base = model.get_submodule(prefix.rstrip(".")) if prefix else model
+    modules = dict(base.named_modules())
+    found = {pattern: _one(pattern, modules) for pattern in plan}
+    experts = _expert_rows(model, seen, prefix)
+    plan = {
+        pattern: style
+        for pattern, style in plan.items()
+        if found[pattern] is not None and pattern not in experts
+    }
+    body = list(_plan_rows(config, plan, modules))
+    embedding = base.get_input_embeddings()
+    rest = dict.fromkeys(_star(path) for path, m in modules.items() if _own(m))
+    divided = {pattern for pattern, _ in body} | plan.keys()
+    for pattern in rest:
+        if pattern not in divided:
+            is_embedding = _one(pattern, modules) is embedding
+            body.append((pattern, vocab if is_embedding else experts.get(pattern, whole)))
+    seam = any(isinstance(d, CoreAttentionSeam) for _, rule in body for d in rule)
+    _refuse_dropout(config, seam)
+    return Table(
+        model_type=config.model_type,
+        source=f"base_model_tp_plan of {type(config).__name__}",
+        dims=_dims(config),
+        body=tuple(body),
+        heads=tuple(_head_rows(model)),
+        blocks=(_blocks(config, plan, modules),),
+        all_tokens=tuple(dict.fromkeys(pattern.rpartition(".")[0] for pattern in experts)),
+        seam=seam,
+        **what_was_seen(config, model, seen),
+    )
+
+
+def _expert_rows(model: Any, seen: Observation, prefix: str) -> dict[str, Rule]:
+    """Modules that hold all experts of a layer: the ranks divide the experts, whatever the plan says."""
+    rows = [row for group in find_groups(Modules(model, seen)) for row in group.rows]
+    return {pattern.removeprefix(prefix): rule for pattern, rule in rows
+            if any(isinstance(d, ExpertParallel) for d in rule)}  # fmt: skip
+
+
+def _refuse_dropout(config: Any, seam: bool) -> None:
+    """Where a forward drops inline, each rank would draw a mask of its own; only the seam is known."""
+    for name, value in vars(config).items():
+        if not isinstance(value, float) or not value or (seam and name == "attention_dropout"):
+            continue
+        if "dropout" in name or name.endswith("pdrop"):
+            problem = f"found {name}={value}, and a plan does not say where it drops"
+            raise _refusal(config, problem, f"pass {name}=0.0, or write a table")
+
+
+def _own(module: nn.Module) -> bool:
+    return next(module.parameters(recurse=False), None) is not None
+
+
+def _star(path: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def _one(pattern: str, modules: Mapping[str, nn.Module]) -> Any:
+    """One of the modules that a pattern matches, or None."""
+    names = {path: type(module).__name__ for path, module in modules.items()}
+    paths = select(pattern, names)
+    return modules[paths[0]] if paths else None
+
+
+def _dims(config: Any) -> dict[str, Any]:
+    if not isinstance(getattr(config, "num_attention_heads", None), int):
+        raise _refusal(
+            config, "its config has no num_attention_heads", "use the text model's config"
+        )
+
+    kv = "num_key_value_heads"
+    kv = kv if isinstance(getattr(config, kv, None), int) else "num_attention_heads"
+    has_size = isinstance(getattr(config, "head_dim", None), int)
+    return {
+        "num_heads": "num_attention_heads",
+        "kv_heads": kv,
+        "per_kv": f"num_attention_heads // {kv}",
+        "head_dim": "head_dim" if has_size else "hidden_size // num_attention_heads",
+    }
+
+
+def _plan_rows(
+    config: Any, plan: Mapping[str, str], modules: Mapping[str, nn.Module]
+) -> Iterator[Row]:
+    """The rows of the modules that the plan names, parent by parent."""
+    parents = dict.fromkeys(pattern.rpartition(".")[0] for pattern in plan)
+    for parent in parents:
+        children = {
+            pattern.rpartition(".")[2]: style
+            for pattern, style in plan.items()
+            if pattern.rpartition(".")[0] == parent and style not in LEAVE_ALONE
+        }
+        if not children:
+            continue
+        heads = all(children.get(name) == "colwise" for name in (*QUERY, *KEYS))
+        yield parent, enter
+        if heads:
+            yield parent, attention("num_heads", together="per_kv")
+            if hasattr(_one(parent, modules), "num_key_value_groups"):
+                yield parent, kv_groups("num_key_value_groups", "kv_heads")
+        for name, style in children.items():
+            pattern = join(parent, name)
+            yield pattern, _rule(config, style, name, pattern, heads)
+
+
+def _rule(config: Any, style: str, name: str, pattern: str, heads: bool) -> Rule:
+    """The rule of one linear or norm."""
+    unit, together = ("head_dim", "per_kv") if heads else ("", "")
+    rules = {
+        "rowwise": row(1, unit, together),
+        "colwise_gather_output": gathered,
+        "rowwise_split_input": split_input,
+        "replicated_with_grad_allreduce": whole_on_heads,
+    }
+    if heads and style == "colwise":
+        if name in KEYS:
+            return column(0, "head_dim", kv=True)
+        if name not in QUERY:
+            problem = f"the plan divides {pattern}, which is none of q, k and v"
+            raise _refusal(config, problem, "write a table (docs/adding_an_architecture.md)")
+        return column(0, unit, together=together)
+    if style == "colwise":
+        return column(0)
+    if style not in rules:
+        problem = f"the plan has the style {style!r} for {pattern}"
+        hint = f"known styles: {', '.join(['colwise', *rules])}; write a table for the others"
+        raise _refusal(config, problem, hint)
+    return rules[style]
+
+
+def _head_rows(model: Any) -> Iterator[Row]:
+    """The language model's head, where the class has one."""
+    head = model.get_output_embeddings()
+    for path, module in model.named_modules():
+        if head is not None and module is head:
+            yield path, vocab_head
+
+
+def _blocks(config: Any, plan: Mapping[str, str], modules: Mapping[str, nn.Module]) -> str:
+    """The pattern of the repeated blocks: up to the first number of the plan's patterns."""
+    for pattern in plan:
+        if found := re.match(r"(.*?)\.\*", pattern):
+            return f"{found[1]}.*"
+    raise _refusal(config, "the plan names no repeated blocks", "write a table")

@@ -1,0 +1,257 @@
+"""The rows of a derived table: what each module of a model may become, most useful first."""
+
+import inspect
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from slapo_zoo.language.primitives import ExpertParallel, ForkRng, Shard
+from slapo_zoo.parallel.heads import head_of
+from slapo_zoo.zoo.derivation.observe import Observation, linear_axis
+from slapo_zoo.zoo.derivation.stacks import find_stacks, order_of, star
+from slapo_zoo.zoo.rules import (
+    Row,
+    Rule,
+    column,
+    column_joined,
+    dropout,
+    enter_once,
+    row,
+    vocab,
+    vocab_head,
+    whole,
+)
+from slapo_zoo.zoo.table import Table, base_prefix
+
+LEAST_SHARE = 1e-3  # of all parameters; a smaller module is not worth a collective
+# beside linears, modules whose output can be divided by channels
+CONVOLUTIONS = (nn.Conv2d, nn.Conv1d)
+
+
+@dataclass
+class Group:
+    """Modules of one pattern, alike in all blocks, and the rules that they may get.
+
+    Args:
+        name: what stands or falls together.
+        rows: of the modules.
+        parameters: how many numbers they divide.
+        divides: patterns of the modules with these numbers.
+    """
+
+    name: str
+    rows: list[Row] = field(default_factory=list)
+    parameters: int = 0
+    divides: tuple[str, ...] = ()
+
+
+def output_axis(module: nn.Module) -> int | None:
+    """The axis of the weight along which the output of a known module can be sharded, or None."""
+    for cls in CONVOLUTIONS:
+        if isinstance(module, cls) and type(module).forward is cls.forward:
+            return 0 if module.groups == 1 and "weight" in module._parameters else None
+    return linear_axis(module)
+
+
+class Modules:
+    """The modules of a model on meta by star pattern, and what was seen of them."""
+
+    def __init__(self, model: Any, seen: Observation):
+        self.model, self.seen = model, seen
+        self.total = sum(p.numel() for p in model.parameters()) or 1
+        self.embedding = None
+        with suppress(NotImplementedError):  # of a model without text
+            self.embedding = model.get_input_embeddings()
+        self.foreign = {star(name) for name in seen.foreign}
+        self.patterns: dict[str, list[nn.Module]] = {}
+        kinds: dict[str, set[str]] = {}
+        for path, module in model.named_modules():
+            kinds.setdefault(star(path), set()).add(type(module).__name__)
+        self.owners: dict[int, list[str]] = {}
+        for path, module in model.named_modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                kind = f":{type(module).__name__}" if len(kinds[star(path)]) > 1 else ""
+                pattern = star(path) + kind
+                self.patterns.setdefault(pattern, []).append(module)
+                for p in module._parameters.values():
+                    if p is not None:
+                        self.owners.setdefault(id(p), []).append(pattern)
+
+    def weight(self, pattern: str) -> int:
+        """Numbers in the modules of a pattern."""
+        return sum(p.numel() for m in self.patterns[pattern] for p in m._parameters.values() if p is not None)  # fmt: skip
+
+    def own_only(self, pattern: str) -> bool:
+        """Whether nobody but the modules of a pattern computes with their parameters."""
+        path = pattern.partition(":")[0]
+        names = (f"{path}.{name}" for m in self.patterns[pattern] for name in m._parameters)
+        return not self.foreign.intersection(names)
+
+    def divisible(self, pattern: str) -> bool:
+        """Whether it is a linear of its own, untied, and large enough to be worth a collective."""
+        alike = self.patterns.get(pattern, [])
+        return (
+            bool(alike)
+            and all(linear_axis(m) == linear_axis(alike[0]) is not None for m in alike)
+            and self.own_only(pattern)
+            and not self.tied(pattern)
+            and self.weight(pattern) >= LEAST_SHARE * self.total
+        )
+
+    def tied(self, pattern: str) -> list[str]:
+        """Other patterns that share a weight with this one."""
+        ids = {id(m._parameters.get("weight")) for m in self.patterns[pattern]} - {id(None)}
+        return sorted({name for i in ids for name in self.owners.get(i, ())} - {pattern})
+
+
+def undivided_table(config: Any, model: Any) -> Table:
+    """The table of a model on a mesh that divides no module."""
+    return derive_table(config, model, Observation(), None)
+
+
+def derive_table(
+    config: Any, model: Any, seen: Observation, left_whole: Mapping[str, str] | None,
+    chains: bool = True, only: Collection[str] | None = None, stack: str = "",
+) -> Table:  # fmt: skip
+    """The table of a model, unproven.
+
+    Args:
+        config: of `transformers`.
+        model: of it, on meta.
+        seen: of a tiny model of the same config.
+        left_whole: group --> why it is not sharded; None leaves all of them whole.
+        chains: whether columns may stay divided between linears.
+        only: groups that were proven on a smaller model; None: all.
+        stack: the only one between whose blocks a pipeline is cut; none: all that there are.
+    """
+    modules = Modules(model, seen)
+    groups = [] if left_whole is None else find_groups(modules, chains)
+    groups = [group for group in groups if group.name not in (left_whole or ())]
+    groups = [group for group in groups if only is None or group.name in only]
+    rows = [row for group in groups for row in group.rows]
+    named = {pattern for pattern, _ in rows}
+    rows += [(pattern, whole) for pattern in modules.patterns if pattern not in named]
+    rows += [(pattern, dropout) for pattern in sorted({star(path) for path in seen.draws if path})]
+    prefix = base_prefix(model)
+    inside = [pattern.startswith(prefix) for pattern, _ in rows]
+    stacks = [found for found in find_stacks(model, seen) if stack in ("", found)]
+    return Table(
+        model_type=config.model_type,
+        source=f"derived from {type(model).__name__}",
+        dims={},
+        body=tuple(
+            (p.removeprefix(prefix), rule)
+            for (p, rule), here in zip(rows, inside, strict=True)
+            if here
+        ),
+        heads=tuple(row for row, here in zip(rows, inside, strict=True) if not here),
+        blocks=tuple(stack.removeprefix(prefix) for stack in stacks),
+        order=order_of(model, seen, stacks),
+        seam=False,
+        **what_was_seen(config, model, seen),
+    )
+
+
+def what_was_seen(config: Any, model: Any, seen: Observation) -> dict[str, Any]:
+    """Fields of a table that do not depend on how modules are sharded."""
+    by_name = head_of(type(model).__name__).shifts
+    batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+    return {
+        "renames": seen.spelling.renames,
+        "pieces": seen.spelling.pieces,
+        "shifts_labels": None if by_name == seen.shifts_labels else seen.shifts_labels,
+        "whole_batch": tuple(n for n in ("output_router_logits",) if hasattr(config, n)),
+        "batch_statistics": batch_norm,
+    }
+
+
+def find_groups(modules: Modules, chains: bool = True) -> list[Group]:
+    """What can be sharded, each by itself; the larger ones first.
+
+    Args:
+        modules: of the model.
+        chains: whether columns may stay divided between linears; else each gathers its own.
+    """
+    made = [*(_chains(modules) if chains else ()), *_groups(modules)]
+    done: set[str] = set()
+    found = []
+    for group in made:
+        if not done.intersection(group.divides):
+            done.update(group.divides)
+            found.append(group)
+    return sorted(found, key=lambda group: -group.parameters)
+
+
+def _chains(modules: Modules) -> Iterator[Group]:
+    """Column, column, row: feed-forwards, alike in all blocks."""
+    found: dict[str, set[tuple[str, ...]]] = {}
+    for taker, makers in modules.seen.chains.items():
+        found.setdefault(star(taker), set()).add(tuple(sorted({star(name) for name in makers})))
+    for taker, kinds in found.items():
+        makers = next(iter(kinds))
+        chain = (*makers, taker)
+        if len(kinds) > 1 or len(set(chain)) < len(chain) or not all(map(modules.divisible, chain)):
+            continue
+        axes = [linear_axis(modules.patterns[name][0]) for name in chain]
+        width = modules.patterns[makers[0]][0].weight.shape[axes[0]]
+        rows = [
+            (name, (*enter_once, *column(axis))) for name, axis in zip(makers, axes, strict=False)
+        ]
+        rows.append((taker, row(1 - axes[-1], tokens=-1)))
+        dropped = {star(path) for path, names in modules.seen.dropouts.items()
+                   if {star(name) for name in names} <= set(makers)}  # fmt: skip
+        rows += [(path, (ForkRng(axis=-1, size=width),)) for path in sorted(dropped)]
+        yield Group(taker, rows, sum(map(modules.weight, chain)), chain)
+
+
+def _groups(modules: Modules) -> Iterator[Group]:
+    done: set[str] = set()
+    for pattern in modules.patterns:
+        if pattern in done or modules.weight(pattern) < LEAST_SHARE * modules.total:
+            continue
+        family = [pattern, *modules.tied(pattern)]
+        rules = [(p, _rule(modules, p)) for p in family]
+        if all(rule for _, rule in rules):
+            done.update(family)
+            yield Group(pattern, rules, modules.weight(pattern), tuple(family))
+
+
+def _rule(modules: Modules, pattern: str) -> Rule:
+    """The rule of one pattern by itself, or `whole`."""
+    first, own = modules.patterns[pattern][0], modules.own_only(pattern)
+    if not own or len({type(module) for module in modules.patterns[pattern]}) > 1:
+        return whole
+    if isinstance(first, nn.Embedding):
+        return vocab if modules.embedding is first or _large(first) else whole
+    if modules.patterns[pattern][0] is modules.model.get_output_embeddings() and isinstance(first, nn.Linear):  # fmt: skip
+        return vocab_head
+    axes = {output_axis(module) for module in modules.patterns[pattern]}
+    (axis, *others) = axes
+    if axis is not None and not others:
+        return column_joined(axis)
+    return _experts(first)
+
+
+def _large(embedding: nn.Embedding) -> bool:
+    return embedding.num_embeddings >= 16 * embedding.embedding_dim and type(embedding).forward is nn.Embedding.forward  # fmt: skip
+
+
+def _experts(module: nn.Module) -> Rule:
+    """All parameters hold one row per expert, and the forward takes them from the router."""
+    takes = list(inspect.signature(type(module).forward).parameters)[1:]
+    if len(takes) != 3 or takes[0] != "hidden_states" or "ind" not in takes[1]:
+        return whole
+    count = getattr(module, "num_experts", None)
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    if (
+        not isinstance(count, int)
+        or count < 2
+        or any(p.ndim < 2 or p.shape[0] != count for p in own.values())
+    ):
+        return whole
+    if any(True for _ in module.children() if any(True for _ in _.parameters())):
+        return whole
+    return (*(Shard(name, 0, uneven=True) for name in own), ExpertParallel())

@@ -1,0 +1,209 @@
+"""A tiny config of any family: two layers, four heads, and what follows from them, by name and ratio."""
+
+import copy
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+TOKENS = 16
+# what a number of a config is, by how its name is written
+LAYERS = re.compile(
+    r"^(n_layers?|depth|(num_)?(hidden_|encoder_|decoder_|entity_|text_|vision_)?(hidden_)?(layers|blocks))$"
+)
+HEADS = re.compile(r"(^|_)(n_heads?|num_heads?|heads|attention_heads|query_heads)$")
+KV_HEADS = re.compile(r"(key_value_heads|kv_heads)$")
+HEAD_SIZE = re.compile(r"(^|_)(head_dim|d_kv|head_size|d_head|kv_channels|attention_head_dim)$")
+POSITIONS = re.compile(
+    r"(max_position_embeddings|n_positions|positions|max_(seq|sequence)_len(gth)?|n_ctx|context_length)$"
+)
+EXPERTS = re.compile(r"(num_experts|num_local_experts|n_routed_experts|num_routed_experts)$")
+CHOSEN = re.compile(
+    r"(experts_per_tok|top_k|topk|moe_k|num_selected_experts|num_experts_per_token)$"
+)
+GROUPS = re.compile(r"^(n_group|num_expert_group|topk_group|n_groups?)$")
+WIDTH = re.compile(
+    r"hidden|d_model|n_embd|emb|width|dim|intermediate|ffn|d_ff|inner|mlp|size|channels|rank|filters|features|state"
+)
+NO_WIDTH = re.compile(
+    r"vocab|patch|image|kernel|window|num_|chunk|type|token|stride|ratio|group|crop|pool|block_size"
+    r"|bucket|max_|sample|label|batch|factor|_layer|conv$"
+)
+HIDDEN = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "emb_dim", "hidden_dim", "width")
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
+DROPS = re.compile(r"drop|noise|jitter")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a tiny model has at most."""
+
+    heads: int = 4
+    head_size: int = 8
+    layers: int = 2
+    vocabulary: int = 96
+    experts: int = 4
+    image: int = 32
+    patch: int = 8
+    positions: int = 128
+
+
+def tiny(config: Any, sizes: Sizes = Sizes()) -> Any:
+    """A config of a tiny model of the same family; the given one is not changed.
+
+    Args:
+        config: of `transformers`, configs of towers within it included.
+        sizes: what it has at most; other widths keep their ratio to the hidden size.
+    """
+    small = copy.deepcopy(config)
+    _shrink(small, sizes)
+    return small
+
+
+def _shrink(config: Any, sizes: Sizes) -> None:
+    from transformers import PreTrainedConfig
+
+    own = {name: value for name, value in vars(config).items() if not name.startswith("_")}
+    for value in own.values():
+        if isinstance(value, PreTrainedConfig):
+            _shrink(value, sizes)
+    rules = _Rules(own, sizes)
+    for name, value in own.items():
+        found = rules.of(name, value)
+        if found != value:
+            with suppress(Exception):  # a derived property, which follows by itself
+                setattr(config, name, found)
+    if own.get("pad_token_id", 0) is None:
+        config.pad_token_id = 0
+    if own.get("is_encoder_decoder") and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0
+    if "stage_names" in own:  # those that a backbone returns are counted in its layers
+        config.stage_names = own["stage_names"][: sizes.layers + 1]
+        config._out_features, config._out_indices = config.stage_names[-1:], [sizes.layers]
+    _repair(config, own)
+
+
+def _repair(config: Any, own: dict[str, Any]) -> None:
+    """Numbers that follow from several others."""
+    now = {name: value for name, value in vars(config).items() if type(value) is int}
+    rope, rest = now.get("qk_rope_head_dim"), now.get("qk_nope_head_dim")
+    width = now.get("mamba_expand", now.get("expand", 0)) * now.get("hidden_size", 0)
+    wanted = {
+        "qk_head_dim": rope and rest and rope + rest,
+        "head_dim": rope if rest else own.get("head_dim", 0) is None and _head_size(now),
+        "mamba_n_heads": width // (now.get("mamba_d_head") or width or 1),
+        "mamba_d_ssm": width,
+        "attn_layer_period": "attn_layer_offset" in own and 2,
+        "attn_layer_offset": "attn_layer_period" in own and 1,
+        "attn_layer_indices": [1],
+        "num_experts_per_tok": own.get("num_experts_per_tok", 0) is None and 2,
+        "vocab_size": own.get("vocab_size", 0) is None and 96,
+        "n_routed_experts": own.get("n_routed_experts", 0) is None and 4,
+    }
+    if own.get("model_type") == "mamba2" or {"expand", "head_dim", "num_heads"} <= own.keys():
+        wanted["num_heads"] = width // now.get("head_dim", 1)
+    for name, value in wanted.items():
+        if name in own and value:
+            with suppress(Exception):
+                setattr(config, name, value)
+
+
+def _head_size(now: dict[str, int]) -> int:
+    return now.get("hidden_size", 0) // max(now.get("num_attention_heads", 0), 1)
+
+
+class _Rules:
+    """New values for the fields of one config."""
+
+    def __init__(self, own: dict[str, Any], sizes: Sizes):
+        self.sizes = sizes
+        whole = {name: value for name, value in own.items() if type(value) is int}
+        self.heads = max((v for n, v in whole.items() if _heads(n)), default=0)
+        self.layers = {v for n, v in whole.items() if LAYERS.search(n)}
+        hidden = next((whole[name] for name in HIDDEN if name in whole), 0)
+        lists = [v[0] for n, v in own.items() if _is_list(v) and _width(n)]
+        hidden = hidden or max(lists, default=0)
+        if any(_is_list(v) and _heads(n) for n, v in own.items()):  # the width of the first stage
+            hidden = whole.get("embed_dim", hidden)
+        self.scale = sizes.heads * sizes.head_size / hidden if hidden else 1 / 8
+        self.scale = min(self.scale, 1.0)
+
+    def of(self, name: str, value: Any) -> Any:
+        """The new value of a field."""
+        if type(value) is int and value > 0:
+            return self._number(name, value)
+        per_layer = isinstance(value, list) and len(value) in self.layers
+        if _is_list(value) and not (per_layer and len(value) > 8):
+            return self._list(name, value)
+        if isinstance(value, list) and len(value) in self.layers and len(value) > self.sizes.layers:
+            kinds = list(
+                dict.fromkeys(map(str, value))
+            )  # one layer of each kind, where there is room
+            few = [next(v for v in value if str(v) == kind) for kind in kinds]
+            count = self.sizes.layers
+            return few + value[: count - len(few)] if len(few) <= count else value[:count]
+        return value
+
+    def _number(self, name: str, value: int) -> int:
+        sizes = self.sizes
+        most = {
+            LAYERS: sizes.layers, EXPERTS: sizes.experts, POSITIONS: sizes.positions,
+            HEAD_SIZE: sizes.head_size, CHOSEN: 2, GROUPS: 1,
+        }  # fmt: skip
+        for pattern, limit in most.items():
+            if pattern.search(name):
+                return min(value, limit)
+        if KV_HEADS.search(name):
+            return self._kv_heads(value)
+        if HEADS.search(name):
+            return min(value, sizes.heads)
+        if "vocab_size" in name:
+            return min(value, sizes.vocabulary)
+        if name.endswith("_id"):
+            return value if value < sizes.vocabulary else SPECIAL.get(name, 3)
+        if name in ("image_size", "patch_size"):
+            return min(value, sizes.image if name == "image_size" else sizes.patch)
+        return self._width(value) if _width(name) else value
+
+    def _kv_heads(self, value: int) -> int:
+        if not self.heads or self.heads <= self.sizes.heads:
+            return min(value, self.sizes.heads)
+        return max(1, self.sizes.heads * value // self.heads)
+
+    def _width(self, value: int) -> int:
+        unit = self.sizes.head_size
+        return max(unit, round(value * self.scale / unit) * unit) if value >= 4 * unit else value
+
+    def _list(self, name: str, value: Any) -> Any:
+        if "depth" in name or "layers" in name or "blocks" in name:
+            return type(value)(min(number, 2) for number in value)
+        if HEADS.search(name):
+            first, most = value[0], self.sizes.heads
+            return value if first <= 1 else type(value)(max(1, n * most // first) for n in value)
+        return type(value)(self._width(n) for n in value) if _width(name) else value
+
+
+def _heads(name: str) -> bool:
+    return bool(HEADS.search(name)) and not KV_HEADS.search(name)
+
+
+def _width(name: str) -> bool:
+    return bool(WIDTH.search(name)) and not NO_WIDTH.search(name)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(type(n) is int for n in value)
+
+
+def without_dropout(config: Any) -> list[str]:
+    """Set every dropout and noise of a config, towers included, to 0; the names of those that were not."""
+    from transformers import PreTrainedConfig
+
+    found = []
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            found += [f"{name}.{inner}" for inner in without_dropout(value)]
+        elif isinstance(value, float) and value and DROPS.search(name):
+            setattr(config, name, 0.0)
+            found.append(name)
+    return found

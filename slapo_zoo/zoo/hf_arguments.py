@@ -1,0 +1,135 @@
+"""Arguments of `from_pretrained` of transformers: what each means here, so that a pasted call runs."""
+
+import copy
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from slapo_zoo.errors import SlapoError
+
+WHERE = "from_pretrained"
+ATTENTION = {
+    "sdpa": "sdpa",
+    "eager": "eager",
+    "flash_attention_2": "flash",
+    "flex_attention": "flex",
+}
+# Arguments that say, with one of these values, what is done here anyway; `INSTEAD` knows the others.
+ANYWAY: dict[str, tuple[Any, ...]] = {
+    "low_cpu_mem_usage": (None, True, False),
+    "weights_only": (None, True),
+    "use_safetensors": (None, True),
+    "device_map": (None,),
+    "max_memory": (None,),
+    "offload_folder": (None,),
+    "state_dict": (None,),
+    "quantization_config": (None,),
+    "tp_plan": (None,),
+}
+# The same for `save_pretrained`; all ranks call it, so that none is told whether it is the main process.
+SAVED_ANYWAY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "is_main_process": ((True, False), ""),
+    "safe_serialization": ((None, True), "leave it out: transformers reads safetensors, and no pickle is written"),
+    "state_dict": ((None,), "leave it out: the model's own tensors are written; others by safetensors.torch.save_file"),
+    "save_peft_format": ((True,), "leave it out: an adapter is written as peft does"),
+    "save_original_format": ((True,), "leave it out: files have the keys that transformers writes"),
+    "distributed_checkpoint": ((False,), "leave it out: every rank writes its slices anyway"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HubArguments:
+    """Where a checkpoint is and how it is read, by the names of transformers.
+
+    Args:
+        token: of the Hub.
+        cache_dir: where its files are kept.
+        local_files_only: take what is there already.
+        force_download: fetch it once more.
+        subfolder: of the repository or folder.
+        variant: `model.<variant>.safetensors`.
+        config: a config instead of the checkpoint's, or the folder or name of one.
+        ignore_mismatched_sizes: draw tensors anew whose size differs.
+    """
+
+    token: Any = None
+    cache_dir: Any = None
+    local_files_only: bool = False
+    force_download: bool = False
+    subfolder: str = ""
+    variant: str | None = None
+    config: Any = None
+    ignore_mismatched_sizes: bool = False
+
+    @staticmethod
+    def taken(given: dict[str, Any]) -> "HubArguments":
+        """Those among the arguments, which lose them, and also those that say what is done anyway."""
+        for name, allowed in ANYWAY.items():
+            if name in given and any(given[name] is one for one in allowed):
+                del given[name]
+        known = [field.name for field in fields(HubArguments)]
+        return HubArguments(**{name: given.pop(name) for name in known if name in given})
+
+    @property
+    def fetching(self) -> dict[str, Any]:
+        """What `snapshot_download` takes."""
+        names = ("token", "cache_dir", "local_files_only", "force_download")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def stem(self) -> str:
+        """How the names of the weight files begin."""
+        return f"model.{self.variant}" if self.variant else "model"
+
+    def own_config(self, changes: dict[str, Any]) -> Any:
+        """The config that was given, with some fields changed; None where the checkpoint's is meant."""
+        if self.config is None or isinstance(self.config, str | Path):
+            return None
+        config = copy.deepcopy(self.config)
+        for name, value in changes.items():
+            if not hasattr(config, name):
+                problem = f"{type(config).__name__} has no such field"
+                raise SlapoError(WHERE, f"{name}=", problem, "set it in the config that you pass")
+            setattr(config, name, value)
+        return config
+
+
+def renamed(given: dict[str, Any], attention: Any, dtype: Any) -> tuple[Any, Any]:
+    """Attention and dtype, also by the names that transformers has for them.
+
+    Args:
+        given: further arguments, which lose both names.
+        attention: as it was passed by our name.
+        dtype: likewise.
+    """
+    theirs = given.pop("attn_implementation", None)
+    if theirs is not None:
+        if attention is not None or theirs not in ATTENTION:
+            found = f"attn_implementation={theirs!r}" + (f", attention={attention!r}" if attention else "")  # fmt: skip
+            problem = f"expected one of {', '.join(ATTENTION)}, and no attention= beside it"
+            raise SlapoError(WHERE, found, problem, "pass attention= alone")
+        attention = ATTENTION[theirs]
+    older = given.pop("torch_dtype", None)
+    return attention, dtype if older is None else older
+
+
+def saved_stem(given: dict[str, Any], allowed: Collection[str]) -> str:
+    """How weight files are named, from the arguments of `save_pretrained` of transformers.
+
+    Args:
+        given: which lose all that says what is done anyway, and `variant`.
+        allowed: names that may be left.
+    """
+    where = "save_pretrained"
+    for name, (values, hint) in SAVED_ANYWAY.items():
+        if name in given and not any(given[name] is value for value in values):
+            raise SlapoError(where, f"{name}=", "it cannot be had here", hint)
+        given.pop(name, None)
+    variant = given.pop("variant", None)
+    if not allowed:
+        given.pop("token", None)  # of an upload that was not asked for
+    if unknown := [name for name in given if name not in allowed]:
+        problem = "no such argument of save_pretrained"
+        raise SlapoError(where, ", ".join(unknown), problem, "leave them out")
+    return f"model.{variant}" if variant else "model"

@@ -1,0 +1,59 @@
+"""Precisions by name: in which dtype a model keeps its parameters, and in which it computes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slapo_zoo.errors import SlapoError
+
+
+@dataclass(frozen=True)
+class Precision:
+    """One value of `precision=`.
+
+    Args:
+        parameters: dtype in which they are kept, summed, saved and stepped.
+        compute: dtype of forward and backward.
+        scales: whether the loss is scaled, so that small gradients do not vanish.
+    """
+
+    parameters: torch.dtype
+    compute: torch.dtype
+    scales: bool = False
+
+
+PRECISIONS = {
+    "fp32": Precision(torch.float32, torch.float32),
+    "bf16": Precision(torch.float32, torch.bfloat16),
+    "bf16-pure": Precision(torch.bfloat16, torch.bfloat16),
+    "fp16": Precision(torch.float32, torch.float16, scales=True),
+}
+TARGETS = {"deepspeed": '{"bf16": {"enabled": true}} in its config', "megatron": "dtype="}
+
+
+def check_precision(name: str | None, dtype: Any, device: torch.device | str, target: Any) -> None:
+    """Refuse a precision that there is not, that the device lacks, or that the engine brings itself.
+
+    Args:
+        name: of PRECISIONS, or None.
+        dtype: as the caller gave it: "auto", or one that must agree.
+        device: of the model.
+        target: the engine.
+    """
+    if name is None:
+        return
+    where, what = "from_pretrained", f"precision={name!r}"
+    if name not in PRECISIONS:
+        raise SlapoError(where, what, "no such precision", f"choose one of {', '.join(PRECISIONS)}")
+    kept = str(PRECISIONS[name].parameters).removeprefix("torch.")
+    if str(dtype).removeprefix("torch.") not in ("auto", kept):
+        problem = f"its parameters are {kept}, found dtype={dtype!r}"
+        raise SlapoError(where, what, problem, "leave dtype= out")
+    if target in TARGETS and name != "fp32":
+        problem = f"{target} keeps masters of its own"
+        raise SlapoError(where, what, problem, f"leave it out and pass {TARGETS[target]}")
+    is_cuda = torch.device(device).type == "cuda"
+    if is_cuda and name.startswith("bf16") and not torch.cuda.is_bf16_supported(False):
+        problem = f"{torch.cuda.get_device_name()} computes no bfloat16"
+        raise SlapoError(where, what, problem, 'the nearest that fits is precision="fp16"')

@@ -1,0 +1,68 @@
+"""A table in the words of `transformers`: its `tp_plan`, where that can say what the table says."""
+
+from typing import Any
+
+from slapo_zoo.errors import ArchitectureError
+from slapo_zoo.language.directive import Directive
+from slapo_zoo.language.primitives import Shard, ShardAttribute, SumGradient, Sync
+from slapo_zoo.parallel.paths import select_paths
+
+# kind of rule --> the style; a rule is known by what it does with its weight and its output.
+STYLES = {
+    ("column", ""): "colwise",
+    ("row", "all_reduce"): "rowwise",
+    ("vocabulary", "all_reduce"): "embedding_rowwise",
+    ("vocabulary", "vocab_logits"): "colwise_gather_output",
+    ("column", "join_columns"): "colwise_gather_output",
+    ("shared", ""): "replicated_with_grad_allreduce",
+}
+LINEAR, EMBEDDING = ("Linear",), ("Embedding",)
+
+
+def tp_plan(table: Any, model: Any) -> dict[str, str]:
+    """Pattern of a module --> style of `transformers`, e.g. {"layers.*.mlp.up_proj": "colwise"}.
+
+    Args:
+        table: of the model's family.
+        model: of `transformers`, on any device; only its tree and config are looked at.
+
+    Raises:
+        ArchitectureError: a row says what no style says: a Conv1D or another module, groups within
+            a weight, attributes that count heads, experts.
+    """
+    plan: dict[str, str] = {}
+    modules = dict(model.named_modules())
+    for pattern, rule in table.rows(model):
+        found = select_paths(pattern, modules)
+        style = _style(pattern, rule, type(modules[found[0]]).__name__) if found else ""
+        if style:
+            plan[pattern] = style
+    return plan
+
+
+def _style(pattern: str, rule: tuple[Directive, ...], class_name: str) -> str:
+    shards = [d for d in rule if isinstance(d, Shard)]
+    syncs = [str(d.sync_op_or_fn) for d in rule if isinstance(d, Sync) and d.mode == "fwd_post"]
+    if counts := [d.attribute for d in rule if isinstance(d, ShardAttribute) and d.keep == 1]:
+        raise _unsaid(pattern, f"its {counts[0]} counts the heads of a rank")
+    if any(isinstance(d, SumGradient) for d in rule):
+        return STYLES["shared", ""]
+    if not shards:
+        return ""
+    if any(d.groups for d in shards):
+        raise _unsaid(pattern, "its weight is sharded in groups")
+    weight = next((d for d in shards if d.param_name == "weight"), None)
+    if weight is None or class_name not in LINEAR + EMBEDDING:
+        raise _unsaid(pattern, f"no style shards a {class_name}")
+    kind = (
+        "vocabulary" if weight.pad and syncs != ["join_columns"] else ("column", "row")[weight.axis]
+    )
+    found = STYLES.get((kind, syncs[0] if syncs else ""))
+    if found is None:
+        raise _unsaid(pattern, f"no style is {kind} parallel with {syncs}")
+    return found
+
+
+def _unsaid(pattern: str, problem: str) -> ArchitectureError:
+    hint = "train it with AutoScheduledModel, which needs no tp_plan"
+    return ArchitectureError("tp_plan", pattern, problem, hint)

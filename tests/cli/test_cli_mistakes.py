@@ -1,0 +1,127 @@
+"""What a person types wrong: exit status 2 and four parts, never a traceback, before any work."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from slapo_zoo.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    """A checkpoint without a tokenizer."""
+    config = GPT2Config(
+        n_embd=32, n_head=4, n_layer=2, n_positions=64, vocab_size=101, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("gpt2")
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    return str(folder)
+
+
+def run(capfd, *words):
+    with pytest.raises(SystemExit) as caught:
+        main(list(map(str, words)))
+    captured = capfd.readouterr()
+    return caught.value.code or 0, captured.out, captured.err
+
+
+CARD = str(Path(__file__).parents[2] / "hub_cards" / "gpt2")
+MISTAKES = {
+    "plan MODEL --dp 4 --dp-shard 3": "does not divide dp=4",
+    "calibrate none/here.json": "found no folder",
+    "plan MODEL --gpus 2 --batch 4 --write none/plan.json": "found no folder",
+    "card make gpt2 FILE": "File exists",
+    "plan MODEL --seq 65": "the model has 64 positions",
+    "bench MODEL --seq-len 65": "the model has 64 positions",
+    "plan MODEL --pp 2 --pipeline-order 1fb": "no such order",
+    "plan nobody": "a family without weights is looked at with --gpus",
+    "verify gtp2": "nearest families: gpt2",
+    "verify gpt2 --tp 200": "legal sizes of tp: [1, 2, 3",
+    "show gpt2 --device tpu": "--device: tpu",
+    "bench kernels --only nobody": "no kernel's name begins so",
+    "tune gpt2 --symbol batch_size=a": "found 'a', expected an integer",
+    "tune gpt2 --symbol batch_size=1 --change n_layr=1": "nearest: n_layer",
+    "train MODEL --data FILE --seq-len 8": "save the tokenizer beside the weights",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_is_told_without_a_traceback(line, gpt2, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        huggingface_hub.constants, "HF_HUB_OFFLINE", True
+    )  # with or without a network
+    (tmp_path / "FILE").write_text("to be or not to be " * 50)
+    code, out, err = run(capfd, *(gpt2 if word == "MODEL" else word for word in line.split()))
+    assert code == 2
+    assert MISTAKES[line] in err
+    assert "hint: " in err
+    assert "Traceback" not in err
+    assert out == "" or line.startswith("train")  # it says what it will do first
+
+
+def test_a_plan_for_programs(gpt2, capfd):
+    code, out, _ = run(capfd, "plan", gpt2, "--tp", 2, "--pp", 2, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert len(found["weights"]["ranks"]) == 4
+    assert [rank["rank"] for rank in found["training"]["ranks"]] == [0, 1]
+    _, out, _ = run(capfd, "plan", gpt2, "--no-training", "--json")
+    assert json.loads(out)["training"] is None
+    shared = ("--dp", 4, "--dp-shard", 4, "--no-weights", "--json")
+    _, out, _ = run(capfd, "plan", gpt2, *shared)
+    states = sum(rank["optimizer"] for rank in found["training"]["ranks"])
+    assert json.loads(out)["training"]["ranks"][0]["optimizer"] < states
+
+
+def test_times_of_kernels_for_programs(capfd, monkeypatch):
+    row = {"what": "bias_relu", "eager / ours": 1.5}
+    monkeypatch.setattr(
+        "slapo_zoo.dispatch.benchmark.run", lambda quick, only, output, again: {"title": [row]}
+    )
+    _, out, _ = run(capfd, "bench", "kernels", "--only", "bias_relu", "--json")
+    assert json.loads(out) == [row]
+
+
+def test_a_narrow_terminal_shortens_no_number(gpt2, capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run(capfd, "plan", gpt2, "--gpus", 8, "--batch", 64)
+    assert "tokens/s" in out
+    assert "…" not in out
+    assert max(map(len, out.splitlines()[:20])) <= 80
+
+
+@pytest.mark.parametrize("line", ["plan gpt3", "show nosuch", "card push CARD me/x"])
+def test_without_a_network_one_answer_and_no_traceback(line):
+    """A port that nobody listens on: one request, four parts."""
+    words = [CARD if word == "CARD" else word for word in line.split()]
+    environment = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    command = [sys.executable, "-m", "slapo_zoo.cli.main", *words]
+    found = subprocess.run(
+        command, env=environment | {"HF_TOKEN": "hf_x"}, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 2, found.stderr
+    assert "error: network: the Hub: no answer" in found.stderr
+    assert "hint: check the connection" in found.stderr
+    assert "Retry" not in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize("word", ["--version", "-h"])
+def test_the_first_words_that_people_type(word, capfd):
+    code, out, _ = run(capfd, word)
+    assert code == 0
+    assert ("slapo-zoo 0." if word == "--version" else "Usage") in out
+
+
+def test_rows_fit_the_model_when_nobody_says(gpt2, capfd):
+    code, out, err = run(capfd, "show", gpt2)
+    assert code == 0, err
+    assert "1 x 64" in out

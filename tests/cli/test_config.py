@@ -1,0 +1,162 @@
+"""A run's configuration: from a file, from --set, from flags; wrong keys are named."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from cli_runs import failure
+from slapo_zoo.cli.main import main
+from slapo_zoo.cli.training.config import (
+    ConfigError,
+    as_yaml,
+    checked,
+    make_options,
+    read_config,
+    read_sets,
+)
+from slapo_zoo.cli.training.job import check_load, resolved
+from slapo_zoo.cli.training.options import LEAST, ONE_OF, TrainOptions, described
+
+WRONG = {
+    "warm_up_steps: 3": "found no such key\n  hint: did you mean 'warmup_steps'?",
+    "steps: many": "found 'many', expected an integer\n  hint: the default is 100",
+    "steps: true": "found True, expected an integer",
+    "steps: 0": "found 0, expected at least 1",
+    "tp: 2.5": "found 2.5, expected an integer",
+    "task: translate": "expected one of causal, masked",
+    "columns: text": "found 'text', expected a mapping",
+    "model: [a]": "expected a text",
+    "- a": "found list, expected keys and values",
+    "a: [": "found no YAML",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_what_is_wrong_in_a_file(text, tmp_path):
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_config(tmp_path / "run.yaml")
+    assert WRONG[text] in str(caught.value)
+    assert caught.value.where == str(tmp_path / "run.yaml")
+
+
+def test_types_of_values(tmp_path):
+    (tmp_path / "run.yaml").write_text("lr: 1e-4\nclip: 1\ntrackers: [a, b]\nkeep: null\n")
+    found = read_config(tmp_path / "run.yaml")
+    assert found == {"lr": 1e-4, "clip": 1.0, "trackers": ("a", "b"), "keep": None}
+    assert isinstance(found["clip"], float)
+    assert read_sets(["trackers=a", "columns.text=body", "columns.label=stars"]) == {
+        "trackers": ("a",), "columns": {"text": "body", "label": "stars"}
+    }  # fmt: skip
+
+
+def test_later_sources_win():
+    file = {"model": "m", "steps": 5, "columns": {"text": "a", "label": "b"}}
+    options = make_options(file, read_sets(["columns.text=c", "tp=2"]), {"steps": 7})
+    assert options == TrainOptions("m", steps=7, tp=2, columns={"text": "c", "label": "b"})
+
+
+def test_back_to_yaml():
+    options = TrainOptions("m", lr=1e-5, trackers=("a",), columns={"text": "b"}, dp=2)
+    assert make_options(checked(yaml.safe_load(as_yaml(options)), "")) == options
+
+
+def test_every_bound_is_of_a_key():
+    assert LEAST.keys() | ONE_OF.keys() <= TrainOptions.__dataclass_fields__.keys()
+    checked({k: v for k, v in vars(TrainOptions("m")).items() if v is not None}, "")
+
+
+def test_every_key_is_on_the_page():
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    found = re.findall(
+        r"^\| `(\w+)` \| (?:`(.*)`)? \| (.+) \|$", page.partition("## All keys")[2], re.MULTILINE
+    )
+    keys = described()
+    assert list(keys) == list(TrainOptions.__dataclass_fields__)
+    assert {key: said for key, _, said in found} == keys
+    for key, default, _ in found[1:]:
+        assert (
+            yaml.safe_load(default.replace("None", "null"))
+            == yaml.safe_load(as_yaml(TrainOptions("")))[key]
+        )
+
+
+def test_four_questions_write_a_configuration(tmp_path, monkeypatch, capsys):
+    from typer.testing import CliRunner
+
+    from slapo_zoo.cli.main import app
+
+    file = tmp_path / "run.yaml"
+    result = CliRunner().invoke(
+        app,
+        ["init", str(file)],
+        input="bert\nrows.jsonl\nclassify\n2\n",
+        obj=SimpleNamespace(debug=False),
+    )
+    assert result.exit_code == 0, result.output
+    options = make_options(read_config(file))
+    assert (options.model, options.data, options.task, options.dp) == (
+        "bert",
+        "rows.jsonl",
+        "classify",
+        2,
+    )
+    assert options.best_metric == "accuracy"
+    assert "# copies of the model" in file.read_text()
+    assert "it is there already" in failure(capsys, "init", file)
+
+
+def test_the_first_words_come_before_the_slow_imports(tmp_path):
+    code = "import sys, slapo_zoo.cli.commands.train, slapo_zoo.cli.training.config; print('torch' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == ["False"]
+
+
+def test_arguments_of_the_loader():
+    config = SimpleNamespace(resid_pdrop=0.1)
+    check_load({"sequence_parallel": True, "resid_pdrop": 0.2}, config)
+    with pytest.raises(ConfigError, match="did you mean 'sequence_parallel'"):
+        check_load({"sequence_paralel": True}, config)
+    with pytest.raises(ConfigError, match="it has a key of its own"):
+        check_load({"tp": 2}, config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"best": "b"}, "nothing to evaluate on"),
+        ({"patience": 2}, "nothing to evaluate on"),
+        ({"eval_data": "e", "engine": "megatron"}, "expected torch"),
+        ({"data": None}, "data: found none"),
+    ],
+)
+def test_keys_that_need_each_other(changes, said, tmp_path):
+    (tmp_path / "d.txt").write_text("d")
+    (tmp_path / "e").write_text("e")
+    if "eval_data" in changes:
+        changes = changes | {"eval_data": str(tmp_path / "e")}
+    options = TrainOptions("m", **{"data": str(tmp_path / "d.txt")} | changes)
+    with pytest.raises(ConfigError, match=said):
+        resolved(options)
+
+
+def test_the_command_says_what_it_will_do_first(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(f"model: {tmp_path / 'none'}\nsteps: 3\nlr: 1e-3\n")
+    with pytest.raises(SystemExit):
+        main(["train", "--config", str(tmp_path / "run.yaml"), "--steps", "4", "--set", "lr=2e-3"])
+    captured = capsys.readouterr()
+    said = yaml.safe_load(captured.out.partition("\nreading")[0])
+    assert said["steps"] == 4
+    assert said["lr"] == 2e-3
+    assert said["data"] is None
+    assert "data: found none" in captured.err
+    assert "found no such file" in failure(capsys, "train", "--config", tmp_path / "gone.yaml")
+    assert "model: found none" in failure(capsys, "train", "--set", "steps=3")
+    assert "write key=value" in failure(capsys, "train", "m", "--set", "steps")

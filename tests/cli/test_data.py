@@ -1,0 +1,359 @@
+"""Data become batches that depend on the seed and nothing else."""
+
+import json
+import pickle
+from types import SimpleNamespace
+
+import datasets
+import httpx2
+import huggingface_hub
+import numpy as np
+import pytest
+import torch
+
+from cli_runs import END, tokenizer
+from slapo_zoo.cli.data import read
+from slapo_zoo.cli.data.batches import Batches
+from slapo_zoo.cli.data.labelled import Classify, Pairs, Tag, Translate
+from slapo_zoo.cli.data.language import Causal, Masked, Spans
+from slapo_zoo.cli.data.rows import Examples, Packed, checksum, divided
+from slapo_zoo.cli.data.stream import Stream
+from slapo_zoo.cli.data.tasks import IGNORED
+from slapo_zoo.cli.data.text_files import DataError, read_documents
+from slapo_zoo.cli.training.inputs import other_rows, require_rows
+from slapo_zoo.cli.training.options import TrainOptions
+
+GENERATOR = torch.Generator
+
+
+class Letters:
+    """A tokenizer of bytes."""
+
+    def __init__(self, eos=None, cls=None, sep=None):
+        self.eos_token_id, self.cls_token_id, self.sep_token_id = eos, cls, sep
+        self.mask_token_id, self.all_special_ids = 2, [0, 1, 2]
+
+    def __len__(self):
+        return 1000
+
+    def __call__(self, texts, **options):
+        return {"input_ids": [list(text.encode()) for text in texts]}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """What `datasets` keeps goes away with the test."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def packed(task, *texts):
+    tokens = task.encode({"text": texts})["input_ids"]
+    return Packed(tokens, np.array(list(map(len, tokens))), task.row_tokens)
+
+
+def test_files_are_read_by_name_and_binaries_are_not(tmp_path):
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "a.py").write_text("first\n")
+    (tmp_path / "c.bin").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / ".hidden").write_text("no")
+    assert read_documents(tmp_path) == ["first", "second"]
+    assert read_documents(tmp_path / "b.txt") == ["second"]
+
+
+def test_no_data_and_no_text_are_errors(tmp_path):
+    with pytest.raises(DataError, match="found nothing there"):
+        read.kind_of(str(tmp_path / "none"))
+    (tmp_path / "c.bin").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match="no UTF-8 text in 1 file\n"):
+        read_documents(tmp_path)
+
+
+def test_rows_are_full_and_documents_end():
+    rows = packed(Causal(Letters(eos=0), 3), "ab", "cde")[[0, 1]]
+    assert rows["input_ids"].tolist() == [[97, 98, 0], [99, 100, 101]]
+    task = Masked(Letters(cls=1, sep=2), 4, rate=0.0)
+    batch = task.collate(packed(task, "abcde")[[0, 1]], GENERATOR())
+    assert batch["input_ids"].tolist() == [[1, 97, 98, 2], [1, 99, 100, 2]]
+
+
+def test_rows_over_several_chunks_are_those_of_one():
+    chunks = [np.arange(5), np.arange(5, 6), np.arange(6, 20)]
+    rows = Packed(chunks, np.array([3, 2, 9, 6]), 6)
+    assert rows[[0, 1, 2]]["input_ids"].ravel().tolist() == list(range(18))
+    assert rows[[0]]["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0]]
+    assert rows[[1]]["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5]]
+    assert rows[[2]]["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3]]
+
+
+def test_documents_of_a_row_are_told_apart():
+    task = Causal(Letters(eos=0), 4, document_masks=True)
+    batch = task.collate(packed(task, "ab", "cdefg")[[0, 1]], GENERATOR())
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0], [0, 1, 2, 3]]
+    assert batch["labels"].tolist() == [[IGNORED, 98, 0, IGNORED], [IGNORED, 101, 102, 103]]
+
+
+@pytest.mark.parametrize("seq_len", [2, 4])
+def test_too_little_text_says_how_much_there_is(seq_len):
+    rows = packed(Masked(Letters(cls=1, sep=2), seq_len), "abcde")
+    with pytest.raises(DataError, match=r"found 5 tokens, which fill . rows of .; exp"):
+        require_rows(rows, 3, TrainOptions("m", seq_len=seq_len))
+
+
+def ten_rows(task):
+    return Packed([np.arange(10, 10 + 10 * task.row_tokens)], np.array([10 * task.row_tokens]), task.row_tokens)  # fmt: skip
+
+
+def test_every_row_comes_once_per_epoch():
+    task = Causal(Letters(), 2)
+    batches = Batches(ten_rows(task), task, 4, seed=3)
+    first = torch.cat([batches.part(step)["input_ids"] for step in (0, 1)])
+    second = torch.cat([batches.part(step)["input_ids"] for step in (2, 3)])
+    assert len(first.unique()) == len(second.unique()) == 16
+    assert not torch.equal(first, second)
+    other = Batches(batches.rows, task, 4, seed=4)
+    assert not torch.equal(first[:4], other.part(0)["input_ids"])
+
+
+@pytest.mark.parametrize("task", [Causal(Letters(), 2), Masked(Letters(), 2, rate=0.5)], ids=str)
+def test_data_parallel_parts_make_the_whole(task):
+    batches = Batches(ten_rows(task), task, 4, seed=3)
+    for name, whole in batches.part(1).items():
+        assert torch.equal(whole, torch.cat([batches.part(1, i, 2)[name] for i in (0, 1)]))
+
+
+@pytest.mark.parametrize("task", [Causal(Letters(), 2), Masked(Letters(), 2, rate=0.5)], ids=str)
+def test_rows_to_evaluate_come_once_whatever_the_layout(task):
+    rows = divided(ten_rows(task), 0.1, seed=0)[0]
+    batches = Batches(rows, task, 4, seed=3)
+    assert len(rows) == 9
+    assert batches.in_order() == 3
+    assert batches.in_order(2) == 2
+    for number in range(3):
+        whole = batches.part_in_order(number)
+        parts = [batches.part_in_order(number, i, 2) for i in (0, 1)]
+        real = len(whole["labels"])
+        for name, value in whole.items():
+            assert torch.equal(torch.cat([part[name] for part in parts])[:real], value)
+        filled = torch.cat([part["labels"] for part in parts])[real:]
+        assert (filled == IGNORED).all()
+
+
+def test_masking_guesses_fifteen_percent():
+    ids = torch.randint(10, 1000, (200, 100))
+    task = Masked(Letters(cls=1, sep=0), 102)
+    batch = task.collate({"input_ids": ids}, GENERATOR())
+    framed = torch.nn.functional.pad(ids, (1, 1))
+    framed[:, 0] = 1
+    guess = batch["labels"] != IGNORED
+    assert torch.equal(batch["labels"][guess], framed[guess])
+    assert torch.equal(batch["input_ids"][~guess], framed[~guess])
+    assert not guess[:, [0, -1]].any()
+    share = SimpleNamespace(guess=guess[:, 1:-1].float().mean(), read=batch["input_ids"][guess])
+    assert share.guess == pytest.approx(0.15, abs=0.01)
+    assert (share.read == 2).float().mean() == pytest.approx(0.8, abs=0.03)
+    assert (share.read == framed[guess]).float().mean() == pytest.approx(0.1, abs=0.03)
+
+
+def t5_words():
+    marks = [f"<extra_id_{i}>" for i in range(20)]
+    return tokenizer(marks, eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("seq_len", [8, 32, 100])
+def test_spans_and_sentinels_hold_every_token_once(seq_len):
+    words = t5_words()
+    task = Spans(words, seq_len)
+    ids = torch.arange(1000, 1000 + task.row_tokens)
+    batch = task.collate({"input_ids": [ids, ids]}, GENERATOR().manual_seed(1))
+    assert batch["input_ids"].shape == (2, seq_len)
+    marks = words.convert_tokens_to_ids([f"<extra_id_{i}>" for i in range(20)])
+    for inputs, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
+        assert inputs.pop() == labels.pop() == words.eos_token_id
+        spans, mark = {}, None
+        for token in labels:
+            mark = token if token in marks else mark
+            spans.setdefault(mark, []).extend([] if token in marks else [token])
+        assert [m for m in inputs if m in marks] == list(spans) == marks[: len(spans)]
+        found = [t for token in inputs for t in (spans[token] if token in marks else [token])]
+        assert found == ids.tolist()
+    assert sum(map(len, spans.values())) == max(1, round(0.15 * task.row_tokens))
+
+
+def test_spans_need_sentinels():
+    with pytest.raises(DataError, match="sentinels"):
+        Spans(tokenizer(eos_token="</s>", unk_token="<unk>"), 32)
+
+
+def write_rows(folder, kind, rows):
+    data, path = datasets.Dataset.from_list(rows), str(folder / f"rows.{kind}")
+    writer = {"jsonl": data.to_json, "csv": data.to_csv, "parquet": data.to_parquet}
+    writer[kind](path)
+    return path
+
+
+ROWS = [{"text": f"line {i} of the text", "label": ("bad", "good")[i % 2]} for i in range(20)]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "folder", "saved"])
+def test_the_same_rows_from_every_format(kind, tmp_path):
+    options, words = TrainOptions("m"), tokenizer(eos_token=END)
+    if kind == "saved":
+        path = str(tmp_path / "saved")
+        datasets.Dataset.from_list(ROWS).save_to_disk(path)
+    elif kind == "folder":
+        (tmp_path / "data").mkdir()
+        write_rows(tmp_path / "data", "jsonl", ROWS)
+        path = str(tmp_path / "data")
+    else:
+        path = write_rows(tmp_path, kind, ROWS)
+    data = read.open_table(path, "train", options)
+    columns = read.columns_of(Classify, {}, data.column_names)
+    task = Classify(words, 64, names=read.class_names(data, "label"))
+    assert task.settings()["id2label"] == {0: "bad", 1: "good"}
+    rows = read.rows_of_table(data, task, columns)
+    assert rows[[3, 0]]["labels"] == [1, 0]
+    expected = [words(ROWS[i]["text"])["input_ids"] for i in (3, 0)]
+    assert rows[[3, 0]]["input_ids"] == expected
+    stream = read.rows_of_table(data, Causal(words, 16), {"text": "text"})
+    assert np.array_equal(
+        stream[[0, 4]]["input_ids"], packed(Causal(words, 16), *(r["text"] for r in ROWS))[[0, 4]]["input_ids"]
+    )  # fmt: skip
+    sent = pickle.dumps(stream)  # as ranks that are spawned get it: by the name of its file
+    assert np.array_equal(pickle.loads(sent)[[4]]["input_ids"], stream[[4]]["input_ids"])
+    assert checksum(stream) == checksum(packed(Causal(words, 16), *(r["text"] for r in ROWS)))
+
+
+def test_tokens_are_made_once(tmp_path, monkeypatch):
+    """The second process of a node finds those of the first; another task or length does not."""
+    path, calls = write_rows(tmp_path, "jsonl", ROWS), []
+    encode = Classify.encode
+    monkeypatch.setattr(
+        Classify, "encode", lambda self, columns: calls.append(1) or encode(self, columns)
+    )
+    for seq_len in (64, 64, 8):
+        data = read.open_table(path, "train", TrainOptions("m"))
+        task = Classify(tokenizer(eos_token=END), seq_len, names=("bad", "good"))
+        rows = read.rows_of_table(data, task, {"text": "text", "label": "label"})
+        assert max(map(len, rows[list(range(20))]["input_ids"])) <= seq_len
+    assert len(calls) == 2
+
+
+MISTAKES = {
+    "column": (lambda data: read.columns_of(Classify, {"text": "body"}, data.column_names), "found no column 'body' among text, label"),
+    "role": (lambda data: read.columns_of(Classify, {"txt": "text"}, data.column_names), "this task reads text, label, text_pair"),
+    "usual": (lambda data: read.columns_of(Tag, {}, data.column_names), "--set columns.tokens=NAME"),
+    "label": (lambda data: read.rows_of_table(data, Classify(tokenizer(eos_token=END), 8, names=("bad",)), {"text": "text", "label": "label"}), "found 'good', expected one of bad"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_in_columns_are_named(name, tmp_path):
+    data = read.open_table(write_rows(tmp_path, "jsonl", ROWS), "train", TrainOptions("m"))
+    work, said = MISTAKES[name]
+    with pytest.raises(DataError, match=said):
+        work(data)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "txt"])
+def test_a_file_has_one_split(kind, tmp_path):
+    """Else the rows of the training would be what is evaluated on."""
+    (tmp_path / f"a.{kind}").write_text('{"text": "to be"}\n' * 8)
+    with pytest.raises(DataError, match="have one split"):
+        read.open_table(str(tmp_path / f"a.{kind}"), "test", TrainOptions("m"))
+    options = TrainOptions("m", data=str(tmp_path / f"a.{kind}"), eval_split="test", seq_len=4)
+    with pytest.raises(DataError, match="have one split"):
+        other_rows(Causal(tokenizer(eos_token=END), 4), options)
+
+
+def test_the_hub_is_asked_once(monkeypatch):
+    from huggingface_hub import HfApi
+
+    asked = []
+
+    def no_route(self, name, timeout):
+        asked.append(name)
+        raise httpx2.ConnectError("no route")
+
+    monkeypatch.setattr(HfApi, "dataset_info", no_route)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(httpx2.ConnectError):  # the command line puts it into words
+        read.open_table("nobody/nothing", "train", TrainOptions("m"))
+    assert asked == ["nobody/nothing"]
+
+
+def test_broken_files_and_unknown_names(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    (tmp_path / "a.jsonl").write_text("{not json")
+    with pytest.raises(DataError):
+        read.open_table(str(tmp_path / "a.jsonl"), "train", TrainOptions("m"))
+    with pytest.raises(DataError, match="data_split"):
+        read.open_table("nobody/nothing", "train", TrainOptions("m"))
+    with pytest.raises(DataError, match="found nothing there"):
+        read.kind_of("gone.parquet")
+
+
+def test_batches_of_the_other_tasks():
+    words = tokenizer(eos_token=END)
+    tag = Tag(words, 64, names=("O", "NAME"))
+    rows = tag.encode({"tokens": [["to", "bee"], ["or"]], "tags": [["NAME", "O"], ["O"]]})
+    batch = tag.collate(rows, GENERATOR())
+    firsts = [len(words(word)["input_ids"]) for word in ("to", "bee")]
+    labels = [1, *[IGNORED] * (firsts[0] - 1), 0, *[IGNORED] * (firsts[1] - 1)]
+    assert batch["labels"][0, : sum(firsts)].tolist() == labels
+    assert batch["input_ids"].shape[1] % 8 == 0
+    seq = Translate(words, 64, target_len=3)
+    batch = seq.collate(
+        seq.encode({"source": ["to be", "or"], "target": ["or not", "x"]}), GENERATOR()
+    )
+    assert batch["labels"].shape == (2, 3)
+    assert batch["labels"][1].tolist() == [*words("x")["input_ids"], IGNORED, IGNORED]
+    pairs = Pairs(words, 64)
+    batch = pairs.collate(
+        pairs.encode({"anchor": ["to", "be"], "positive": ["or", "not"]}), GENERATOR()
+    )
+    found = [row[m == 1].tolist() for row, m in zip(batch["input_ids"], batch["attention_mask"], strict=True)]  # fmt: skip
+    assert found == words(["to", "or", "be", "not"])["input_ids"]
+
+
+@pytest.mark.parametrize("task", [Causal, Translate])
+def test_a_stream_goes_on_where_it_stood(task, tmp_path):
+    """From the position of any step, through the end of the data, and with a block in memory only."""
+    rows = [{"text": "word " * (i % 7), "source": f"{i} in", "target": f"{i}"} for i in range(20)]
+    path, words = write_rows(tmp_path, "jsonl", rows), tokenizer(eos_token=END)
+    made = task(words, 8)
+    columns = {"text": "text"} if task is Causal else {"source": "source", "target": "target"}
+
+    def stream():
+        source = read.Source(TrainOptions("m", data=path, stream=True), made, columns)
+        return Stream(source, made, batch_size=2, seed=5, block=6)
+
+    one = stream()
+    whole, places = [], []
+    for step in range(14):
+        whole.append(one.part(step))
+        places.append(json.loads(json.dumps(one.position(step + 1))))
+    assert len({str(batch) for batch in whole}) > 10
+    for begin in (1, 3, 11):
+        other = pickle.loads(pickle.dumps(stream()))  # as ranks that are spawned get it
+        other.resume(places[begin - 1])
+        for step in range(begin, 14):
+            batch = other.part(step)
+            assert all(torch.equal(batch[name], whole[step][name]) for name in batch)
+    if task is Causal:
+        block = torch.cat([batch["input_ids"] for batch in whole[:3]]).tolist()
+        rows = packed(made, *(row["text"] for row in rows))[[*range(6)]]["input_ids"].tolist()
+        assert sorted(block) == sorted(rows)
+        assert block != rows, "shuffled within the block"
+
+
+def test_an_empty_stream_is_an_error(tmp_path):
+    task = Causal(tokenizer(eos_token=END), 8)
+    stream = Stream(SimpleNamespace(opened=list), task, 2, 0, 6)
+    with pytest.raises(DataError, match="found no row"):
+        stream.part(0)
+
+
+def test_rows_in_memory():
+    assert Examples({"a": [1, 2, 3]})[[2, 0]] == {"a": [3, 1]}

@@ -1,0 +1,52 @@
+"""The demo does what it says, quietly, and notices when the columns differ."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from slapo_zoo.cli import demo
+from slapo_zoo.cli.data.text_files import DataError
+
+
+def test_demo_from_the_command_line(tmp_path):
+    command = [sys.executable, "-W", "error", "-m", "slapo_zoo.cli.demo", "--steps", "3"]
+    result = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"COLUMNS": "80"}, capture_output=True,
+        text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stderr == ""
+    rows = [line.split() for line in result.stdout.splitlines() if line.startswith("    ")]
+    steps = [row for row in rows if len(row) == 4 and row[0].isdigit()]
+    assert [row[0] for row in steps] == ["1", "2", "3"]
+    assert all(float(row[1]) == pytest.approx(float(row[2]), rel=1e-5) for row in steps)
+    assert "4099 tokens" in result.stdout
+    assert "The two columns agree" in result.stdout
+    assert "return self." in result.stdout
+    # DeepSpeed logs to stdout when transformers looks whether it is there
+    ours = [line for line in result.stdout.splitlines() if "[WARNING]" not in line]
+    assert max(map(len, ours)) <= 80
+
+
+@pytest.mark.parametrize("beside", [[5.0, 4.2], [5.0, float("nan")]])
+def test_columns_that_differ_are_noticed(beside, capsys):
+    assert demo.verdict([5.0, 4.0], [5.0, 4.0])
+    assert not demo.verdict([5.0, 4.0], beside)
+    assert "The two columns differ" in capsys.readouterr().out
+
+
+def test_exit_code_says_that_they_differ(monkeypatch):
+    monkeypatch.setattr(demo, "make_inputs", lambda folder: (demo, None))
+    monkeypatch.setattr(demo, "save_pretrained", lambda folder: None, raising=False)
+    monkeypatch.setattr(demo, "write_code", lambda folder: None)
+    columns = iter([[[5.0]], [[6.0]] * 4])
+    monkeypatch.setattr(demo, "run_local", lambda *args, **options: next(columns))
+    assert demo.run(1) == 1
+
+
+def test_no_sources_is_an_error(monkeypatch, tmp_path):
+    monkeypatch.setattr(demo.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(DataError, match="no source"):
+        demo.stdlib_sources()

@@ -1,0 +1,43 @@
+"""Documents that share a row see nothing of each other, in every family that the command packs."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo.cli.data.language import Causal
+from slapo_zoo.cli.data.rows import Packed
+from slapo_zoo.cli.training.inputs import TELL_APART
+from tiny_models import BASE, MODELS
+
+LENGTHS = (5, 7, 3, 9)
+
+
+def small(family):
+    settings = BASE if family == "gpt_neox" else MODELS[family][1]
+    torch.manual_seed(7)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)).eval()
+
+
+@pytest.mark.parametrize("family", sorted(TELL_APART))
+@pytest.mark.parametrize("trains", [True, False], ids=["train", "evaluate"])
+def test_a_row_of_documents_is_its_documents(family, trains, tmp_path):
+    plain = small(family)
+    plain.config.update({name: 0.0 for name in vars(plain.config) if "dropout" in name or "pdrop" in name})  # fmt: skip
+    plain.save_pretrained(tmp_path)
+    ids = torch.randint(3, 99, (sum(LENGTHS),))
+    total = count = 0.0
+    for document in ids.split(LENGTHS):
+        with torch.no_grad():
+            loss = plain(input_ids=document[None], labels=document[None], use_cache=False).loss
+        total, count = total + float(loss) * (len(document) - 1), count + len(document) - 1
+    rows = Packed([ids.numpy()], np.array(LENGTHS), sum(LENGTHS))
+    batch = Causal(None, sum(LENGTHS), document_masks=True).collate(rows[[0]], torch.Generator())
+    model = AutoScheduledModel.from_pretrained(tmp_path)
+    if trains:
+        found = model.train().train_step(batch)
+    else:
+        with torch.no_grad():
+            found = model.eval()(**batch, use_cache=False).loss
+    assert float(found) == pytest.approx(total / count, rel=1e-5)

@@ -1,0 +1,138 @@
+"""Schedules, groups of parameters, evaluation, best checkpoint, early stop: on every layout, resumed."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from cli_runs import run, write_gpt2
+from slapo_zoo.cli.training.config import ConfigError
+from slapo_zoo.cli.training.evaluation import Best
+from slapo_zoo.cli.training.options import TrainOptions
+from slapo_zoo.cli.training.schedules import learning_rates, parameter_groups
+
+SCHEDULES = {"linear": {}, "cosine": {"num_cycles": 1.5}, "constant": {}, "polynomial": {"power": 2.0},
+             "cosine_with_min_lr": {"min_lr_rate": 0.1}, "inverse_sqrt": {}}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_learning_rates_are_those_of_transformers(name):
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
+    real = "constant_with_warmup" if name == "constant" else name
+    scheduler = get_scheduler(real, optimizer, 2, 9, scheduler_specific_kwargs=SCHEDULES[name])
+    options = TrainOptions(
+        "m", lr=0.3, lr_schedule=name, lr_options=SCHEDULES[name], warmup_steps=2, steps=9
+    )
+    rates = learning_rates(options)
+    for step in range(9):
+        assert rates(step) == pytest.approx(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize("name", ["linaer", "reduce_lr_on_plateau"])
+def test_a_schedule_that_is_none_is_named(name):
+    with pytest.raises(ConfigError, match=f"lr_schedule={name}"):
+        learning_rates(TrainOptions("m", lr_schedule=name))
+
+
+def test_matrices_decay_and_vectors_do_not():
+    model = torch.nn.Sequential(torch.nn.Embedding(3, 4), torch.nn.Linear(4, 2), torch.nn.LayerNorm(2))  # fmt: skip
+    decays, others = parameter_groups(model.parameters(), 0.1)
+    assert decays["weight_decay"] == 0.1
+    assert others["weight_decay"] == 0.0
+    assert [p.ndim for p in decays["params"]] == [2, 2]
+    assert [p.ndim for p in others["params"]] == [1, 1, 1]
+
+
+def test_the_best_is_kept_and_what_came_after_counted():
+    best = Best("loss")
+    found = [best.judge(step, {"loss": loss}) for step, loss in enumerate([3.0, 2.0, 2.0, 2.5])]
+    assert found == [True, True, False, False]
+    again = Best("loss")
+    again.restore(best.state())
+    assert (again.value, again.step, again.since) == (2.0, 1, 2)
+    most = Best("accuracy")
+    assert [most.judge(0, {"accuracy": x}) for x in (0.5, 0.4, 0.6)] == [True, False, True]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("job")
+    write_gpt2(folder / "model")
+    (folder / "text.txt").write_text("the cat sat on the mat and the dog ran away. " * 30)
+    (folder / "held.txt").write_text("the dog sat on the cat and ran. " * 5)
+    keys = {
+        "model": str(folder / "model"), "data": str(folder / "text.txt"), "seq_len": 16,
+        "eval_data": str(folder / "held.txt"), "eval_every": 1, "lr": 3e-2, "batch_size": 4,
+        "lr_schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1, "device": "cpu",
+        "steps": 6, "save_every": 3,
+    }  # fmt: skip
+    (folder / "run.yaml").write_text(yaml.safe_dump(keys))
+    return folder
+
+
+def evaluations(text):
+    return [line for line in text.splitlines() if line.startswith("evaluation:")]
+
+
+def state_of(folder):
+    return json.loads((folder / "training_state.json").read_text())
+
+
+def test_resumes_exactly_on_another_layout(job, tmp_path, capfd):
+    """Losses, evaluations, best checkpoint and final weights of an uninterrupted run."""
+    run("train", "--config", job / "run.yaml", "--keep", 9, "--checkpoint", tmp_path / "one",
+        "--set", f"best={tmp_path / 'best'}")  # fmt: skip
+    whole = capfd.readouterr().out
+    kept = tmp_path / "one" / "step-00000003"
+    assert yaml.safe_load((kept / "run.yaml").read_text())["lr_schedule"] == "cosine"
+    shutil.copytree(kept, tmp_path / "two")
+    run("train", "--config", kept / "run.yaml", "--checkpoint", tmp_path / "two", "--tp", 2,
+        "--set", f"best={tmp_path / 'best2'}", "--set", "keep=null")  # fmt: skip
+    rest = capfd.readouterr().out
+    assert len(evaluations(whole)) == 6
+    assert evaluations(rest) == evaluations(whole)[3:]
+    ends = [state_of(tmp_path / "one" / "last"), state_of(tmp_path / "two")]
+    (first, second) = (end["extra"]["best"] for end in ends)
+    assert first == pytest.approx(second)
+    assert first["value"] is not None
+    one, two = (
+        load_file(f / "model.safetensors") for f in (tmp_path / "one/last", tmp_path / "two")
+    )
+    # the gradient of a key's bias is 0, and Adam makes steps of its rounding
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=1e-4)
+
+
+def test_an_evaluation_is_the_mean_of_transformers(job, tmp_path, capfd):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    best = tmp_path / "best"
+    run("train", "--config", job / "run.yaml", "--dp", 2, "--steps", 2, "--set", "lr_schedule=linear",
+        "--set", f"best={best}", "--set", "eval_every=2")  # fmt: skip
+    (line,) = evaluations(capfd.readouterr().out)
+    model, words = AutoModelForCausalLM.from_pretrained(best), AutoTokenizer.from_pretrained(best)
+    ids = [*words((job / "held.txt").read_text().strip())["input_ids"], words.eos_token_id]
+    rows = torch.tensor(ids[: len(ids) // 16 * 16]).view(-1, 16)
+    assert len(rows) % 4, "the last batch is a short one"
+    with torch.no_grad():
+        loss = float(model.eval()(input_ids=rows, labels=rows).loss)
+    assert f"loss {loss:.4f}" in line
+
+
+def test_training_ends_when_it_gets_no_better(job, tmp_path, capfd):
+    run("train", "--config", job / "run.yaml", "--lr", 10, "--steps", 50, "--checkpoint", tmp_path / "c",
+        "--set", "warmup_steps=0", "--set", "patience=2")  # fmt: skip
+    found = evaluations(capfd.readouterr().out)
+    state = state_of(tmp_path / "c")
+    assert len(found) == state["step"] < 50
+    assert state["extra"]["best"]["since"] == 2
+    run("train", "--config", job / "run.yaml", "--lr", 10, "--steps", 50, "--checkpoint", tmp_path / "c",
+        "--set", "patience=2")  # fmt: skip
+    assert not evaluations(capfd.readouterr().out), "it stays ended"

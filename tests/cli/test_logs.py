@@ -1,0 +1,80 @@
+"""Every step leaves a JSON line, and goes to the trackers that are named."""
+
+import json
+
+import pytest
+import torch
+
+from cli_runs import run, write_gpt2
+from slapo_zoo.cli.training import logs
+from slapo_zoo.cli.training.config import ConfigError
+from slapo_zoo.cli.training.options import TrainOptions
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("job")
+    write_gpt2(folder / "model")
+    (folder / "text.txt").write_text("the cat sat on the mat and the dog ran away. " * 30)
+    return ["train", folder / "model", "--data", folder / "text.txt", "--seq-len", 16,
+            "--batch-size", 4, "--device", "cpu"]  # fmt: skip
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_line_a_step_also_after_a_kill(job, tmp_path):
+    path, kept = tmp_path / "logs" / "run.jsonl", tmp_path / "kept"
+    more = ["--set", f"log_file={path}", "--checkpoint", kept, "--set", "eval_share=0.2", "--set", "eval_every=2"]  # fmt: skip
+    run(*job, "--steps", 2, *more)
+    first = path.read_text()
+    path.write_text(first + json.dumps({"step": 3, "loss": 9.9}) + '\n{"step": 4, "lo')  # killed
+    run(*job, "--steps", 4, "--dp", 2, *more)
+    assert path.read_text().startswith(first)
+    found = lines(path)
+    assert [line["step"] for line in found] == [1, 2, 3, 4]
+    names = {"step", "loss", "grad_norm", "lr", "seconds", "tokens", "tokens_per_s", "memory", "mfu"}  # fmt: skip
+    assert found[0].keys() == names
+    assert found[1].keys() == found[3].keys() == names | {"eval_loss", "eval_accuracy"}
+    assert {line["tokens"] for line in found} == {64}
+    assert {line["mfu"] for line in found} == {None}, "no peak of this processor is known"
+    assert all(line["loss"] < 9 and line["memory"] > 1e6 for line in found)
+
+
+def test_a_tracker_of_accelerate(job, tmp_path):
+    run(*job, "--steps", 2, "--set", "trackers=[tensorboard]", "--output", tmp_path / "out")
+    files = list((tmp_path / "slapo-zoo").rglob("*tfevents*"))
+    data = b"".join(file.read_bytes() for file in files)
+    assert all(name in data for name in (b"loss", b"lr", b"tokens_per_s"))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("tensorbord", "known: "), ("wandb", "its package is not installed")]
+)
+def test_a_tracker_that_is_not_there(name, said):
+    with pytest.raises(ConfigError, match=said):
+        logs.find_trackers(TrainOptions("m", trackers=(name,)))
+
+
+def test_the_share_of_the_peak(monkeypatch):
+    from transformers import GPT2Config
+
+    from slapo_zoo import AutoScheduledModel
+
+    config = GPT2Config(n_embd=32, n_head=4, n_layer=2, n_positions=64, vocab_size=99)
+    model = AutoScheduledModel.from_config(config)
+    meter = logs.Meter(model)
+    assert meter.peak == 0.0
+    assert meter.parameters == model.num_parameters()
+    meter.peak, meter.begin = 1e12, 0.0
+    monkeypatch.setattr(logs.time, "perf_counter", lambda: 2.0)
+    found = meter.measured({"input_ids": torch.zeros(4, 16)})
+    assert found["tokens_per_s"] == 32
+    assert found["mfu"] == pytest.approx(6 * meter.parameters * 32 / 1e12)
+
+
+def test_a_line_every_n_steps(job, capfd):
+    run(*job, "--steps", 6, "--set", "log_every=2")
+    found = [line for line in capfd.readouterr().out.splitlines() if line.startswith("training:")]
+    assert [line.split()[2] for line in found] == ["2/6", "4/6", "6/6"]

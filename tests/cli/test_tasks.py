@@ -1,0 +1,209 @@
+"""Whole runs from a configuration file: every layout as one process, resumed on another, as transformers."""
+
+import json
+import shutil
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+import yaml
+
+from cli_runs import run, tokenizer, write_gpt2
+from slapo_zoo.cli.training.config import make_options, read_config
+from slapo_zoo.cli.training.inputs import read_inputs
+
+COMMON = {"batch_size": 4, "steps": 4, "eval_every": 2, "save_every": 2, "keep": 9, "lr": 1e-3,
+          "lr_schedule": "linear", "warmup_steps": 1, "device": "cpu", "seed": 3}  # fmt: skip
+WORDS = [
+    "to",
+    "be",
+    "or",
+    "not",
+    "that",
+    "is",
+    "the",
+    "question",
+    "whether",
+    "nobler",
+    "in",
+    "mind",
+    "suffer",
+    "slings",
+    "arrows",
+]
+LAYOUTS = {"tp2_pp2": {"tp": 2, "pp": 2}, "dp2": {"dp": 2}}
+
+
+def sentences(count):
+    return [" ".join(WORDS[(i * 7 + j * j) % len(WORDS)] for j in range(3 + i % 9)) for i in range(count)]  # fmt: skip
+
+
+def write_bert(folder):
+    from transformers import BertConfig, BertModel, set_seed
+
+    set_seed(0)
+    words = tokenizer(cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]", pad_token="[PAD]")
+    config = BertConfig(
+        hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=48,
+        max_position_embeddings=64, vocab_size=len(words), pad_token_id=words.pad_token_id,
+    )  # fmt: skip
+    for part in (BertModel(config), words):
+        part.save_pretrained(folder)
+    return str(folder)
+
+
+def write_t5(folder):
+    from transformers import T5Config, T5ForConditionalGeneration, set_seed
+
+    set_seed(0)
+    marks = [f"<extra_id_{i}>" for i in range(10)]
+    words = tokenizer(marks, eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
+    config = T5Config(
+        d_model=32, num_heads=4, d_kv=8, d_ff=48, num_layers=2, vocab_size=len(words),
+        decoder_start_token_id=words.pad_token_id, pad_token_id=words.pad_token_id,
+        eos_token_id=words.eos_token_id,
+    )  # fmt: skip
+    for part in (T5ForConditionalGeneration(config), words):
+        part.save_pretrained(folder)
+    return str(folder)
+
+
+def classification(folder):
+    rows = [{"text": one, "label": ("short", "long")[len(one) > 30]} for one in sentences(40)]
+    datasets.Dataset.from_list(rows).to_json(folder / "rows.jsonl")
+    return {"model": write_bert(folder / "bert"), "data": str(folder / "rows.jsonl"), "task": "classify",
+            "eval_share": 0.2, "best_metric": "accuracy"}  # fmt: skip
+
+
+def packed(folder):
+    data = datasets.Dataset.from_list([{"body": one} for one in sentences(60)])
+    parts = data.train_test_split(0.2, shuffle=False)
+    for name in parts:
+        parts[name].to_parquet(folder / f"{name}.parquet")
+    return {"model": str(write_gpt2(folder / "gpt2")), "data": str(folder / "train.parquet"),
+            "eval_data": str(folder / "test.parquet"), "columns": {"text": "body"}, "seq_len": 32}  # fmt: skip
+
+
+def spans(folder):
+    (folder / "text.txt").write_text(". ".join(sentences(60)))
+    return {"model": write_t5(folder / "t5"), "data": str(folder / "text.txt"), "seq_len": 32, "eval_share": 0.1}  # fmt: skip
+
+
+def retrieval(folder):
+    rows = [{"query": one, "passage": one.upper()} for one in sentences(40)]
+    datasets.Dataset.from_list(rows).to_csv(folder / "pairs.csv")
+    return {"model": write_bert(folder / "bert"), "data": str(folder / "pairs.csv"), "task": "pairs",
+            "eval_share": 0.2}  # fmt: skip
+
+
+def words_tagged(folder):
+    rows = [{"tokens": one.split(), "tags": [int(len(w) > 3) for w in one.split()]} for one in sentences(40)]  # fmt: skip
+    datasets.Dataset.from_list(rows).to_parquet(folder / "rows.parquet")
+    return {"model": write_bert(folder / "bert"), "data": str(folder / "rows.parquet"), "task": "tag", "eval_share": 0.2}  # fmt: skip
+
+
+def translation(folder):
+    rows = [{"source": one, "target": one.title()} for one in sentences(40)]
+    datasets.Dataset.from_list(rows).to_json(folder / "rows.jsonl")
+    return {"model": write_t5(folder / "t5"), "data": str(folder / "rows.jsonl"), "task": "seq2seq", "eval_share": 0.2}  # fmt: skip
+
+
+def streamed(folder):
+    keys = packed(folder)
+    return {**keys, "stream": True, "shuffle_rows": 8}
+
+
+TASKS = {
+    "classify": classification, "packed": packed, "span": spans, "pairs": retrieval,
+    "tag": words_tagged, "seq2seq": translation, "stream": streamed,
+}  # fmt: skip
+FAST = {("classify", "dp2"), ("packed", "tp2_pp2"), ("pairs", "dp2"), ("span", "dp2")}
+GRID = [
+    pytest.param(task, layout, marks=() if (task, layout) in FAST else pytest.mark.slow)
+    for task in TASKS
+    for layout in LAYOUTS
+]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """task --> (folder with its configuration, the log of an uninterrupted run in one process)."""
+    made = {}
+
+    def of(task):
+        if task not in made:
+            folder = tmp_path_factory.mktemp(task)
+            datasets.config.HF_DATASETS_CACHE = folder / "cache"
+            (folder / "run.yaml").write_text(yaml.safe_dump(COMMON | TASKS[task](folder)))
+            made[task] = folder, trained(folder, folder / "one")
+        return made[task]
+
+    before = datasets.config.HF_DATASETS_CACHE
+    yield of
+    datasets.config.HF_DATASETS_CACHE = before
+
+
+def trained(folder, place, **changes):
+    """The log of a run whose checkpoints go to a place."""
+    sets = {"checkpoint": place, "log_file": f"{place}.jsonl", "best": f"{place}.best", **changes}
+    words = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
+    run("train", "--config", folder / "run.yaml", *words)
+    return lines_of(f"{place}.jsonl")
+
+
+def lines_of(path):
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def assert_same(found, expected):
+    assert [line["step"] for line in found] == [line["step"] for line in expected]
+    for mine, theirs in zip(found, expected, strict=True):
+        for name in {"loss", "grad_norm", "lr", "eval_loss", "eval_accuracy"} & theirs.keys():
+            assert mine[name] == pytest.approx(theirs[name], rel=2e-5), (name, mine["step"])
+
+
+@pytest.mark.parametrize(("task", "layout"), GRID)
+def test_a_layout_is_one_process_and_goes_on_where_another_stood(task, layout, whole, tmp_path):
+    folder, expected = whole(task)
+    assert {"eval_loss", "eval_accuracy"} <= expected[-1].keys()
+    mesh = LAYOUTS[layout]
+    shutil.copytree(folder / "one" / "step-00000002", tmp_path / "rest")
+    rest = trained(folder, tmp_path / "rest", keep="null", **mesh)
+    assert_same(rest, expected[2:])
+    assert_same(trained(folder, tmp_path / "mesh", **mesh), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["packed", "pairs", "stream"])
+def test_ranks_that_are_spawned(task, whole, tmp_path, monkeypatch):
+    """As where a rank has several threads, or a GPU: all that a rank reads is sent to it."""
+    folder, expected = whole(task)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    assert_same(trained(folder, tmp_path / "mesh", dp=2), expected)
+
+
+def test_the_best_checkpoint_is_that_of_transformers(whole):
+    """Evaluated by hand, with plain transformers, on the rows that were held out."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    folder, log = whole("classify")
+    best = max(
+        (line for line in log if "eval_loss" in line), key=lambda line: line["eval_accuracy"]
+    )
+    place = f"{folder / 'one'}.best"
+    model = AutoModelForSequenceClassification.from_pretrained(place).eval()
+    assert model.config.id2label == {0: "long", 1: "short"}
+    words = AutoTokenizer.from_pretrained(place)
+    options = make_options(read_config(folder / "run.yaml"), {"seq_len": 64, "dp": 1})
+    held = read_inputs(options, model.config).held_out.rows
+    rows = lines_of(folder / "rows.jsonl")
+    rows = [rows[i] for i in held.numbers.tolist()]
+    batch = words([row["text"] for row in rows], padding=True, return_tensors="pt")
+    labels = torch.tensor([model.config.label2id[row["label"]] for row in rows])
+    with torch.no_grad():
+        output = model(**batch, labels=labels)
+    assert float(output.loss) == pytest.approx(best["eval_loss"], rel=1e-5)
+    assert float((output.logits.argmax(-1) == labels).float().mean()) == pytest.approx(
+        best["eval_accuracy"]
+    )

@@ -1,0 +1,220 @@
+"""`slapo-zoo train` with every engine under every launcher: the losses of one process."""
+
+import contextlib
+import multiprocessing
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from cli_runs import END, failure, tokenizer
+from slapo_zoo.cli.main import main
+from slapo_zoo.parallel.launch import prepare_rank
+from slapo_zoo.parallel.process_group import is_distributed_launch, world_size_of_launch
+from slapo_zoo.parallel.slurm import first_host, slurm_environment, tasks_per_node
+
+NUMBERS = [
+    "--steps",
+    "2",
+    "--seq-len",
+    "16",
+    "--batch-size",
+    "4",
+    "--lr",
+    "1e-3",
+    "--device",
+    "cpu",
+]
+ENGINES = {
+    "torch": ["--engine", "torch", "--tp", "2"],
+    "deepspeed": ["--engine", "deepspeed", "--zero-stage", "2", "--dp", "2"],
+    "megatron": ["--engine", "megatron", "--tp", "2"],
+}
+SRUN = {  # what srun sets for two tasks on one node, and no more
+    "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_NODEID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+}  # fmt: skip
+OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    """Earlier tests in this process may have been ranks."""
+    for name in [*OF_LAUNCHERS, *SRUN, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODELIST"]:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """(arguments of a training, the losses that one process prints)."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder, words = tmp_path_factory.mktemp("job"), tokenizer(eos_token=END)
+    config = GPT2Config(
+        n_embd=32, n_head=4, n_layer=2, n_positions=64, vocab_size=len(words), bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    for part in (GPT2LMHeadModel(config), words):
+        part.save_pretrained(folder / "gpt2")
+    (folder / "hamlet.txt").write_text("to be or not to be, that is the question\n" * 60)
+    arguments = ["train", str(folder / "gpt2"), "--data", str(folder / "hamlet.txt"), *NUMBERS]
+    (expected,) = forked([({}, arguments)], folder)
+    assert len(expected) == 2
+    return arguments, expected
+
+
+def losses(text):
+    return [line for line in text.splitlines() if line.startswith("training:")]
+
+
+def forked(processes, folder):
+    """What each (variables, arguments) prints, in processes that a launcher would have started."""
+    context, started = multiprocessing.get_context("fork"), []
+    for number, process in enumerate(processes):
+        started.append(context.Process(target=run_cli, args=(*process, folder / str(number))))
+        with warnings.catch_warnings():  # of threads that pytest has
+            warnings.simplefilter("ignore")
+            started[-1].start()
+    for process in started:
+        process.join(120)
+        assert process.exitcode == 0
+    return [losses((folder / str(number)).read_text()) for number in range(len(processes))]
+
+
+def run_cli(variables, arguments, file):
+    warnings.simplefilter("ignore")  # DeepSpeed's own
+    prepare_rank(threads=1)
+    os.environ.update(variables)
+    with file.open("w") as out, contextlib.redirect_stdout(out):
+        main(arguments)
+
+
+def launched(arguments, **variables):
+    """The losses that a real launcher's job prints."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    command = [sys.executable, *arguments]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return losses(done.stdout)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_local_ranks(engine, job, capfd):
+    arguments, expected = job
+    warnings.simplefilter("ignore")  # DeepSpeed's own; pytest puts the filters back
+    with pytest.raises(SystemExit) as caught:
+        main([*arguments, *ENGINES[engine]])
+    assert caught.value.code in (0, None)
+    assert losses(capfd.readouterr().out) == expected
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("deepspeed", "megatron")]
+
+
+@pytest.mark.parametrize("engine", ["torch", *SLOW])
+def test_srun(engine, job, tmp_path):
+    """Processes with the variables of srun, which names no meeting point."""
+    arguments, expected = job
+    ranks = [(of_srun(rank), [*arguments, *ENGINES[engine]]) for rank in range(2)]
+    assert forked(ranks, tmp_path) == [expected, []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_torchrun(engine, job):
+    arguments, expected = job
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    assert launched([*run, "-m", "slapo_zoo.cli.main", *arguments, *ENGINES[engine]]) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_deepspeed_launcher(engine, job):
+    """It puts --local_rank before the name of the command."""
+    arguments, expected = job
+    run = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", "29511"]
+    run += ["--module", "slapo_zoo.cli.main", *arguments, *ENGINES[engine]]
+    assert launched(run, DS_ACCELERATOR="cpu") == expected
+
+
+def test_option_of_the_deepspeed_launcher(job, capsys):
+    """What the launcher adds is taken, also where the rest is wrong."""
+    err = failure(capsys, "--local_rank=1", *job[0], "--engine", "horovod")
+    assert "found 'horovod'" in err
+
+
+WRONG = {
+    "engine": ("--engine horovod", "found 'horovod', expected one of"),
+    "zero-of-torch": ("--zero-stage 1", "ZeRO belongs to DeepSpeed, found --engine torch"),
+    "zero-in-stages": (
+        "--engine deepspeed --zero-stage 2 --pp 2", "DeepSpeed's pipeline takes stage 0 and 1"
+    ),
+    "pp-of-megatron": ("--engine megatron --pp 2", "found pp=2, expected 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_options_are_errors_without_a_traceback(wrong, job, capsys, monkeypatch):
+    monkeypatch.setattr("slapo_zoo.cli.training.job.run", lambda *args: pytest.fail("work began"))
+    options, message = WRONG[wrong]
+    err = failure(capsys, *job[0], *options.split())
+    assert message in err
+    assert "hint:" in err
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "megatron"])
+def test_an_engine_that_is_not_installed(engine, job, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    err = failure(capsys, *job[0], "--engine", engine)
+    assert f"pip install slapo-zoo[{engine}]" in err
+
+
+def of_srun(rank):
+    return SRUN | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+
+
+def srun(monkeypatch, rank=0, **changes):
+    for name, value in (of_srun(rank) | changes).items():
+        monkeypatch.setenv(name, value)
+
+
+def test_srun_with_a_wrong_number_of_tasks(job, capsys, monkeypatch):
+    srun(monkeypatch, SLURM_STEP_NUM_TASKS="3")
+    assert world_size_of_launch() == 3
+    err = failure(capsys, *job[0], "--tp", 2)
+    assert "found 3 processes, expected a multiple of tp*pp = 2" in err
+
+
+def test_what_srun_says(monkeypatch):
+    changes = {"SLURM_STEP_NODELIST": "gpu[003-004]", "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+               "SLURM_NODEID": "1", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "1"}  # fmt: skip
+    srun(monkeypatch, rank=9, **changes)
+    assert slurm_environment() == {
+        "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8",
+        "MASTER_ADDR": "gpu003", "MASTER_PORT": "14711",
+    }  # fmt: skip
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    assert "MASTER_ADDR" not in slurm_environment(), "what the user says stays"
+    assert is_distributed_launch()
+
+
+def test_a_batch_script_and_a_shell_are_no_launch(monkeypatch):
+    """A batch script has the job's variables and no step's; `srun --pty` is a step of one task."""
+    srun(monkeypatch)
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
+    assert not is_distributed_launch()
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert not is_distributed_launch()
+
+
+def test_lists_of_slurm():
+    hosts = ["a", "a,b", "gpu[003-005,9],login", "gpu[7,9]", "r[1-2]-ib,x", "n1.cluster,n2.cluster"]
+    assert [first_host(x) for x in hosts] == ["a", "a", "gpu003", "gpu7", "r1-ib", "n1.cluster"]
+    assert tasks_per_node("8(x2),4") == [8, 8, 4]
+    assert tasks_per_node("3") == [3]

@@ -1,0 +1,91 @@
+"""The kernel registry: what serves a module, what runs on a device and why, Triton only when needed."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from slapo_zoo.dispatch import registry as kernel
+from slapo_zoo.dispatch import tables
+from slapo_zoo.dispatch.registry import KERNELS, bucket, runs_triton
+from slapo_zoo.dispatch.tables import slug
+from slapo_zoo.errors import ScheduleError
+from slapo_zoo.kernels import layer_norm  # noqa: F401 - registers itself
+
+
+def test_replace_puts_a_kernel_into_a_module():
+    from slapo_zoo import create_schedule
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+    x = torch.randn(3, 4)
+    want = model(x)
+    sch = create_schedule(model)
+    sch["1"].replace("layer_norm")
+    assert model[1].forward.__func__ is KERNELS["layer_norm"].serves["LayerNorm"]
+    torch.testing.assert_close(model(x), want)
+    with pytest.raises(ScheduleError, match="found Linear, layer_norm serves LayerNorm"):
+        sch["0"].replace("layer_norm")
+
+
+def test_what_runs_on_a_cpu():
+    assert KERNELS["layer_norm"].runs("cpu") == ("F.layer_norm", "the best of what runs on a CPU")
+    assert not runs_triton("layer_norm", torch.zeros(2, 8))
+
+
+def test_a_gpu_that_nobody_measured_runs_what_torch_has():
+    path, why = KERNELS["layer_norm"].runs("Some GPU 9000")
+    assert path == "torch"
+    assert why == "unmeasured on Some GPU 9000"
+
+
+def test_a_measured_gpu(monkeypatch, tmp_path):
+    table = {"layer_norm:bfloat16:1024": "triton", "layer_norm:float32:1024": "torch"}
+    (tmp_path / "some-gpu-9000.json").write_text(json.dumps({"dispatch": table}))
+    monkeypatch.setattr(tables, "MEASURED", tmp_path)
+    monkeypatch.setattr(tables, "_kept", {})
+    assert KERNELS["layer_norm"].runs("Some GPU-9000")[0] == "triton"
+    assert bucket("layer_norm", torch.zeros(5, 768, dtype=torch.bfloat16)) in table
+
+
+def test_names():
+    assert slug("NVIDIA H200") == "nvidia-h200"
+    assert bucket("x", torch.zeros(3, 1025)) == "x:float32:2048"
+    with pytest.raises(ScheduleError, match="already registered"):
+        kernel.kernel("layer_norm", len, dict, [])(len)
+
+
+def test_every_kernel_imports_without_triton():
+    """And runs on a CPU without it."""
+    code = (
+        "import importlib, pathlib, sys, torch\n"
+        "import slapo_zoo.dispatch.registry as k\n"
+        "folder = pathlib.Path(k.__file__).parents[1] / 'kernels'\n"
+        "sys.modules['triton'] = None\n"
+        "for f in sorted(folder.glob('*.py')):\n"
+        "    if 'triton' not in f.stem: importlib.import_module('slapo_zoo.kernels.' + f.stem)\n"
+        "for kernel in k.KERNELS.values():\n"
+        "    out = kernel.entry(**kernel.inputs(*kernel.shapes[1]))\n"
+        "assert len(k.KERNELS) >= 15\n"
+    )
+    command = [sys.executable, "-W", "error", "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_what_whole_steps_weighed_outlives_a_measurement_of_kernels(tmp_path, monkeypatch):
+    from slapo_zoo.dispatch import benchmark as kernel_times
+
+    older = {"dispatch": {"unpadded_encoder:float32:1024": "ours", "geglu:float32:64": "ours"},
+             "ratios": {"unpadded_encoder:float32:1024": 1.8, "geglu:float32:64": 1.1}}  # fmt: skip
+    (tmp_path / "cpu.json").write_text(json.dumps(older))
+    row = {"what": "geglu", "shape": "1x2", "dtype": "float32", "bucket": "geglu:float32:2",
+           "eager / ours": 0.9, "liger / ours": "unmeasured"}  # fmt: skip
+    found = json.loads(kernel_times.write("cpu", [row], tmp_path).read_text())
+    assert found["dispatch"] == {
+        "unpadded_encoder:float32:1024": "ours",
+        "geglu:float32:2": "torch",
+    }
+    assert found["ratios"]["unpadded_encoder:float32:1024"] == 1.8

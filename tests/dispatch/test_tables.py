@@ -1,0 +1,60 @@
+"""What a table says of sizes and devices that were not measured."""
+
+import json
+
+import pytest
+
+from slapo_zoo.dispatch import tables
+from slapo_zoo.dispatch.tables import decide
+
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """A package without tables, and a folder for the user's."""
+    monkeypatch.setattr(tables, "MEASURED", tmp_path / "package")
+    monkeypatch.setattr(tables, "_kept", {})
+    monkeypatch.setenv("SLAPO_ZOO_CACHE", str(tmp_path))
+
+    def write(device, ratios, where="kernels", **more):
+        folder = tmp_path / where
+        folder.mkdir(exist_ok=True)
+        dispatch = {
+            key: "triton" if ratio >= tables.KEPT else "torch" for key, ratio in ratios.items()
+        }
+        content = {"device": device, "dispatch": dispatch, "ratios": ratios, **more}
+        (folder / f"{tables.slug(device)}.json").write_text(json.dumps(content))
+
+    return write
+
+
+def test_a_table_speaks_for_its_compute_capability(measured):
+    measured(H100, {"rms_norm:bfloat16:4096": 2.0}, capability="9.0")
+    found = decide("rms_norm", "bfloat16", 4096, H200)
+    assert found.runs
+    assert f"on {H100}, the same capability" in found.reason
+    assert not decide("rms_norm", "bfloat16", 4096, "NVIDIA A100-SXM4-80GB").runs
+
+
+def test_sizes_between_are_interpolated_and_far_ones_unmeasured(measured):
+    measured(H100, {"rms_norm:bfloat16:1024": 0.25, "rms_norm:bfloat16:16384": 4.0})
+    assert not decide("rms_norm", "bfloat16", 1500, H100).runs  # 2048: 0.25 * 16 ** 0.25 = 0.5
+    assert decide("rms_norm", "bfloat16", 4096, H100).runs
+    assert "about 1.00 times" in decide("rms_norm", "bfloat16", 4096, H100).reason
+    assert decide("rms_norm", "bfloat16", 32768, H100).runs
+    assert decide("rms_norm", "bfloat16", 64, H100).reason.startswith("unmeasured")
+
+
+def test_what_the_user_measured_lies_over_the_package(measured):
+    measured(H100, {"geglu:bfloat16:1024": 0.5, "swiglu:bfloat16:1024": 2.0}, "package")
+    measured(H100, {"geglu:bfloat16:1024": 3.0})
+    assert decide("geglu", "bfloat16", 1024, H100).runs
+    assert decide("swiglu", "bfloat16", 1024, H100).runs
+
+
+def test_a_measured_row_beats_the_prior(measured):
+    assert decide("linear_cross_entropy", "bfloat16", 1024, H100).reason.startswith("estimated")
+    tables.forget()
+    measured(H100, {"linear_cross_entropy:bfloat16:1024": 0.5})
+    assert not decide("linear_cross_entropy", "bfloat16", 1024, H100).runs

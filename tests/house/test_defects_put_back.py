@@ -1,0 +1,105 @@
+"""Each known defect, put back into a copy of the sources: its test must fail there."""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DEFECTS = "tests/house/test_known_defects.py"
+CONTEXT = "tests/verify/test_context.py"
+SHARD, SYNC = "slapo_zoo/language/primitives/shard.py", "slapo_zoo/language/primitives/sync.py"
+LOGITS = "slapo_zoo/parallel/vocab_parallel.py"
+
+
+@dataclass(frozen=True)
+class Defect:
+    """In `file`, `right` becomes `wrong`; `test` must notice."""
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    test: str
+
+
+ALL = [
+    Defect("vocabulary: an id at the edge of a shard", SHARD, "(input >= self.stop)",
+           "(input > self.stop)", f"{DEFECTS}::test_vocabulary_every_id_on_every_rank"),
+    Defect("vocabulary: ids of later ranks are not moved", SHARD, "ids = (input - self.start)",
+           "ids = input.clamp(max=self.stop - self.start - 1)", f"{DEFECTS}::test_vocabulary_every_id_on_every_rank"),
+    Defect("axis 0 changes in_features", SHARD, '{0: "out_features", 1: "in_features"}',
+           '{0: "in_features", 1: "out_features"}', f"{DEFECTS}::test_axis_0_leaves_in_features_alone"),
+    Defect("a double shard is accepted", SHARD, "if earlier := site.placed(self.param_name):",
+           "if (earlier := site.placed(self.param_name)) and not earlier:", f"{DEFECTS}::test_a_second_division_is_refused"),
+    Defect("ties come apart when they are sharded", SHARD, "names = site.state.set_parameter(old, nn.Parameter(part, old.requires_grad))",
+           "setattr(site.module, self.param_name, nn.Parameter(part, old.requires_grad))", f"{DEFECTS}::test_build_keeps_ties"),
+    Defect("ties come apart when they get values", "slapo_zoo/model/build.py", "if id(module._parameters[n]) not in tied]",
+           "]; tied.clear()", f"{DEFECTS}::test_build_keeps_ties"),
+    Defect("a default counts as an input", "slapo_zoo/language/graph/insert.py", "if p.default is p.empty]",
+           "]", f"{DEFECTS}::test_a_function_with_a_default_replaces_a_subgraph"),
+    Defect("dropout in eval", "slapo_zoo/language/primitives/fork_rng.py", "if not module.training or module.p == 0.0:\n            return input",
+           "if module.p == 0.0:\n            return input", f"{DEFECTS}::test_nothing_is_dropped_in_eval"),
+    Defect("dropout in eval of a graph", "slapo_zoo/language/graph/modes.py", "both = (mine, theirs) if training else (theirs, mine)",
+           "both = (mine, mine)", "tests/language/graph"),
+    Defect("tanh for erf", "slapo_zoo/language/graph/canonical.py", 'IGNORED = {"_stacklevel",',
+           'IGNORED = {"_stacklevel", "approximate",', f"{DEFECTS}::test_one_gelu_is_never_taken_for_the_other"),
+    Defect("the parallel loss drops label smoothing", LOGITS, "x.local(), target, x.vocab_size, x.group, ignore_index, label_smoothing",
+           "x.local(), target, x.vocab_size, x.group, ignore_index", f"{DEFECTS}::test_the_parallel_loss_knows_smoothing_and_ignored_labels"),
+    Defect("the parallel loss smooths over local classes", LOGITS, "loss = loss - smoothing / vocab_size * total[2]",
+           "loss = loss - smoothing / logits.shape[1] * valid.sum(1)", f"{DEFECTS}::test_the_parallel_loss_knows_smoothing_and_ignored_labels"),
+    Defect("the parallel loss counts ignored labels", LOGITS, "total / (target != ignore_index).sum()",
+           "total / len(target)", f"{DEFECTS}::test_the_parallel_loss_knows_smoothing_and_ignored_labels"),
+    Defect("a pre-hook drops the other arguments", SYNC, "return (*args[:i], op(value), *args[i + 1 :]), kwargs",
+           "return (*args[:i], op(value)), kwargs", f"{DEFECTS}::test_a_sync_of_the_input_keeps_the_other_arguments"),
+    Defect("a reshard without a gradient", "slapo_zoo/language/primitives/sync_reshard.py", "return collectives.all_to_all(x, target, source, group)",
+           "return collectives.all_to_all(x.detach(), target, source, group)", f"{DEFECTS}::test_reshard_is_differentiable"),
+    Defect("a switched off Verify runs the model", "slapo_zoo/verify/context.py", "if self.enable:",
+           "if self.sch is not None:", f"{CONTEXT}::test_switched_off_it_touches_nothing"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory):
+    """A copy of the checkout; each test puts its file back."""
+    copy = tmp_path_factory.mktemp("sources") / "checkout"
+    names = ("slapo_zoo", "kernels", "schedules", "tests", "pyproject.toml")
+    for name in names:
+        place = copy / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, place, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))  # fmt: skip
+        else:
+            shutil.copy(ROOT / name, place)
+    (copy / "hub_cards").symlink_to(ROOT / "hub_cards")
+    return copy
+
+
+def run_test(sources, test):
+    env = {**os.environ, "PYTHONPATH": str(sources), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
+    return subprocess.run(command, cwd=sources, env=env, capture_output=True, text=True, check=False)  # fmt: skip
+
+
+def test_every_defect_is_written_once():
+    """Also in the default run: a line that moved is noticed at once."""
+    for defect in ALL:
+        assert (ROOT / defect.file).read_text().count(defect.right) == 1, defect.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("defect", ALL, ids=lambda d: d.name.replace(" ", "-"))
+def test_its_test_fails(defect, sources):
+    file = sources / defect.file
+    right = file.read_text()
+    file.write_text(right.replace(defect.right, defect.wrong))
+    try:
+        done = run_test(sources, defect.test)
+    finally:
+        file.write_text(right)
+    assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-2000:]  # 1: a test failed
+    assert str(sources) not in done.stdout or "error" not in done.stdout.splitlines()[-1]

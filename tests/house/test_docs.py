@@ -1,0 +1,83 @@
+"""The pages of docs/ as a site: what can be held without mkdocs; `ci/run.py docs` builds it strictly."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import slapo_zoo
+from slapo_zoo.language.directive import PRIMITIVES
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
+DIRECTIVE = re.compile(r"^::: (slapo_zoo\S+)$", re.MULTILINE)
+
+
+def page_name(page):
+    return page.relative_to(DOCS).as_posix()
+
+
+def text_of(page):
+    """Without its code: what looks like a link there is none."""
+    return re.sub(r"^```.*?^```|`[^`\n]+`", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def anchors(page):
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+def documented():
+    """What the directives of the reference name --> the object."""
+    found = {}
+    for page in (DOCS / "reference").glob("*.md"):
+        for path in DIRECTIVE.findall(page.read_text(encoding="utf-8")):
+            found[path] = resolve(path)
+    return found
+
+
+def resolve(path):
+    """The object of a dotted path; the module is its longest part that can be imported."""
+    parts = path.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            thing = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[end:]:
+            thing = getattr(thing, name)
+        return thing
+    raise AssertionError(f"the reference names {path}, which is not there")
+
+
+def test_every_page_is_in_the_menu():
+    named = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(named) == [page_name(page) for page in PAGES]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_links_lead_to_pages_of_the_site(page):
+    for target, anchor in LINK.findall(text_of(page)):
+        place = (page.parent / target).resolve() if target else page
+        assert place.is_file(), f"{page_name(page)} points at {target}"
+        assert place.is_relative_to(DOCS), f"{target} is not part of the site: give its name only"
+        if anchor and place.suffix == ".md":
+            assert anchor in anchors(place), f"{page_name(page)} points at {target}#{anchor}"
+
+
+def test_reference_has_every_public_name():
+    found = [id(thing) for thing in documented().values()]
+    found.append(id(slapo_zoo.verify))  # a callable package: its function is documented
+    missing = [n for n in slapo_zoo.__all__ if id(getattr(slapo_zoo, n)) not in found]
+    assert missing == []
+
+
+def test_reference_has_every_primitive():
+    found = {id(thing) for thing in documented().values()}
+    ours = [
+        c for c in PRIMITIVES.values() if c.__module__.startswith("slapo_zoo.language.primitives.")
+    ]
+    assert [c.name for c in ours if id(c) not in found] == []

@@ -1,0 +1,122 @@
+"""Imports only point down: a package imports lower packages, and no files import each other in a circle."""
+
+import ast
+import os
+import re
+
+import pytest
+
+from sources import CODE, LINKED, ROOT, files, label, tree
+
+LAYERS = (  # low to high; a package imports only lower ones
+    "errors",
+    "parallel",
+    "hf dispatch",
+    "kernels",
+    "language",
+    "pipeline weights",
+    "zoo",
+    "cards schedules",
+    "model",
+    "tune verify",
+    "cli",
+)
+RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer.split()}
+SOURCES = [path for path in files(*CODE, "hub_cards") if label(path) != "slapo_zoo/__init__.py"]
+
+
+def unit(path):
+    """The name under slapo_zoo that a file belongs to: slapo_zoo/weights/save.py --> weights."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return parts[0] if parts[0] in LINKED else parts[1]
+
+
+def module(path):
+    """The dotted name of a file: kernels/linear.py --> slapo_zoo.kernels.linear."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "slapo_zoo" else ("slapo_zoo", *parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+MODULES = {module(path): path for path in SOURCES}
+
+
+def imported_modules(path, nodes=None):
+    """Full names of the slapo_zoo modules that a file imports, at the top or inside a function."""
+    for node in ast.walk(tree(path)) if nodes is None else nodes:
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names if name.name.startswith("slapo_zoo"))
+        elif isinstance(node, ast.ImportFrom) and node.module == "slapo_zoo":
+            yield from (f"slapo_zoo.{name.name}" for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("slapo_zoo."):
+            inside = {f"{node.module}.{name.name}" for name in node.names} & MODULES.keys()
+            yield from inside or {node.module}
+
+
+def outside_functions(node):
+    """Every statement that runs, or that a type checker reads, while the file is imported."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield child
+            yield from outside_functions(child)
+
+
+def imported_units(path):
+    return {name.split(".")[1] if "." in name else "" for name in imported_modules(path)}
+
+
+def test_every_file_has_a_layer():
+    loose = [label(path) for path in SOURCES if unit(path) not in RANK]
+    assert not loose, (
+        f"in no layer; add their package to LAYERS, as low as its imports allow: {loose}"
+    )
+
+
+def test_imports_point_down():
+    up = [
+        f"{label(path)} imports {target or 'slapo_zoo'}" for path in SOURCES
+        for target in imported_units(path) - {unit(path)}
+        if RANK.get(target, len(RANK)) >= RANK[unit(path)]
+    ]  # fmt: skip
+    assert not up, f"not from a lower package that defines the name: {up}"
+
+
+def test_tables_are_found_by_name():
+    """A table that nobody asks for costs nothing: `zoo` imports it by its name, at run time."""
+    named = [
+        label(path) for path in SOURCES
+        if any(name.startswith("slapo_zoo.schedules") for name in imported_modules(path))
+    ]  # fmt: skip
+    assert not named, f"look the table up in slapo_zoo.zoo.table: {named}"
+
+
+def test_no_circle_of_files():
+    """A circle means that two files are one."""
+    below = {
+        name: set(imported_modules(path, outside_functions(tree(path)))) & MODULES.keys()
+        for name, path in MODULES.items()
+    }
+    while free := [name for name, needs in below.items() if not needs & below.keys()]:
+        for name in free:
+            del below[name]
+    assert not below, f"these files import each other: {sorted(below)}"
+
+
+def test_contributing_shows_the_floors():
+    """CONTRIBUTING.md prints this list, top floor first."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^ +(\d+)  ([a-z]+(?: \| [a-z]+)?)(?: |$)", text, re.MULTILINE)
+    floors = {int(number): set(names.split(" | ")) for number, names in shown}
+    assert floors == {i + 1: set(layer.split()) for i, layer in enumerate(LAYERS)}
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_root_folders_do_not_shadow_packages(name):
+    """With an `__init__.py`, ./kernels would hide the package `kernels` that transformers imports."""
+    assert not (ROOT / name / "__init__.py").exists()
+    link = ROOT / "slapo_zoo" / name
+    assert link.is_symlink(), (
+        f"slapo_zoo/{name} must be a symlink; does the checkout keep symlinks?"
+    )
+    assert os.readlink(link) == f"../{name}"
+    assert (ROOT / name).is_dir()

@@ -1,0 +1,185 @@
+"""README and tutorial are run: their Python blocks are executed, the commands must exist."""
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language, page=README):
+    """(line number, text) of each fenced block of one language."""
+    for match in re.finditer(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        yield page[: match.start(1)].count("\n"), match[1]
+
+
+def commands(page=README):
+    """Every command line of the bash blocks, without comments and blank lines."""
+    for _, text in blocks("bash", page):
+        split = (shlex.split(line, comments=True) for line in text.splitlines())
+        yield from (words for words in split if words)
+
+
+def clean_environment():
+    """Offline, one thread, and no ranks: the examples start in one process."""
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    env = {name: value for name, value in os.environ.items() if name not in ranks}
+    return env | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def execute(arguments, folder):
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=clean_environment() | {"HF_DATASETS_CACHE": str(folder / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+PAGES = ["README.md", "docs/tutorial.md", "docs/index.md", "docs/guide.md", "docs/verification.md",
+         "docs/adding_an_architecture.md", "docs/adding_a_kernel.md", "docs/adding_a_primitive.md", "docs/adding_a_dialect.md",
+         "docs/tuning.md", "docs/trainer.md", "docs/how_a_linear_is_sharded.md"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_python_blocks_run(name, tmp_path):
+    """All in one process, in order: a later block may use the names of an earlier one."""
+    page = (ROOT / name).read_text(encoding="utf-8")
+    lines = [""] * page.count("\n")  # so that a traceback shows the line of the page
+    for start, text in blocks("python", page):
+        lines[start : start + text.count("\n")] = text.splitlines()
+    assert any(lines), f"{name} has no Python block"
+    script = (tmp_path / Path(name).name).with_suffix(".py")
+    script.write_text("\n".join(lines), encoding="utf-8")
+    result = execute([script.name], tmp_path)
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+
+
+def test_run_commands_exist():
+    spec = importlib.util.spec_from_file_location("ci_run", ROOT / "ci" / "run.py")
+    run = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(run)
+    named = {words[2] for words in commands() if words[:2] == ["python3", "ci/run.py"]}
+    assert {"demo", "test"} <= named, "the README shows the two commands that do all the set-up"
+    assert named <= set(run.COMMANDS)
+
+
+SLAPO_ZOO_LINES = [words[1:] for words in commands() if words[0] == "slapo-zoo"]
+
+
+@pytest.mark.parametrize("words", SLAPO_ZOO_LINES, ids=" ".join)
+def test_command_line_exists(words, tmp_path):
+    """The subcommand has a help page, and it lists every option that the README uses."""
+    main = "import os; os.environ['COLUMNS'] = '200'; from slapo_zoo.cli.main import main; main()"
+    result = execute(["-c", main, words[0], "--help"], tmp_path)
+    assert result.returncode == 0, result.stderr
+    for option in (word.partition("=")[0] for word in words if word.startswith("--")):
+        assert option in result.stdout, f"slapo-zoo {words[0]} has no {option}"
+
+
+SLOW_PAGES = [pytest.param(name, marks=pytest.mark.slow) for name in ("index.md", "tuning.md")]
+
+
+@pytest.mark.parametrize("name", ["cards.md", *SLOW_PAGES])
+def test_the_commands_of_a_page_run(name, tmp_path):
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    if name == "index.md":  # its first block makes the checkpoint
+        _, first = next(blocks("python", page))
+        assert execute(["-c", first], tmp_path).returncode == 0
+    lines = list(commands(page))
+    assert lines
+    for program, *words in lines:
+        assert program == "slapo-zoo"
+        result = execute(["-m", "slapo_zoo.cli.main", *words], tmp_path)
+        assert result.returncode == 0, f"{words}: {result.stderr}"
+
+
+def test_the_training_page_runs(tmp_path):
+    """Its Python makes model and data, its YAML is the configuration, its commands train."""
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    ((_, first),) = blocks("python", page)
+    ((_, text),) = blocks("yaml", page)
+    result = execute(["-c", first], tmp_path)
+    assert result.returncode == 0, result.stderr
+    (tmp_path / "run.yaml").write_text(text)
+    said = []
+    for _, *words in commands(page):
+        result = execute(["-m", "slapo_zoo.cli.main", *words], tmp_path)
+        assert result.returncode == 0, f"{words}: {result.stderr}"
+        said.append(result.stdout)
+    assert "task classify: 180 rows of up to 128 tokens, 20 to evaluate on" in said[0]
+    assert "checkpoint: 40 of 50 steps are done" in said[1]
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log] == [*range(1, 51)]
+    assert log[-1]["eval_accuracy"] == 1.0
+
+
+MARKED_OUT = {"slow", "grid", "gpu", "soak"}  # what `python3 ci/run.py test` leaves out
+
+
+def named_tests(file):
+    """Test functions of a file --> the marks that keep them, as a whole, out of the default run."""
+    (path,) = (ROOT / "tests").rglob(file)
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert not [n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "pytestmark"]  # fmt: skip
+    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    return {
+        f.name: {
+            ast.unparse(mark).rpartition(".")[2] for mark in f.decorator_list
+        } & MARKED_OUT
+        for f in functions
+    }  # fmt: skip
+
+
+def test_the_table_of_engines_names_tests_that_run():
+    """Each row ends with tests; they are there, and in the default selection."""
+    rows = [line.split("|")[1:-1] for line in README.splitlines() if line.startswith("| ")]
+    rows = [cells for cells in rows if len(cells) == 4 and "test_" in cells[3]]
+    assert len(rows) > 15
+    for *_, named in rows:
+        for file, name in re.findall(r"`(test_\w+\.py)::(\w+)`", named):
+            assert named_tests(file).get(name) == set(), f"{file}::{name}"
+
+
+def test_other_tests_that_the_readme_names_exist():
+    for file, name in re.findall(r"`(test_\w+\.py)::(\w+)`", README):
+        assert name in named_tests(file), f"{file}::{name}"
+
+
+def test_internal_links_lead_somewhere():
+    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", README):
+        assert (ROOT / target).exists(), f"README.md points at {target}, which is not there"
+
+
+def test_messages_of_the_troubleshooting_page_are_ours():
+    """What people search for is what the code says."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(messages) > 10
+    files = (ROOT / "slapo_zoo").rglob("*.py")
+    code = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    assert [text for text in messages if text not in code] == []
+
+
+def test_the_page_of_training_steps_tells_what_was_measured():
+    spec = importlib.util.spec_from_file_location("step_page", ROOT / "ci" / "step_page.py")
+    page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page)
+    found = json.loads(page.MEASURED.read_text(encoding="utf-8"))
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert page.rendered(text, found) == text, "run: python3 ci/step_page.py"
+    found["steps"][0]["plain / ours"] = 99.99
+    assert "99.99" in page.rendered(text, found)

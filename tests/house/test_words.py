@@ -1,0 +1,26 @@
+"""The field's words: what a person reads says sharded, dry run, simulated, speed-up."""
+
+import re
+
+from sources import ROOT, files, label, text
+
+OTHER_WORDS = {
+    r"rehears": "dry run (on fake tensors)",
+    r"\bon paper\b": "simulated",
+    r"times of ours": "speed-up, or the ratio to ours",
+    r"\blaps\b": "virtual stages",
+    r"goes on where": "resumes",
+    r"told apart": "distinguished",
+    r"\bdivided (tensor|parameter|weight|model)s?\b": "sharded",
+}
+
+
+def test_pages_and_sources_use_the_words_of_the_field():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    code = files("slapo_zoo", "kernels", "schedules", "ci")
+    found = [
+        f"{label(path)}: {match[0]!r}, say {better}"
+        for path in [*pages, *code] for pattern, better in OTHER_WORDS.items()
+        for match in re.finditer(pattern, text(path), re.IGNORECASE)
+    ]  # fmt: skip
+    assert not found, found

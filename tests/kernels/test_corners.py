@@ -1,0 +1,148 @@
+"""Shapes and masks at the borders of the kernels' tiles, on the CPU path and under Triton's interpreter."""
+
+import pytest
+import torch
+
+from kernel_checks import CONSTANT, outputs_and_gradients
+from slapo_zoo.dispatch.registry import KERNELS
+from slapo_zoo.kernels.cross_entropy import gradient, statistics
+from slapo_zoo.kernels.dropout_mask import mask_like
+
+P = 0.25
+DROPPING = [
+    "dropout", "geglu", "relu_dropout", "bias_dropout_residual_layer_norm", "embedding_layer_norm",
+    "local_causal_attention", "t5_attention",
+]  # fmt: skip
+
+
+def mask_of(name, given):
+    """The mask that the seeds of a kernel's arguments stand for."""
+    first = given.get("x", given.get("gate"))
+    if first is None and "q" in given:
+        first = (given["q"] @ given["k"].mT).detach()
+    if first is None:
+        first = given["word"].new_empty((*given["ids"].shape, given["word"].shape[1]))
+    return mask_like(first, None, given["seeds"], given["p"])
+
+
+def check_keep_is_seeds(name):
+    """A mask in memory and the seeds that it is hashed from give the same, gradients included."""
+    torch.manual_seed(0)
+    given = KERNELS[name].inputs(*KERNELS[name].shapes[1])
+    seeded = outputs_and_gradients(KERNELS[name].entry, given, torch.float32)
+    assert "keep" in CONSTANT
+    held = {k: v for k, v in given.items() if k not in ("seeds", "p")} | {
+        "keep": mask_of(name, given)
+    }
+    assert bool((held["keep"] == 0).any())
+    kept = outputs_and_gradients(KERNELS[name].entry, held, torch.float32)
+    for what, want in seeded.items():
+        torch.testing.assert_close(kept[what], want, atol=1e-6, rtol=1e-6, msg=what)
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_a_mask_and_its_seeds_give_the_same(interpreter, name):
+    check_keep_is_seeds(name)
+    interpreter.run(check_keep_is_seeds, name)
+
+
+def check_columns(C, stride):
+    """Statistics and gradient of logits whose rows may have gaps between; padding stays as it is."""
+    torch.manual_seed(0)
+    wide = torch.full((3, stride), float("nan"))
+    wide[:, :C] = torch.randn(3, C)
+    logits, target = wide[:, :C], torch.tensor([C - 1, -1, 0])
+    found = statistics(logits, target)
+    exact = logits.double()
+    want = torch.stack([exact.logsumexp(1), exact.gather(1, target.clamp(min=0)[:, None])[:, 0], exact.sum(1)])  # fmt: skip
+    want[1, 1] = 0.0
+    torch.testing.assert_close(found.double(), want, atol=1e-3, rtol=1e-5)
+    d = torch.randn(3, 3)
+    got = gradient(logits, target, found[0], d).double()
+    expected = (exact - want[0][:, None]).exp() * d[0].double()[:, None] + d[2].double()[:, None]
+    for row in (0, 2):
+        expected[row, target[row]] += d[1, row].double()
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+    assert bool(wide[:, C:].isnan().all())
+
+
+def check_all_columns():
+    """One column, fewer than a vector, beyond a block of 4096, odd and even."""
+    for C, stride in ((1, 1), (1, 64), (5, 16), (16, 16), (4096 + 13, 4096 + 64), (2 * 4096 + 16, 2 * 4096 + 16)):  # fmt: skip
+        check_columns(C, stride)
+
+
+def test_vocabularies_of_any_size(interpreter):
+    check_all_columns()
+    interpreter.run(check_all_columns)
+
+
+def attention_inputs(S, T, D, **more):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, n, D) / D**0.25 for n in (S, T, T))
+    return {"q": q, "k": k, "v": v} | more
+
+
+def check_attention(name, given):
+    """As near to fp64 as the reference is."""
+    kernel = KERNELS[name]
+    truth = outputs_and_gradients(kernel.reference, given, torch.float64)
+    found = outputs_and_gradients(kernel.entry, given, torch.float32)
+    for what, want in truth.items():
+        torch.testing.assert_close(found[what].double(), want, atol=2e-5, rtol=2e-4, msg=what)
+
+
+def check_real_heads():
+    """Heads of 64 and 128 columns over several tiles, with more keys than queries, and a window."""
+    for D, window in ((64, 20), (128, 0)):
+        seeds = torch.tensor([3, 5])
+        given = attention_inputs(70, 100, D, window=window, seeds=seeds, p=P, scale=D**-0.5)
+        check_attention("local_causal_attention", given)
+    weight = torch.randn(32, 2)
+    check_attention("t5_attention", attention_inputs(40, 70, 64, weight=weight, bidirectional=True))
+
+
+def test_real_heads_over_several_tiles(interpreter):
+    check_real_heads()
+    interpreter.run(check_real_heads)
+
+
+def check_nothing_seen():
+    """A row whose keys are all padding gives zeros and no gradient; the others are as without it."""
+    from slapo_zoo.kernels.blocked_attention import attention
+
+    q, k, v = (torch.randn(2, 2, 9, 8, requires_grad=True) for _ in range(3))
+    seen = torch.ones(2, 9, dtype=torch.bool)
+    seen[0] = False
+    out = attention(q, k, v, key_mask=seen)
+    assert bool((out[0] == 0).all())
+    out.sum().backward()
+    assert all(bool((t.grad[0] == 0).all()) and bool(t.grad.isfinite().all()) for t in (q, k, v))
+    torch.testing.assert_close(out[1], (q[1] @ k[1].mT).softmax(-1) @ v[1])
+
+
+def check_pairs():
+    """A mask of pairs of query and key is that of keys where all queries see the same ones."""
+    from slapo_zoo.kernels.blocked_attention import attention
+
+    torch.manual_seed(0)
+    found = []
+    keys = torch.rand(2, 70) > 0.3
+    q, k, v = (torch.randn(2, 2, 70, 8) for _ in range(3))
+    own = torch.rand(2, 70, 70) > 0.5
+    for mask in (keys, keys[:, None].expand(2, 70, 70), own):
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = attention(*leaves, key_mask=mask, seeds=torch.arange(4), p=P)
+        out.square().sum().backward()
+        found.append([out.detach(), *(t.grad for t in leaves)])
+    for one, two in zip(*found[:2], strict=True):
+        torch.testing.assert_close(one, two)
+    weights = (q @ k.mT).masked_fill(~own[:, None], -torch.inf).softmax(-1).nan_to_num(0.0)
+    want = weights * mask_like(weights, None, torch.arange(4), P) @ v
+    torch.testing.assert_close(found[2][0], want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("check", [check_nothing_seen, check_pairs])
+def test_masks_of_attention(interpreter, check):
+    check()
+    interpreter.run(check)

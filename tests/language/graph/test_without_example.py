@@ -1,0 +1,72 @@
+"""A plain module is traced without an example: nothing is computed, only what decides needs values."""
+
+import pytest
+import torch
+import torch.nn.functional as nnf
+from torch import nn
+
+from slapo_zoo import create_schedule
+from slapo_zoo.errors import ScheduleError
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x, scale=None):
+        rows, tokens, width = x.shape
+        q, k, v = self.qkv(x).view(rows, tokens, 3, 2, width // 2).permute(2, 0, 3, 1, 4).unbind()
+        scores = nnf.dropout(nnf.softmax(q @ k.transpose(-1, -2), -1), 0.1, self.training)
+        y = (scores @ v).transpose(1, 2).reshape(rows, tokens, width)
+        y += 1
+        return nnf.relu(self.out(y) + 1)
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = Block(), Block()
+
+    def forward(self, x, *, y):
+        return self.b(self.a(x)) * y
+
+
+class Decides(nn.Module):
+    def forward(self, x):
+        return x + 1 if x.sum() > 0 else x
+
+
+class Unpacked(nn.Module):
+    def forward(self, x):
+        return [part + 1 for part in x]
+
+
+def test_find_needs_no_example():
+    schedule = create_schedule(Pair())
+    assert len(schedule.find(lambda x: nnf.relu(x + 1))) == 2
+    assert [path for path, _ in schedule["a"].find("out")] == ["a"]
+    assert len(schedule.find("a|b", lambda x: nnf.softmax(x, -1))) == 2
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"flatten": True}, {"leaves": ["a"]}, {"recursive": False}]
+)
+@pytest.mark.parametrize("rows", [2, 3])
+def test_the_graph_computes_what_the_module_does(options, rows):
+    torch.manual_seed(0)
+    model, x = Pair().eval(), torch.randn(rows, 5, 8)
+    want = model(x, y=x)
+    schedule = create_schedule(model)
+    schedule.trace(**options)
+    torch.testing.assert_close(schedule.state.model(x, y=x), want, rtol=0, atol=0)
+    torch.manual_seed(1)
+    schedule.state.model.train()
+    assert not torch.equal(schedule.state.model(x, y=x), want)  # dropout follows the mode
+
+
+@pytest.mark.parametrize("model", [Decides(), Unpacked()])
+def test_what_decides_by_values_asks_for_an_example(model):
+    with pytest.raises(ScheduleError, match="there is no example of it") as caught:
+        create_schedule(model).trace()
+    assert "pass example_inputs" in str(caught.value)

@@ -1,0 +1,201 @@
+"""sync: the reshard forms, values and gradients on two ranks; what fits the output of a division."""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slapo_zoo import Mesh, Schedule, ScheduleError
+from slapo_zoo.language.primitives.sync_reshard import AXIS
+from slapo_zoo.language.schedule import from_json
+
+FORMS = [f"{a}->{b}" for a, b in product(AXIS, AXIS)]
+SHAPES = [(4, 6), (3, 4, 6)]
+
+
+def world():
+    return Mesh(tp=dist.get_world_size(), rank=dist.get_rank())
+
+
+def lay(x, form, n, r):
+    """This rank's part of a whole tensor."""
+    return x if AXIS[form] is None else x.chunk(n, AXIS[form])[r]
+
+
+class Twice(nn.Module):
+    """A module whose input and output show which of the two an op was put on."""
+
+    def forward(self, x):
+        return x * 2
+
+
+# --- the reshard forms --------------------------------------------------------------------------
+
+
+def moved(op, mode, x, upstream, is_part):
+    """y and dx of this rank; upstream of this rank where it is a part, else the whole gradient."""
+    n, r = dist.get_world_size(), dist.get_rank()
+    source, target = op.split("->")
+    sch = Schedule(nn.Sequential(Twice()), world())
+    sch["0"].sync(mode, op, tensor_parallel_output_grad=is_part or None)
+    local = lay(x, source, n, r).clone().requires_grad_()
+    y = sch.model(local)
+    y.backward(lay(upstream[r] if is_part else upstream[0], target, n, r))
+    return y.detach(), local.grad
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("mode", ["fwd_pre", "fwd_post"])
+@pytest.mark.parametrize("op", FORMS)
+def test_a_form_moves_values_there_and_gradients_back(op, mode, shape, ranks):
+    source, target = op.split("->")
+    x, upstream = torch.randn(shape), torch.randn(2, *shape)
+    for r, (y, dx) in enumerate(ranks.run(moved, 2, op, mode, x, upstream, False)):
+        assert torch.equal(y, lay(2 * x, target, 2, r))
+        assert torch.equal(dx, lay(2 * upstream[0], source, 2, r))
+
+
+@pytest.mark.parametrize("op", ["RR->RR", "RS->RR", "SR->RR"])
+def test_gradients_that_are_parts_are_summed(op, ranks):
+    source, target = op.split("->")
+    x, upstream = torch.randn(4, 6), torch.randn(2, 4, 6)
+    for r, (y, dx) in enumerate(ranks.run(moved, 2, op, "fwd_post", x, upstream, True)):
+        assert torch.equal(y, lay(2 * x, target, 2, r))
+        torch.testing.assert_close(dx, lay(2 * upstream.sum(0), source, 2, r))
+
+
+@pytest.mark.parametrize("op", FORMS)
+def test_a_form_is_the_identity_on_one_rank(op):
+    x = torch.randn(4, 6, requires_grad=True)
+    sch = Schedule(nn.Sequential(Twice()))
+    sch["0"].sync("fwd_pre", op).sync("fwd_post", op)
+    sch.model(x).sum().backward()
+    assert torch.equal(sch.model(x), 2 * x)
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))
+
+
+def mlp(seed=5):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4), nn.Linear(4, 8), nn.GELU())
+
+
+def chained(x):
+    """Columns -> tokens -> whole -> columns -> whole: each layer sees another layout."""
+    net = mlp()
+    sch = Schedule(net, world())
+    sch["0"].sync("bwd_post", "all_reduce")
+    sch["0"].shard("weight", 0).shard("bias", 0).sync("fwd_post", "RS->SR")
+    sch["2"].sum_gradient("weight").sum_gradient("bias").sync("fwd_post", "SR->RR")
+    sch["3"].sync("bwd_post", "all_reduce").shard("weight", 0).shard("bias", 0)
+    sch["4"].sync("fwd_post", "RS->RR")
+    x = x.clone().requires_grad_()
+    y = net(x)
+    y.square().sum().backward()
+    for name in sorted(sch.state.partial_gradients):
+        dist.all_reduce(net.get_parameter(name).grad)
+    return y.detach(), x.grad, [p.grad for p in net.parameters()]
+
+
+def test_a_chain_of_forms_in_a_model(ranks):
+    x, net = torch.randn(3, 2, 4), mlp()
+    plain = x.clone().requires_grad_()
+    y = net(plain)
+    y.square().sum().backward()
+    for r, (mine, dx, grads) in enumerate(ranks.run(chained, 2, x)):
+        torch.testing.assert_close(mine, y.detach())
+        torch.testing.assert_close(dx, plain.grad)
+        wanted = [p.grad for p in net.parameters()]
+        for i in (0, 1, 4, 5):
+            wanted[i] = wanted[i].chunk(2)[r]
+        for grad, want in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(grad, want)
+
+
+def uneven(op):
+    sch = Schedule(nn.Sequential(Twice()), world())
+    sch["0"].sync("fwd_post", op, axis=0)
+    with pytest.raises(ScheduleError) as caught:
+        sch.model(torch.ones(3, 3))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("op", ["RR->SR", "RS->SR", "scatter", "reduce_scatter"])
+def test_an_uneven_axis_is_refused_before_anything_is_sent(op, ranks):
+    """A part that is left over would be dropped in silence, or kill the process in C++."""
+    for text in ranks.run(uneven, 2, op):
+        assert "is not a multiple of tp=2" in text
+        assert "pad the axis" in text
+
+
+def test_errors_of_a_form():
+    sch = Schedule(nn.Sequential(Twice()), Mesh(tp=2, dry_run=True))
+    with pytest.raises(ScheduleError, match="backward of fwd_pre 'RR->RS' is this"):
+        sch["0"].sync("bwd_post", "RS->RR")
+    with pytest.raises(ScheduleError, match="no sync op 'RR->XR'"):
+        sch["0"].sync("fwd_post", "RR->XR")
+    sch["0"].sync("fwd_post", "RR->RS")
+    with pytest.raises(ScheduleError, match="expected two axes or more"):
+        sch.model(torch.ones(4))
+    again = Schedule(nn.Sequential(Twice()), Mesh(tp=2, rank=1)).replay(from_json(sch.to_json()))
+    assert str(again) == str(sch) == "sch['0'].sync(mode='fwd_post', sync_op_or_fn='RR->RS')"
+
+
+# --- the output of a division -------------------------------------------------------------------
+
+
+def divided(axis):
+    sch = Schedule(nn.Sequential(nn.Linear(4, 6)), Mesh(tp=2))
+    sch["0"].shard("weight", axis)
+    return sch["0"]
+
+
+@pytest.mark.parametrize("op", ["all_gather", "scatter", "RR->RS", "RS->RR"])
+def test_a_part_of_a_sum_is_summed_first(op):
+    with pytest.raises(ScheduleError, match="each rank holds a part of a sum"):
+        divided(1).sync("fwd_post", op)
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "RR->RS"])
+def test_columns_are_not_summed(op):
+    with pytest.raises(ScheduleError, match="each rank holds other columns of the output"):
+        divided(0).sync("fwd_post", op)
+
+
+@pytest.mark.parametrize(
+    "module", [nn.Linear(4, 6), nn.Embedding(4, 6), nn.Conv2d(4, 6, 1)], ids=str
+)
+@pytest.mark.parametrize("op", ["all_reduce", "all_reduce_twice", "reduce_scatter"])
+def test_a_whole_output_is_not_summed(module, op):
+    sch = Schedule(nn.Sequential(module), Mesh(tp=2))
+    with pytest.raises(ScheduleError, match="the sum is 2 times the output"):
+        sch["0"].sync("fwd_post", op)
+    with pytest.raises(ScheduleError, match="the sum is 2 times the output"):
+        sch["0"].sync("both")
+    assert sch["0"].sync("bwd_post", "all_reduce"), "a gradient may be a part"
+    assert Schedule(nn.Sequential(module), Mesh())["0"].sync("fwd_post", op)
+
+
+def test_a_whole_bias_does_not_fit_a_divided_output():
+    with pytest.raises(ScheduleError, match="the bias is whole and the output divided"):
+        divided(1).sync("fwd_post", "reduce_scatter")
+    assert divided(1).sync("fwd_post", "reduce_scatter", axis=0)
+    assert divided(1).shard("bias", 0).sync("fwd_post", "reduce_scatter")
+
+
+def two_ops(x):
+    """A row-parallel product is summed, its bias added, and the result divided: in this order."""
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Linear(4, 6))
+    sch = Schedule(net, world())
+    sch["0"].shard("weight", 1).sync("fwd_post", "all_reduce").sync("fwd_post", "RR->SR")
+    return net(lay(x, "RS", 2, dist.get_rank())).detach()
+
+
+def test_a_second_op_follows_the_first(ranks):
+    x = torch.randn(4, 4)
+    torch.manual_seed(5)
+    want = nn.Linear(4, 6)(x).detach()
+    for r, y in enumerate(ranks.run(two_ops, 2, x)):
+        torch.testing.assert_close(y, want.chunk(2)[r])

@@ -1,0 +1,35 @@
+"""sync_batch_norm: one rank; several ranks are in tests/zoo/test_wideresnet.py."""
+
+import pytest
+import torch
+from torch import nn
+
+from slapo_zoo import Schedule
+from slapo_zoo.errors import ScheduleError
+
+
+def test_one_rank_is_plain_batch_norm():
+    plain, mine = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+    Schedule(nn.Sequential(mine))["0"].sync_batch_norm()
+    for training in (True, True, False):
+        x = torch.randn(2, 3, 4, 4)
+        assert torch.equal(mine.train(training)(x), plain.train(training)(x))
+    assert all(torch.equal(a, b) for a, b in zip(mine.buffers(), plain.buffers(), strict=True))
+
+
+def test_recomputation_does_not_count():
+    norm = nn.BatchNorm2d(3)
+    sch = Schedule(nn.Sequential(nn.Sequential(norm)))
+    sch["0.0"].sync_batch_norm()
+    sch["0"].checkpoint()
+    sch.model(torch.randn(2, 3, 4, 4, requires_grad=True)).sum().backward()
+    assert int(norm.num_batches_tracked) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "problem"),
+    [(nn.Linear(3, 3), "found Linear"), (nn.BatchNorm2d(3, momentum=None), "momentum is None")],
+)
+def test_refuses(module, problem):
+    with pytest.raises(ScheduleError, match=problem):
+        Schedule(nn.Sequential(module))["0"].sync_batch_norm()

@@ -1,0 +1,30 @@
+"""unfused: only the module's own flag changes, and only while it runs on several ranks."""
+
+import pytest
+from torch import nn
+
+from slapo_zoo import Mesh, Schedule
+from slapo_zoo.errors import ScheduleError
+
+
+class Mixer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Dropout(0.5)
+
+    def forward(self):
+        return self.training, self.inner.training
+
+
+@pytest.mark.parametrize(("tp", "flag"), [(1, True), (2, False)])
+def test_the_flag_of_the_module_alone(tp, flag):
+    sch = Schedule(nn.Sequential(Mixer()), Mesh(tp=tp))
+    sch["0"].unfused()
+    mixer = sch["0"].mod.train()
+    assert mixer() == (flag, True)
+    assert mixer.training
+
+
+def test_refuses_a_dropout():
+    with pytest.raises(ScheduleError, match="found a dropout"):
+        Schedule(nn.Sequential(nn.Dropout(0.1)))["0"].unfused()

@@ -1,0 +1,51 @@
+"""Loops that people write x families x meshes: what plain `transformers` computes, or a refusal in words."""
+
+import pytest
+
+from loop_runs import assert_cell, folder_of, scheduled
+from loops import FAMILIES, LAYOUTS, LOOPS
+
+pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
+
+
+def check(ranks, name, family, layout, root):
+    """One cell."""
+    sizes, folder = LAYOUTS[layout], folder_of(family, root)
+    nprocs = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("dp", 1)
+    found = ranks.run(scheduled, nprocs, name, family, folder, sizes)
+    words = LOOPS[name].words(sizes)
+    for each in found:
+        assert isinstance(each, str) is (words is not None), each
+        assert words is None or words in each
+    if words is None:
+        assert_cell(found[0], name, family, folder)
+
+
+def diagonal():
+    """Every loop on one mesh, those beside the plain losses on two; every family."""
+    families, layouts, cells = list(FAMILIES), list(LAYOUTS), []
+    for i, name in enumerate(LOOPS):
+        for j in range(1 if name.startswith(("hand", "loss_fn")) else 2):
+            cells.append((name, families[(i + j) % 6], layouts[(i + i // 6 + 3 * j) % 6]))
+    return cells
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory):
+    """Where the tiny checkpoints lie."""
+    return tmp_path_factory.mktemp("loops")
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "layout"), diagonal(), ids=lambda x: x.replace(" ", "-")
+)
+def test_a_loop(ranks, name, family, layout, root):
+    check(ranks, name, family, layout, root)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", LOOPS, ids=lambda x: x.replace(" ", "-"))
+def test_every_loop(ranks, name, family, layout, root):
+    check(ranks, name, family, layout, root)

@@ -1,0 +1,294 @@
+"""LoRA on a sharded model trains as plain peft does in one process, and shares its files."""
+
+import copy
+import json
+
+import pytest
+import torch
+import transformers
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+
+from parity import (
+    EPS,
+    LEARNING_RATE,
+    ROWS,
+    STEPS,
+    Case,
+    Result,
+    batch_of,
+    cast,
+    checkpoint,
+    compare,
+)
+from slapo_zoo import AutoScheduledModel, SlapoError
+from slapo_zoo.model.checkpoint import save_checkpoint
+
+# peft asks transformers by a name that the latter has renamed.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True:UserWarning"),
+]
+
+TARGETS = {
+    "GPT2LMHeadModel": ["c_attn", "c_proj", "c_fc"],
+    "LlamaForCausalLM": [
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    ],
+    "OPTForCausalLM": ["q_proj", "v_proj", "out_proj", "fc1", "fc2"],
+}
+CASES = {name: Case(name, ("tokens",)) for name in TARGETS}
+SIDE_BY_SIDE = [
+    ("GPT2LMHeadModel", (2, 1, 1)), ("GPT2LMHeadModel", (2, 2, 1)), ("GPT2LMHeadModel", (1, 1, 2)),
+    ("GPT2LMHeadModel", (2, 1, 1, True)), ("LlamaForCausalLM", (2, 1, 1)), ("LlamaForCausalLM", (4, 1, 1)),
+    ("LlamaForCausalLM", (2, 2, 1, True)), ("OPTForCausalLM", (2, 1, 1)), ("OPTForCausalLM", (2, 1, 1, True)),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("adapters")
+
+
+def lora(case, **options):
+    # B is drawn too: beside a B of zeros no gradient reaches A, and its mistakes would hide.
+    fan_in_fan_out = case.cls.startswith("GPT2")
+    plain = {"init_lora_weights": False, "fan_in_fan_out": fan_in_fan_out}
+    plain |= {"target_modules": TARGETS[case.cls]}
+    return LoraConfig(r=3, lora_alpha=6, **plain | options)
+
+
+def load(case, folder, layout, **options):
+    (tp, pp, dp), sequence_parallel = layout[:3], layout[3:] == (True,)
+    return AutoScheduledModel.from_pretrained(
+        folder, tp=tp, pp=pp, dp=dp, auto_class=case.cls, seed=5,
+        sequence_parallel=sequence_parallel, **options,
+    )  # fmt: skip
+
+
+def train(model, step_of, norm_of, grads_of, dtype, part, case):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.1, eps=EPS)
+    losses, norms, grads = [], [], None
+    for step in range(STEPS):
+        batch = {k: v[part] for k, v in cast(batch_of(case, step), dtype).items()}
+        optimizer.zero_grad()
+        losses.append(float(step_of(batch)))
+        grads = grads_of() if step == 0 else grads
+        norms.append(norm_of(trained))
+        optimizer.step()
+    return losses, norms, grads
+
+
+def on_a_mesh(case, folder, layout, out):
+    model = load(case, folder, layout)
+    model.add_adapter(lora(case))
+    model.save_adapter(out / "initial")
+    mesh = model.mesh
+    output = model.eval()(**batch_of(case)).logits.detach()
+    model.train()
+    rows = ROWS // mesh.dp
+    part = slice(mesh.coord("dp") * rows, (mesh.coord("dp") + 1) * rows)
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+    losses, norms, grads = train(
+        model, model.train_step, lambda _: model.clip_grad_norm_(1.0),
+        lambda: copy.deepcopy(model.get_adapter_state_dict(grads=True)), torch.float32, part, case,
+    )  # fmt: skip
+    after = dict(model.named_parameters())
+    assert all(torch.equal(after[n], p) and after[n].grad is None for n, p in before.items())
+    model.save_pretrained(out / "final")
+    weights = model.get_adapter_state_dict()
+    return Result(torch.tensor(losses[0]), {"logits": output}, grads, norms[0], losses, weights)
+
+
+def plain(case, folder, adapter, dtype, attention):
+    model = getattr(transformers, case.cls).from_pretrained(
+        folder, dtype=dtype, attn_implementation=attention
+    )
+    model = PeftModel.from_pretrained(
+        model, adapter, is_trainable=True, autocast_adapter_dtype=False
+    ).to(dtype)
+    output = model.eval()(**cast(batch_of(case), dtype)).logits.detach()
+    model.train()
+
+    def step(batch):
+        loss = model(**batch).loss
+        loss.backward()
+        return loss.detach()
+
+    def grads():
+        found = {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+        return {n.replace(".default.", "."): grad for n, grad in found.items()}
+
+    losses, norms, grads = train(
+        model,
+        step,
+        lambda ps: torch.nn.utils.clip_grad_norm_(ps, 1.0),
+        grads,
+        dtype,
+        slice(None),
+        case,
+    )
+    weights = {k: v.detach().clone() for k, v in get_peft_model_state_dict(model).items()}
+    return Result(torch.tensor(losses[0]), {"logits": output}, grads, norms[0], losses, weights)
+
+
+@pytest.mark.parametrize(("name", "layout"), SIDE_BY_SIDE, ids=str)
+def test_trains_as_plain_peft(ranks, root, tmp_path, name, layout):
+    case = CASES[name]
+    folder, size = checkpoint(case, root), layout[0] * layout[1] * layout[2]
+    found = ranks.run(on_a_mesh, size, case, folder, layout, tmp_path)
+    truth = plain(case, folder, tmp_path / "initial", torch.float64, "sdpa")
+    others = [
+        plain(case, folder, tmp_path / "initial", torch.float32, k) for k in ("sdpa", "eager")
+    ]
+    compare(found[0], others, truth)
+    assert all(r.losses == pytest.approx(found[0].losses, rel=1e-6) for r in found)
+    model = getattr(transformers, name).from_pretrained(folder)
+    again = get_peft_model_state_dict(PeftModel.from_pretrained(model, tmp_path / "final"))
+    assert again.keys() == found[0].weights.keys()
+    assert all(torch.equal(again[key], value) for key, value in found[0].weights.items())
+
+
+def load_saved(case, folder, layout, adapter, dropout):
+    model = load(case, folder, layout)
+    model.load_adapter(adapter, is_trainable=dropout > 0)
+    weights = model.get_adapter_state_dict()
+    frozen = not any(p.requires_grad for p in model.parameters())
+    output = model(**batch_of(case)).logits.detach()
+    model.disable_adapters()
+    bare = model(**batch_of(case)).logits.detach()
+    model.enable_adapters()
+    loss = float(model.train().train_step(batch_of(case))) if dropout else 0.0
+    return weights, frozen, output, bare, loss
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+def test_loads_what_plain_peft_saved(ranks, root, tmp_path, name):
+    case, dropout = CASES[name], 0.3
+    folder = checkpoint(case, root)
+    base = getattr(transformers, name).from_pretrained(folder)
+    bare = base(**batch_of(case)).logits.detach()
+    peft = get_peft_model(base, lora(case, target_modules=TARGETS[name][:1], lora_dropout=dropout))
+    peft.save_pretrained(tmp_path / "a")
+    expected = peft.eval()(**batch_of(case)).logits.detach()
+    saved, losses = load_file(tmp_path / "a" / "adapter_model.safetensors"), []
+    for layout in ((1, 1, 1), (2, 2, 1)):
+        args = (case, folder, layout, tmp_path / "a", dropout)
+        for rank, (weights, frozen, output, without, loss) in enumerate(
+            ranks.run(load_saved, layout[0] * layout[1], *args)
+        ):
+            assert weights.keys() == (saved.keys() if rank == 0 else set())
+            assert all(torch.equal(weights[key], saved[key]) for key in weights)
+            assert not frozen
+            torch.testing.assert_close(output, expected)
+            torch.testing.assert_close(without, bare)
+            losses.append(loss)
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)  # the same masks everywhere
+    weights, frozen, *_ = load_saved(case, folder, (1, 1, 1), tmp_path / "a", 0.0)
+    assert frozen
+
+
+def draw(case, folder, layout, out, init):
+    torch.manual_seed(int(out.name))  # what a rank drew before changes nothing
+    model = load(case, folder, layout)
+    model.add_adapter(lora(case, init_lora_weights=init))
+    model.save_adapter(out)
+
+
+@pytest.mark.parametrize("init", [True, False, "gaussian"], ids=str)
+def test_drawn_alike_on_every_layout(ranks, root, tmp_path, init):
+    case = CASES["LlamaForCausalLM"]
+    folder = checkpoint(case, root)
+    for i, layout in enumerate([(1, 1, 1), (2, 1, 1), (1, 2, 2)]):
+        ranks.run(
+            draw, layout[0] * layout[1] * layout[2], case, folder, layout, tmp_path / str(i), init
+        )
+    files = [load_file(tmp_path / str(i) / "adapter_model.safetensors") for i in range(3)]
+    for other in files[1:]:
+        assert other.keys() == files[0].keys()
+        assert all(torch.equal(other[key], value) for key, value in files[0].items())
+    zeros = {key for key, value in files[0].items() if not value.any()}
+    assert zeros == ({key for key in files[0] if "lora_B" in key} if init is not False else set())
+
+
+REFUSED = {
+    "dora": ({"use_dora": True}, "use_dora=True"),
+    "pissa": ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+    "more modules": ({"modules_to_save": ["ln_f"]}, "modules_to_save"),
+    "vocabulary": ({"target_modules": ["lm_head"], "fan_in_fan_out": False}, "sharded vocabulary"),
+    "embedding": ({"target_modules": ["wte"]}, "found a Embedding"),
+    "no such module": ({"target_modules": ["nothing"]}, "nothing"),
+    "uneven dropout": ({"target_modules": ["attn.c_proj"], "lora_dropout": 0.1}, "unequal parts"),
+}
+
+
+def refuse(case, folder, layout, options):
+    model = load(case, folder, layout)
+    before = {n: (id(p), p.requires_grad) for n, p in model.named_parameters()}
+    with pytest.raises((SlapoError, ValueError)) as caught:
+        model.add_adapter(lora(case, **options))
+    after = {n: (id(p), p.requires_grad) for n, p in model.named_parameters()}
+    assert after == before
+    model.add_adapter(lora(case))  # and a good one still goes in
+    model.train().train_step(batch_of(case))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_is_not_plain_lora_is_refused_and_nothing_changes(ranks, root, reason):
+    options, problem = REFUSED[reason]
+    case = CASES["GPT2LMHeadModel"]
+    for text in ranks.run(refuse, 2, case, checkpoint(case, root), (2, 1, 1), options):
+        assert problem in text
+
+
+def other_ways(case, folder, adapter):
+    texts = []
+    for action in (
+        lambda model: get_peft_model(model, lora(case)),
+        lambda model: model.add_adapter(IA3Config(target_modules=["c_attn"])),
+        lambda model: model.load_adapter(adapter),
+        lambda model: model.load_adapter(folder),
+    ):
+        with pytest.raises(SlapoError) as caught:
+            action(load(case, folder, (2, 1, 1)))
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_other_ways_are_refused_with_the_right_one(ranks, root, tmp_path):
+    case = CASES["GPT2LMHeadModel"]
+    folder = checkpoint(case, root)
+    model = load(case, folder, (1, 1, 1))
+    model.add_adapter(lora(case))
+    model.save_adapter(tmp_path / "a")
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    save_file({**load_file(file), "base_model.model.strange": torch.ones(1)}, file)
+    for texts in ranks.run(other_ways, 2, case, folder, tmp_path / "a"):
+        for text, part in zip(texts, ("model.add_adapter", "expected a LoraConfig", "no place", "found no"),
+                              strict=True):  # fmt: skip
+            assert part in text
+
+
+def test_a_folder_of_a_model_is_not_replaced_by_an_adapter(root, tmp_path):
+    case = CASES["GPT2LMHeadModel"]
+    model = load(case, checkpoint(case, root), (1, 1, 1))
+    model.save_pretrained(tmp_path / "model")
+    model.add_adapter(lora(case))
+    with pytest.raises(SlapoError, match="that is no checkpoint"):
+        model.save_adapter(tmp_path / "model")
+    with pytest.raises(SlapoError, match="with adapters is not saved whole"):
+        save_checkpoint(model, tmp_path / "whole")
+    model.save_adapter(tmp_path / "adapter")
+    model.save_adapter(tmp_path / "adapter")  # an older adapter is replaced
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["r"] == 3
+    with pytest.raises(SlapoError, match="no such adapter"):
+        model.save_adapter(tmp_path / "b", "other")

@@ -1,0 +1,289 @@
+"""Bad input: an error before any work that says where, what, why and what to do; nothing half-done."""
+
+import errno
+import json
+import os
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file
+
+from parity import batch_of, checkpoint
+from refusals import BERT, GPT2, refused
+from slapo_zoo import (
+    ArchitectureError,
+    AutoScheduledModel,
+    MeshError,
+    RankError,
+    SlapoError,
+    WeightsError,
+)
+from slapo_zoo.zoo.table import families
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory):
+    root = tmp_path_factory.mktemp("sources")
+    return {"gpt2": checkpoint(GPT2, root), "bert": checkpoint(BERT, root)}
+
+
+@pytest.fixture
+def folders(sources, tmp_path):
+    """Copies of the checkpoints that a test may spoil."""
+    return {name: shutil.copytree(path, tmp_path / name) for name, path in sources.items()}
+
+
+# --- mesh and architecture ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("n", "options", "found"),
+    [
+        (1, {"tp": 2}, "found 1 process, expected tp * pp * dp = 2 * 1 * 1"),
+        (1, {"dp": 3}, "found 1 process, expected tp * pp * dp = 1 * 1 * 3"),
+        (2, {"tp": 2, "pp": 2}, "found 2 processes, expected tp * pp * dp = 2 * 2 * 1"),
+        (3, {"tp": 2}, "found 3 processes, expected tp * pp * dp = 2 * 1 * 1"),
+        (2, {"tp": 1, "dp": 1}, "found 2 processes, expected tp * pp * dp = 1 * 1 * 1"),
+    ],
+)
+def test_world_size(n, options, found, sources, ranks):
+    text = refused(MeshError, sources["gpt2"], ranks, n, **options)
+    assert "world size" in text
+    assert found in text
+    assert "torchrun --nproc-per-node" in text
+
+
+@pytest.mark.parametrize("bad", [0, -2, 1.5, "two"])
+@pytest.mark.parametrize("name", ["tp", "pp", "dp"])
+def test_sizes_that_are_no_sizes(name, bad, sources):
+    text = refused(MeshError, sources["gpt2"], **{name: bad})
+    assert f"mesh | {name} | found {bad!r}, expected an integer of at least 1" in text
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_tp_that_the_heads_forbid(name, sources, ranks):
+    """Five heads take tp = 1..5: the message lists what is legal."""
+    text = refused(SlapoError, sources[name], ranks, 6, tp=6)
+    assert "5 heads cannot be sharded over tp=6" in text
+    assert "legal sizes of tp: [1, 2, 3, 4, 5]" in text
+    assert "attn" in text or "attention" in text
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_more_stages_than_blocks(name, sources, ranks):
+    text = refused(MeshError, sources[name], ranks, 4, pp=4)
+    assert "mesh | pp=4 | 4 stages, but the model has 3 blocks" in text
+    assert "choose pp between 1 and 3" in text
+
+
+def test_unknown_architecture(folders):
+    """One that transformers knows and the zoo does not."""
+    path = folders["bert"] / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "model_type": "mobilebert", "architectures": ["MobileBertForMaskedLM"]}))  # fmt: skip
+    text = refused(ArchitectureError, folders["bert"])
+    assert "model_type='mobilebert'" in text
+    assert all(name in text for name in families())
+    assert "schedules/mobilebert.py" in text
+    assert "CONTRIBUTING.md" in text
+    with pytest.raises(ArchitectureError, match="schedules/bloom"):
+        AutoScheduledModel.from_config(transformers.BloomConfig())
+
+
+@pytest.mark.parametrize(
+    ("auto_class", "problem"),
+    [
+        ("GPT5LMHeadModel", "transformers has no class of that name"),
+        ("AutoModelForMaskedLM", "it has no class for GPT2Config"),
+    ],
+)
+def test_unknown_class(auto_class, problem, sources):
+    text = refused(ArchitectureError, sources["gpt2"], auto_class=auto_class)
+    assert auto_class in text
+    assert problem in text
+
+
+@pytest.mark.parametrize("dtype", ["float33", "int8", "nn", 16, torch.int64])
+def test_unknown_dtype(dtype, sources):
+    text = refused(SlapoError, sources["gpt2"], dtype=dtype)
+    assert f"dtype={dtype!r}" in text
+    assert '"bfloat16"' in text
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.5])
+def test_checkpoint_ratio(ratio, sources):
+    text = refused(MeshError, sources["gpt2"], checkpoint_ratio=ratio)
+    assert f"checkpoint_ratio={ratio} | expected a number from 0 to 1" in text
+
+
+def test_no_such_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "no such folder" in refused(SlapoError, "no_such_org/no_such_model")
+    assert "no such folder" in refused(SlapoError, str(tmp_path / "nowhere"))
+
+
+# --- train_step ---------------------------------------------------------------------------------
+
+
+def bad_step(folder, batch, options, micro_batches):
+    """The error of a bad step, whether it left gradients, and the loss of a good step after it."""
+    model = AutoScheduledModel.from_pretrained(folder, **options).train()
+    good = batch_of(GPT2)
+    try:
+        model.train_step(batch, micro_batches=micro_batches)
+    except SlapoError as error:
+        parts = type(error), error.where, str(error.what), error.problem, error.hint
+        left = [n for n, p in model.named_parameters() if p.grad is not None]
+        return parts, left, float(model.train_step(good))
+    return None
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("batch", "micro_batches", "what", "problem", "hint"),
+    [
+        ("good", 3, "micro_batches", "4 rows cannot be divided into 3 equal micro-batches", "[1, 2, 4]"),
+        ("good", 8, "micro_batches", "4 rows cannot be divided into 8", "[1, 2, 4]"),
+        ("good", -1, "micro_batches", "4 rows cannot be divided into -1", "[1, 2, 4]"),
+        ("good", 1.5, "micro_batches", "4 rows cannot be divided into 1.5", "[1, 2, 4]"),
+        ("no labels", None, "batch", "no loss", "labels"),
+        ("empty", None, "batch", "no tensor", "input_ids"),
+    ],
+)  # fmt: skip
+def test_bad_steps(batch, micro_batches, what, problem, hint, tp, pp, sources, ranks):
+    """An error on every rank before any work: no gradient is left and the next step is good."""
+    good = batch_of(GPT2)
+    without = {k: v for k, v in good.items() if k != "labels"}
+    given = {"good": good, "no labels": without, "empty": {}}[batch]
+    arguments = (sources["gpt2"], given, {"tp": tp, "pp": pp}, micro_batches)
+    results = ranks.run(bad_step, tp * pp, *arguments)
+    model = transformers.GPT2LMHeadModel.from_pretrained(sources["gpt2"])
+    want = float(model(**good).loss.detach())
+    for result in results:
+        assert result is not None
+        (_, where, found, text, advice), left, loss = result
+        assert (where, found) == ("train_step", what)
+        assert problem in text
+        assert hint in advice
+        assert left == []
+        assert loss == pytest.approx(want, rel=1e-4)
+
+
+def without_a_head(tp, pp):
+    model = AutoScheduledModel.from_config(
+        transformers.GPT2Config(n_embd=8, n_head=2, n_layer=2, vocab_size=32), tp=tp, pp=pp
+    )
+    ids = torch.zeros(2, 4, dtype=torch.long)
+    with pytest.raises(SlapoError, match=r"GPT2Model has no head.*\n.*auto_class="):
+        model.train().train_step({"input_ids": ids, "labels": ids})
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (1, 2)])
+def test_a_model_without_a_head(tp, pp, ranks):
+    ranks.run(without_a_head, tp * pp, tp, pp)
+
+
+# --- saving -------------------------------------------------------------------------------------
+
+
+def save_on_a_full_disk(folder, out):
+    model = AutoScheduledModel.from_pretrained(folder, tp=2)
+    model.save_pretrained(out)
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    real = os.pwrite
+    if dist.get_rank() == 1:
+        os.pwrite = no_space
+    try:
+        model.save_pretrained(out)
+    except SlapoError as error:
+        return type(error), str(error), {p.name: p.read_bytes() for p in out.iterdir()} == before
+    finally:
+        os.pwrite = real
+    return None
+
+
+def no_space(*args):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_keeps_the_old_folder(sources, tmp_path, ranks):
+    first, second = ranks.run(save_on_a_full_disk, 2, sources["gpt2"], tmp_path / "out")
+    assert (first[0], second[0]) == (RankError, WeightsError)
+    for _, text, intact in (first, second):
+        assert "No space left on device" in text
+        assert "bytes of free space" in text
+        assert "the folder is as it was before" in text
+        assert intact
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    loaded = load_file(tmp_path / "out" / "model.safetensors")
+    want = load_file(sources["gpt2"] / "model.safetensors")
+    assert loaded.keys() == want.keys()
+    assert all(torch.equal(loaded[key], want[key]) for key in want)
+
+
+def test_arguments_of_save_that_we_do_not_have(sources, tmp_path):
+    model = AutoScheduledModel.from_pretrained(sources["gpt2"])
+    with pytest.raises(SlapoError, match="quantize") as caught:
+        model.save_pretrained(tmp_path / "out", quantize="int8")
+    assert caught.value.hint
+    assert not (tmp_path / "out").exists()
+
+
+# --- names that a person types --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "gpu", 3.5])
+def test_a_device_that_is_not_there(device, sources):
+    assert "device=" in refused(SlapoError, sources["gpt2"], device=device)
+
+
+def test_a_folder_without_a_config(folders, tmp_path):
+    (folders["gpt2"] / "config.json").unlink()
+    assert "no config can be read" in refused(SlapoError, folders["gpt2"])
+    (tmp_path / "empty").mkdir()
+    assert "pass a folder with config.json" in refused(SlapoError, tmp_path / "empty")
+
+
+def test_a_seed_that_is_no_number(sources):
+    assert "expected an integer, or None" in refused(SlapoError, sources["gpt2"], seed="one")
+
+
+# --- tokens that a model has no row for -----------------------------------------------------------
+
+SIZES = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 31, "hidden_size": 16}
+SHORT = {  # config, the longest row
+    "gpt2": (transformers.GPT2Config(**SIZES, n_positions=8, bos_token_id=1, eos_token_id=2, architectures=["GPT2LMHeadModel"]), 8),
+    "opt": (transformers.OPTConfig(**SIZES, ffn_dim=32, max_position_embeddings=8, word_embed_proj_dim=16, architectures=["OPTForCausalLM"]), 8),
+    "roberta": (transformers.RobertaConfig(**SIZES, intermediate_size=32, max_position_embeddings=10, architectures=["RobertaForMaskedLM"]), 8),
+    "bert": (transformers.BertConfig(**SIZES, intermediate_size=32, max_position_embeddings=8, architectures=["BertForMaskedLM"]), 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", SHORT)
+def test_tokens_without_a_row_are_named(family):
+    config, longest = SHORT[family]
+    model = AutoScheduledModel.from_config(config, seed=0)
+    long, beyond = torch.arange(longest + 1)[None] + 3, torch.tensor([[3, 40]])
+    for ids, said in ((long, "rows of 9 tokens"), (beyond, "ids 3..40, expected 0..30")):
+        for call in (
+            lambda ids=ids: model.train().train_step({"input_ids": ids, "labels": ids}),
+            lambda ids=ids: model.eval()(input_ids=ids),
+        ):
+            with pytest.raises(IndexError, match=said) as caught:
+                call()
+            assert isinstance(caught.value, SlapoError)
+    assert model(input_ids=long[:, :-1]).logits.shape == (1, longest, 31)
+
+
+def test_an_error_of_another_kind_stays_as_it_is():
+    model = AutoScheduledModel.from_config(SHORT["gpt2"][0], seed=0)
+    ids = torch.ones(1, 8, dtype=torch.long)  # as many as there are positions
+    with pytest.raises(RuntimeError, match="size of tensor") as caught:
+        model(input_ids=ids, position_ids=ids[:, :3])
+    assert not isinstance(caught.value, SlapoError)

@@ -1,0 +1,89 @@
+"""What completes gradients: sums that begin early, gradients that come twice, forwards that divide unlike."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint as recompute
+
+from loop_runs import folder_of
+from slapo_zoo import AutoScheduledModel, MeshError
+
+IDS = torch.arange(32).view(4, 8) % 90 + 3
+
+
+class OwnSquare(torch.autograd.Function):
+    """Its backward reaches the head's weight in a backward of its own, the embedding in this one."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        ctx.save_for_backward(logits)
+        return logits.square().mean()
+
+    @staticmethod
+    def backward(ctx, d):
+        (logits,) = ctx.saved_tensors
+        return 2 * d * logits / logits.numel()
+
+
+def of_rows(model, use):
+    rows = 4 // model.mesh.dp
+    first = model.mesh.coord("dp") * rows
+    use(model, IDS[first : first + rows]).backward()
+
+
+def through_own_function(model, ids):
+    return OwnSquare.apply(model(input_ids=ids).logits)
+
+
+def through_reentrant_recomputation(model, ids):
+    hidden = model.transformer.wte(ids).detach().requires_grad_()
+    return recompute(
+        lambda x: model(inputs_embeds=x).logits.square().mean(), hidden, use_reentrant=True
+    )
+
+
+def one_embedding_unused(model, ids):
+    """The position embedding of later tokens, and of one rank the whole rest, has no part in it."""
+    return (
+        model(input_ids=ids[:, :4]).logits.square().mean() + 0 * model.transformer.wpe.weight.sum()
+    )
+
+
+USES = [through_own_function, through_reentrant_recomputation, one_embedding_unused]
+
+
+def gradients(folder, layout, number):
+    model = AutoScheduledModel.from_pretrained(folder, **layout).train()
+    places = []
+    for _ in range(2):  # the second adds to views of what the first has summed
+        of_rows(model, USES[number])
+        places.append([p.grad.data_ptr() for p in model.parameters() if p.grad is not None])
+    flats = {
+        p.grad._base.data_ptr()
+        for p in model.parameters()
+        if p.grad is not None and p.grad._base is not None
+    }
+    return model.consolidated_state_dict(grads=True), places[0] == places[1], len(flats)
+
+
+@pytest.mark.parametrize("number", range(len(USES)), ids=[use.__name__ for use in USES])
+def test_dp_equals_one_process(ranks, number, tmp_path):
+    folder = folder_of("gpt2", tmp_path)
+    want, _, _ = gradients(folder, {}, number)
+    found, in_place, flats = ranks.run(gradients, 2, folder, {"dp": 2}, number)[0]
+    for name, grad in want.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6, msg=name)
+    assert in_place
+    assert flats == 1
+
+
+def of_unlike_lengths(folder):
+    model = AutoScheduledModel.from_pretrained(folder, tp=2, sequence_parallel=True).train()
+    model.input_check_interval = 0
+    with pytest.warns(UserWarning, match="not a multiple"):
+        loss = sum(model(input_ids=ids).logits.square().mean() for ids in (IDS, IDS[:, :7]))
+    with pytest.raises(MeshError, match="pad both batches"):
+        loss.backward()
+
+
+def test_forwards_that_divide_their_tokens_unlike_are_refused(ranks, tmp_path):
+    ranks.run(of_unlike_lengths, 2, folder_of("qwen3", tmp_path))

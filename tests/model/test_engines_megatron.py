@@ -1,0 +1,215 @@
+"""megatron-core on the CPU: its groups under a whole run, its layers in a BERT, its logs."""
+
+import warnings
+
+import pytest
+import torch
+
+from engine_runs import CASES, assert_same_run, trained
+from parity import EPS, LEARNING_RATE, batch_of, checkpoint
+from slapo_zoo import Mesh, create_schedule, get_dialect_cls
+from slapo_zoo.errors import MeshError
+
+CASE = CASES["bert"]
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("engines")
+
+
+def all_families(runs):
+    from slapo_zoo.model.dialects.megatron import import_megatron
+
+    parallel_state, found = import_megatron().parallel_state, []
+    for run in runs:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is not installed
+            found.append(trained(*run))
+        groups = parallel_state.get_tensor_model_parallel_group()
+        assert torch.distributed.get_process_group_ranks(groups) == [0, 1]
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def test_equals_one_process(root, ranks):
+    folders = {family: checkpoint(case, root) for family, case in CASES.items()}
+    options = {"clip": 1.0}
+    runs = [(CASES[f], folder, (2, 1, 1), "megatron", options) for f, folder in folders.items()]
+    found = ranks.run(all_families, 2, runs, timeout=300)[0]
+    for run, (family, folder) in zip(found, folders.items(), strict=True):
+        assert_same_run(run, CASES[family], folder)
+
+
+def own_optimizer():
+    from megatron.core.optimizer import OptimizerConfig
+
+    return OptimizerConfig(
+        optimizer="adam", lr=LEARNING_RATE, weight_decay=0.1, adam_eps=EPS, clip_grad=0.0
+    )
+
+
+def ddp_and_optimizer(folders, layouts, out):
+    """Runs in Megatron's DDP with Megatron's optimizer; the last one stops, and goes on without."""
+    warnings.simplefilter("ignore")
+    from slapo_zoo.model.dialects.megatron import import_megatron
+
+    found, state = [], import_megatron().parallel_state
+    for (family, folder), layout in zip(folders.items(), layouts, strict=True):
+        options = {"clip": 1.0, "optimizer": own_optimizer(), "ddp": {}}
+        found.append(trained(CASES[family], folder, layout, "megatron", options, micro_batches=2))
+        state.destroy_model_parallel()
+    case, folder = CASES["gpt2"], folders["gpt2"]
+    before, _ = trained(case, folder, (1, 1, 2), "megatron", options, saved=(2, out))
+    state.destroy_model_parallel()
+    after, weights = trained(case, folder, (2, 1, 1), "torch", {"clip": 1.0}, resumed=out)
+    again, same = trained(case, folder, (1, 1, 2), "megatron", options, resumed=out)
+    state.destroy_model_parallel()
+    return found, [(before + after, weights), (before + again, same)]
+
+
+def test_its_ddp_and_optimizer(root, ranks, tmp_path):
+    """dp2 and tp2; and a checkpoint of it goes on under torch, and under Megatron."""
+    folders = {family: checkpoint(case, root) for family, case in CASES.items()}
+    layouts = [(1, 1, 2), (2, 1, 1), (1, 1, 2)]
+    found, resumed = ranks.run(
+        ddp_and_optimizer, 2, folders, layouts, tmp_path / "saved", timeout=300
+    )[0]
+    for run, (family, folder) in zip(found, folders.items(), strict=True):
+        assert_same_run(run, CASES[family], folder)
+    for run in resumed:
+        assert_same_run(run, CASES["gpt2"], folders["gpt2"])
+
+
+def by_name():
+    """Where Megatron's DDP and optimizer ask for CUDA when nothing answers in its place."""
+    import traceback
+
+    warnings.simplefilter("ignore")
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from slapo_zoo.model.dialects.megatron import import_megatron, take_groups
+
+    take_groups(Mesh(tp=2, rank=torch.distributed.get_rank()))
+    config = TransformerConfig(num_layers=1, hidden_size=2, num_attention_heads=2)
+    model, options = torch.nn.Linear(2, 2), DistributedDataParallelConfig()
+    base = torch.optim.AdamW(model.parameters())
+    found = []
+    for build in (
+        lambda: DistributedDataParallel(config, options, model),
+        lambda: FP32Optimizer(base, own_optimizer(), None),
+    ):
+        try:
+            build()
+        except AssertionError as error:
+            lines = [frame.line for frame in traceback.extract_tb(error.__traceback__)]
+            found.append((str(error), " ".join(line for line in lines if "cuda" in line)))
+    import_megatron().parallel_state.destroy_model_parallel()
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it asks for CUDA, and gets it")
+def test_what_asks_for_cuda_by_name(ranks):
+    """What README.md says of it; when this fails, Megatron may have learned to do without."""
+    ddp, optimizer = ranks.run(by_name, 2)[0]
+    assert ddp[0] == optimizer[0] == "Torch not compiled with CUDA enabled"
+    assert "device=torch.cuda.current_device()" in ddp[1]
+    assert "device='cuda'" in optimizer[1]
+
+
+def refused(folder):
+    from slapo_zoo import AutoScheduledModel, SlapoError, init_target_engine
+
+    model, found = AutoScheduledModel.from_pretrained(folder, tp=2), []
+    config = own_optimizer()
+    for changes in ({"clip_grad": 1.0}, {"use_distributed_optimizer": True}):
+        vars(config).update(changes)
+        try:
+            init_target_engine(model, "megatron", optimizer=config)
+        except SlapoError as error:
+            found.append((error.what, error.hint))
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def test_what_its_optimizer_cannot_do_here(root, ranks):
+    found = ranks.run(refused, 2, checkpoint(CASE, root))[0]
+    assert [what for what, _ in found] == ["clip_grad", "use_distributed_optimizer"]
+    assert all(hint for _, hint in found)
+
+
+def with_layers(folder):
+    """Logits and gradients of a BERT whose feed-forward runs in Megatron's layers."""
+    import transformers
+
+    warnings.simplefilter("ignore")  # it recommends settings of CUDA
+    from slapo_zoo.model.dialects.megatron import import_megatron, use_parallel_layers
+
+    model = transformers.BertForMaskedLM.from_pretrained(folder)
+    plain = transformers.BertForMaskedLM.from_pretrained(folder)
+    sch = create_schedule(model, mesh=Mesh(tp=2, rank=torch.distributed.get_rank()))
+    blocks = "bert.encoder.layer.*."
+    use_parallel_layers(sch, [blocks + "intermediate.dense"], [blocks + "output.dense"])
+    batch = batch_of(CASE)
+    mine, theirs = model(**batch), plain(**batch)
+    mine.loss.backward()
+    theirs.loss.backward()
+    torch.testing.assert_close(mine.logits, theirs.logits)
+    rank = torch.distributed.get_rank()
+    for i, (block, want) in enumerate(
+        zip(model.bert.encoder.layer, plain.bert.encoder.layer, strict=True)
+    ):
+        first = want.intermediate.dense.weight.grad.chunk(2)[rank]
+        torch.testing.assert_close(block.intermediate.dense.layer.weight.grad, first, msg=str(i))
+        second = want.output.dense.weight.grad.chunk(2, 1)[rank]
+        torch.testing.assert_close(block.output.dense.layer.weight.grad, second, msg=str(i))
+        query = want.attention.self.query.weight.grad
+        torch.testing.assert_close(block.attention.self.query.weight.grad, query, msg=str(i))
+    import_megatron().parallel_state.destroy_model_parallel()
+    return type(model.bert.encoder.layer[0].output.dense.layer).__name__
+
+
+def test_layers_are_replacement_targets(root, ranks):
+    assert ranks.run(with_layers, 2, checkpoint(CASE, root))[0] == "RowParallelLinear"
+
+
+def wrong_groups():
+    from slapo_zoo.model.dialects.megatron import import_megatron, take_groups
+
+    state = import_megatron().parallel_state
+    state.initialize_model_parallel(1, 1)
+    try:
+        take_groups(Mesh(tp=2, rank=torch.distributed.get_rank()))
+    except MeshError as error:
+        return str(error)
+    finally:
+        state.destroy_model_parallel()
+
+
+def test_groups_of_another_mesh_are_refused(ranks):
+    assert "Megatron's group has ranks [0], ours [0, 1]" in ranks.run(wrong_groups, 2)[0]
+
+
+LOG = """\
+ > number of parameters on (tensor, pipeline) model parallel rank (1, 0): 178100224
+ > number of parameters on (tensor, pipeline) model parallel rank (0, 0): 178100224
+ iteration       10/     100 | consumed samples:  160 | elapsed time per iteration (ms): 812.5 | \
+learning rate: 1.500E-04 | global batch size:    16 | lm loss: 1.0E+01 |
+[Rank 0] (after 10 iterations) memory (MB) | allocated: 3000.0 | max allocated: 4096.0 | reserved: 5000.0
+ iteration       20/     100 | consumed samples:  320 | elapsed time per iteration (ms): 800.0 | \
+learning rate: 1.500E-04 | global batch size:    16 | lm loss: 9.0E+00 |
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [(LOG, (178100224.0, 20.0, 4.0, 0)), ("CUDA out of memory", (0.0, 0.0, 0.0, 1)), ("", (0.0, 0.0, 0.0, 2))],
+    ids=["whole", "memory", "empty"],
+)  # fmt: skip
+def test_log_parser(text, expected, tmp_path):
+    (tmp_path / "log").write_text(text)
+    assert get_dialect_cls("log_parser", "megatron")(tmp_path / "log") == expected

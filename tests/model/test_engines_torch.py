@@ -1,0 +1,55 @@
+"""torch's data parallelism around scheduled models: the run of one process, on every layout."""
+
+import pytest
+
+from engine_runs import CASES, assert_same_run, trained
+from parity import Case, checkpoint
+
+LAYOUTS = {  # tp, pp, dp, data_parallel
+    "tp2": (2, 1, 1, None),
+    "dp2-ddp": (1, 1, 2, "ddp"),
+    "dp2-fsdp2": (1, 1, 2, "fsdp2"),
+    "tp2-dp2-ddp": (2, 1, 2, "ddp"),
+    "tp2-dp2-fsdp2": (2, 1, 2, "fsdp2"),
+    "tp2-pp2": (2, 2, 1, None),
+    "pp2-dp2-ddp": (1, 2, 2, "ddp"),
+    "pp2-dp2-fsdp2": (1, 2, 2, "fsdp2"),
+}
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("engines")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", CASES)
+def test_equals_one_process(family, layout, root, ranks):
+    tp, pp, dp, data_parallel = LAYOUTS[layout]
+    case, folder = CASES[family], checkpoint(CASES[family], root)
+    options = {"data_parallel": data_parallel, "clip": 1.0}
+    arguments = (case, folder, (tp, pp, dp), "torch", options, 2)
+    results = ranks.run(trained, tp * pp * dp, *arguments)
+    assert_same_run(results[0], case, folder)
+
+
+def refused(folder):
+    from slapo_zoo import AutoScheduledModel, SlapoError, init_target_engine
+
+    model = AutoScheduledModel.from_pretrained(folder, pp=2, pipeline_order="interleaved_1f1b")
+    found = []
+    for kind in ("ddp", "fsdp2", "ddp3"):
+        try:
+            init_target_engine(model, "torch", data_parallel=kind)
+        except SlapoError as error:
+            found.append(str(error))
+    return found
+
+
+def test_several_stages_per_rank_are_refused_with_the_reason(root, ranks):
+    case = Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 4),))
+    ddp, fsdp2, unknown = ranks.run(refused, 2, checkpoint(case, root / "four"))[0]
+    for text in (ddp, fsdp2):
+        assert "found 4 stages on pp=2 ranks, in the order Interleaved1F1B" in text
+        assert "choose 1f1b or gpipe; or leave data_parallel out" in text
+    assert "expected one of (None, 'ddp', 'fsdp2')" in unknown

@@ -1,0 +1,144 @@
+"""Optimizers of torch and transformers over sharded parameters: as in one process."""
+
+import warnings
+import zlib
+
+import pytest
+import torch
+from transformers.optimization import Adafactor
+
+from parity import Case, batch_of, checkpoint
+
+CASES = [
+    Case("GPT2LMHeadModel", ("tokens",)),
+    Case("LlamaForCausalLM", ("tokens",), (("num_key_value_heads", 1),)),
+]
+STEPS, RATE = 3, 0.02
+
+
+def muon(model):
+    """As its users have it: matrices of the blocks to Muon, the rest to AdamW."""
+    named = list(model.named_parameters())
+    is_matrix = {n: p.ndim == 2 and "wte" not in n and "embed" not in n and "lm_head" not in n
+                 for n, p in named}  # fmt: skip
+    matrices, rest = ([p for n, p in named if is_matrix[n] is want] for want in (True, False))
+    return [torch.optim.Muon(matrices, lr=RATE), torch.optim.AdamW(rest, lr=1e-3)]
+
+
+MAKE = {
+    "muon": muon,
+    "adafactor": lambda m: [torch.optim.Adafactor(m.parameters(), lr=RATE)],
+    "hf-adafactor": lambda m: [Adafactor(m.parameters(), lr=RATE, relative_step=False)],
+    "hf-adafactor-relative": lambda m: [Adafactor(m.parameters(), warmup_init=True)],
+}
+
+
+def draw(model, step):
+    """The same gradients on every mesh: rounding of a backward would reach the signs and bf16 within."""
+    from slapo_zoo.parallel.local_tensors import local_part
+
+    for name, p in model.named_parameters():
+        placed = model.schedule.state.placed.get(name)
+        g = torch.Generator().manual_seed(zlib.crc32(name.encode()) + step)
+        full = torch.randn(placed.shape if placed else p.shape, generator=g)
+        mesh = model.mesh
+        p.grad = local_part(full, placed.placement, mesh.tp, mesh.coord("tp")) if placed else full
+
+
+def stepped(folder, tp, name):
+    from slapo_zoo import AutoScheduledModel
+
+    model = AutoScheduledModel.from_pretrained(folder, tp=tp, seed=0).train()
+    optimizers = MAKE[name](model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for i in range(STEPS):
+            draw(model, i)
+            for optimizer in optimizers:
+                optimizer.step()
+    sizes = [
+        (tuple(p.shape), {k: tuple(v.shape) for k, v in kept.items() if torch.is_tensor(v) and v.ndim})
+        for p, kept in optimizers[0].state.items()
+    ]  # fmt: skip
+    return model.consolidated_state_dict(), sizes
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
+def test_a_matrix_is_seen_as_a_whole(case, name, tmp_path, ranks):
+    folder = checkpoint(case, tmp_path)
+    want, _ = ranks.run(stepped, 1, folder, 1, name)[0]
+    found, sizes = ranks.run(stepped, 2, folder, 2, name)[0]
+    for key, weight in want.items():
+        torch.testing.assert_close(found[key], weight, atol=1e-7, rtol=1e-6, msg=key)
+    if name == "muon":  # between steps a rank remembers its part
+        assert all(kept["momentum_buffer"] == shape for shape, kept in sizes)
+
+
+def trained(folder, layout):
+    """In fp64: there the rounding of the gradients does not reach Muon's bf16."""
+    from slapo_zoo import AutoScheduledModel
+
+    tp, pp, dp = layout
+    dtype = torch.float64
+    model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, dp=dp, seed=0, dtype=dtype)
+    optimizers = muon(model.train())
+    for i in range(STEPS):
+        model.train_step(batch_of(CASES[0], i))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.consolidated_state_dict()
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 1), (2, 2, 1)], ids=["tp2", "tp2-pp2"])
+def test_muon_trains_as_in_one_process(layout, tmp_path, ranks):
+    folder = checkpoint(CASES[0], tmp_path)
+    want = ranks.run(trained, 1, folder, (1, 1, 1))[0]
+    found = ranks.run(trained, layout[0] * layout[1], folder, layout)[0]
+    for key, weight in want.items():
+        torch.testing.assert_close(found[key], weight, atol=1e-6, rtol=1e-6, msg=key)
+
+
+class Normed(torch.optim.Optimizer):
+    """A step along the gradient over the norm of its matrix, as LAMB's kin take it."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad / p.grad.norm().clamp(min=1e-6) * p.norm() * RATE)
+
+
+def normed(folder, layout, asked):
+    from slapo_zoo import AutoScheduledModel, OptimizerWarning, SlapoError, whole_matrices
+
+    model = AutoScheduledModel.from_pretrained(folder, tp=layout[0], seed=0).train()
+    optimizer = Normed(model.parameters())
+    optimizer = whole_matrices(optimizer) if asked else optimizer
+    for i in range(2):
+        model.train_step(batch_of(CASES[0], i))
+        if asked or layout[0] == 1 or i == 1:  # it is told once
+            optimizer.step()
+        else:
+            with pytest.warns(OptimizerWarning, match="Normed is not known"):
+                optimizer.step()
+        optimizer.zero_grad()
+    model.train_step(batch_of(CASES[0]))
+    if asked and layout[0] > 1:
+        with pytest.raises(SlapoError, match="closure"):
+            optimizer.step(lambda: None)
+    return model.consolidated_state_dict()
+
+
+def test_an_unknown_optimizer_is_named_and_can_be_helped(tmp_path, ranks):
+    folder = checkpoint(CASES[0], tmp_path)
+    want = ranks.run(normed, 1, folder, (1,), False)[0]
+    found = ranks.run(normed, 2, folder, (2,), True)[0]
+    for name, weight in want.items():
+        torch.testing.assert_close(found[name], weight, atol=2e-5, rtol=1e-4, msg=name)
+    apart = ranks.run(normed, 2, folder, (2,), False)[0]
+    assert any(float((apart[n] - w).abs().max()) > 1e-3 for n, w in want.items())

@@ -1,0 +1,144 @@
+"""Everything on a device that is not the CPU, over groups that serve no other, as nccl does.
+
+Real numbers on real ranks (tests/support/other_device.py): a tensor on the wrong device is an error,
+and every wait of the host for the device is counted.
+"""
+
+import warnings
+
+import pytest
+import torch
+
+from parity import Case, batch_of, tiny_config
+
+FAMILIES = {
+    "gpt2": "GPT2LMHeadModel", "bert": "BertForMaskedLM", "t5": "T5ForConditionalGeneration",
+    "gpt_neo": "GPTNeoForCausalLM", "llama": "LlamaForCausalLM",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def device_ranks():
+    """Workers of their own: torch keeps a device for the rest of a process."""
+    from ranks import RankPool
+
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+def _model(family, layout, device, **options):
+    from slapo_zoo import AutoScheduledModel
+
+    case = Case(FAMILIES[family], ("tokens",), dropout=options.pop("dropout", 0.0))
+    config, _ = tiny_config(case)
+    config.architectures = [case.cls]
+    tp, pp, dp = layout[:3]
+    sequence_parallel = layout[3:] == (True,)
+    model = AutoScheduledModel.from_config(
+        config, tp=tp, pp=pp, dp=dp, seed=0, device=device, sequence_parallel=sequence_parallel,
+        **options,
+    )  # fmt: skip
+    rows = case.rows // dp
+    part = slice(model.mesh.coord("dp") * rows, (model.mesh.coord("dp") + 1) * rows)
+    return model.train(), {k: v[part].to(device) for k, v in batch_of(case).items()}
+
+
+def _life(family, layout, device, folder):
+    """What training does: steps, clipping, a checkpoint and its return, evaluation, generation."""
+    from slapo_zoo import broadcast_batch, load_checkpoint
+    from slapo_zoo.model.checkpoint import async_save_checkpoint
+
+    model, batch = _model(family, layout, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
+    found = []
+    for _ in range(2):
+        found.append(float(model.train_step(batch, micro_batches=2)))
+        found.append(float(model.clip_grad_norm_(1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    async_save_checkpoint(model, folder, optimizer, step=2).result()
+    found.append(float(model.train_step(batch)))
+    load_checkpoint(model, folder, optimizer)
+    optimizer.zero_grad()
+    found.append(float(model.train_step(batch)))
+    assert found[-1] == found[-2]
+    with torch.no_grad():
+        output = model.eval()(**batch)
+    found += [float(output.loss), float(output.logits[..., 0].sum())]
+    shared = broadcast_batch(batch, model.mesh)
+    assert torch.equal(shared["input_ids"].cpu(), batch["input_ids"].cpu())
+    if layout[1] == 1 and family != "bert":
+        ids = model.generate(input_ids=batch["input_ids"][:1], max_new_tokens=3, do_sample=False)
+        found.append(float(ids.sum()))
+    return found
+
+
+def _on_both(family, layout, folder):
+    from other_device import DEVICE, DeviceOnly, install
+
+    install()  # before the first backward: torch counts its devices then
+    on_cpu = _life(family, layout, "cpu", folder / "cpu")
+    with warnings.catch_warnings(), DeviceOnly() as watch:
+        warnings.simplefilter("ignore")  # of torch: an experimental device
+        found = _life(family, layout, DEVICE, folder / "device")
+    return on_cpu, found, dict(watch.collectives)
+
+
+@pytest.mark.parametrize(
+    "family, layout",
+    [("gpt2", (2, 1, 2)), ("t5", (1, 2, 1)), ("bert", (2, 1, 1, True)),
+     *(pytest.param(family, layout, marks=pytest.mark.slow) for family in FAMILIES
+       for layout in [(1, 1, 2), (2, 1, 1), (1, 2, 2), (2, 2, 1)])],
+)  # fmt: skip
+def test_groups_that_serve_the_device_only(device_ranks, tmp_path, family, layout):
+    world = layout[0] * layout[1] * layout[2]
+    for on_cpu, found, collectives in device_ranks.run(_on_both, world, family, layout, tmp_path):
+        assert sum(collectives.values()) > 4
+        assert found == pytest.approx(on_cpu, rel=1e-4)
+
+
+def _cpu_tensor_in_a_collective():
+    import torch.distributed as dist
+
+    from other_device import DeviceOnly, install
+
+    install()
+    with DeviceOnly():
+        dist.all_reduce(torch.ones(2))
+
+
+def test_a_collective_with_a_tensor_of_the_cpu_is_caught(device_ranks):
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        device_ranks.run(_cpu_tensor_in_a_collective, 2)
+
+
+def _waits(family, layout, options):
+    from other_device import DEVICE, DeviceOnly, install
+
+    install()
+    with warnings.catch_warnings(), DeviceOnly() as watch:
+        warnings.simplefilter("ignore")
+        model, batch = _model(family, layout, DEVICE, **options)
+        model.input_check_interval = 0  # once in 16 steps it asks for the batches of all ranks
+        model.train_step(batch)
+        watch.waits.clear()
+        model.train_step(batch)
+        model.clip_grad_norm_(1.0)
+    return dict(watch.waits)
+
+
+WAITS = [("gpt2", (2, 1, 2), {}), ("t5", (1, 1, 1), {}),
+         ("bert", (1, 1, 1), {"kernels": ["unpadded_encoder", "sparse_mlm_head_loss"]})]  # fmt: skip
+GRID = [(family, (2, 1, 2), {}) for family in FAMILIES if family not in ("gpt2", "gpt_neo")]
+# Not GPT-Neo: the attention of transformers copies a number to the device in each of its layers.
+
+
+@pytest.mark.parametrize(
+    "family, layout, options",
+    [*WAITS, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in GRID)],
+)
+def test_the_host_waits_once_per_step(device_ranks, family, layout, options):
+    world = layout[0] * layout[1] * layout[2]
+    for waits in device_ranks.run(_waits, world, family, layout, options):
+        assert sum(waits.values()) <= 1, waits

@@ -1,0 +1,153 @@
+"""Mixed precision: fp32 masters, 16-bit compute, the same on every layout."""
+
+import pytest
+import torch
+import transformers
+
+from mixed_precision import BERT, CASES, COMPUTE, GPT2, LLAMA, T5, compare
+from parity import batch_of, checkpoint, scheduled
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo.errors import SlapoError
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("precision")
+
+
+@pytest.mark.parametrize(("case", "precision"), [(T5, "bf16"), (GPT2, "fp16")], ids=str)
+def test_one_process_is_plain_mixed_precision(case, precision, root):
+    folder = checkpoint(case, root)
+    result, _ = scheduled(case, folder, (1, 1, 1), precision=precision)
+    compare(result, case, folder, precision)
+
+
+LAYOUTS = {  # (tp, pp, dp) and the order
+    "one": ((1, 1, 1), {}),
+    "tp2": ((2, 1, 1), {}),
+    "pp2": ((1, 2, 1), {}),
+    "zbv": ((1, 2, 1), {"pipeline_order": "zbv"}),
+    "interleaved": ((1, 2, 1), {"pipeline_order": "interleaved_1f1b"}),
+    "tp2-pp2": ((2, 2, 1), {}),
+    "tp2-zbv": ((2, 2, 1), {"pipeline_order": "zbv"}),
+    "tp2-interleaved": ((2, 2, 1), {"pipeline_order": "interleaved_1f1b"}),
+    "dp2": ((1, 1, 2), {"checkpoint_ratio": 1.0}),
+}  # fmt: skip
+DIAGONAL = [
+    (GPT2, "bf16", "tp2"),
+    (T5, "bf16", "zbv"),
+    (BERT, "fp16", "dp2"),
+    (LLAMA, "fp16", "pp2"),
+]
+GRID = [(c, p, k) for c in CASES for p in COMPUTE for k in LAYOUTS if (c, p, k) not in DIAGONAL]
+
+
+def on_mesh(case, folder, name, precision):
+    layout, options = LAYOUTS[name]
+    count = 4 // layout[2] if layout[1] > 1 else None
+    return scheduled(case, folder, layout, count, precision=precision, **options)
+
+
+def ids(value):
+    return getattr(value, "cls", value)
+
+
+@pytest.mark.parametrize(("case", "precision", "name"), DIAGONAL, ids=ids)
+def test_every_layout_is_plain_mixed_precision(case, precision, name, root, ranks):
+    folder, (tp, pp, dp) = checkpoint(case, root), LAYOUTS[name][0]
+    results = ranks.run(on_mesh, tp * pp * dp, case, folder, name, precision)
+    compare(results[0][0], case, folder, precision)
+
+
+@pytest.mark.slow  # 60 runs
+@pytest.mark.parametrize(("case", "precision", "name"), GRID, ids=ids)
+def test_the_grid_is_plain_mixed_precision(case, precision, name, root, ranks):
+    test_every_layout_is_plain_mixed_precision(case, precision, name, root, ranks)
+
+
+def by_hand(folder, precision):
+    """Gradients of a loop of one's own whose blocks are recomputed in its backward."""
+    model = AutoScheduledModel.from_pretrained(folder, precision=precision, checkpoint_ratio=1.0)
+    model.train()(**batch_of(GPT2)).loss.backward()
+    assert not any("weight" in module.__dict__ for module in model.modules())
+    return {n: p.grad for n, p in model.named_parameters()}
+
+
+def test_a_loop_of_ones_own(root):
+    """The parameter is the fp32 master for everyone; the recomputation reads the same casts."""
+    folder = checkpoint(GPT2, root)
+    found, model = (
+        by_hand(folder, "bf16"),
+        AutoScheduledModel.from_pretrained(folder, precision="bf16"),
+    )
+    model.train().train_step(batch_of(GPT2))
+    for name, p in model.named_parameters():
+        assert p.dtype == p.grad.dtype == torch.float32
+        assert torch.equal(p.grad, found[name]), name
+    assert model(**batch_of(GPT2)).logits.dtype == torch.bfloat16
+    assert model.generate(batch_of(GPT2)["input_ids"], max_new_tokens=2).shape[1] == 14
+
+
+def overflow(folder):
+    """An infinite gradient on one rank only: (scale, whether gradients are left), per rank."""
+    model = AutoScheduledModel.from_pretrained(folder, tp=2, precision="fp16").train()
+    before, step = model._slapo.precision.scale, model.train_step
+    step(batch_of(GPT2))
+    kept = {n: p.grad.clone() for n, p in model.named_parameters()}
+    p = next(p for n, p in model.named_parameters() if n in model.schedule.state.placed)
+    if model.mesh.rank == 1:
+        hook = p.register_hook(lambda grad: grad * torch.inf)
+    step(batch_of(GPT2))
+    same = all(torch.equal(p.grad, kept[n]) for n, p in model.named_parameters())
+    if model.mesh.rank == 1:
+        hook.remove()
+    return before, model._slapo.precision.scale, same
+
+
+def test_an_overflow_on_one_rank_is_everyones(root, ranks):
+    """Gradients are those of before, and the scale is halved, on all ranks."""
+    for before, after, same in ranks.run(overflow, 2, checkpoint(GPT2, root)):
+        assert same
+        assert after == before / 2
+
+
+def resumed(folder, out):
+    from slapo_zoo import load_checkpoint, save_checkpoint
+
+    model = AutoScheduledModel.from_pretrained(folder, precision="fp16")
+    model._slapo.precision.scale, model._slapo.precision.good_steps = 64.0, 7
+    save_checkpoint(model, out)
+    again = AutoScheduledModel.from_pretrained(out, precision="fp16")
+    load_checkpoint(again, out)
+    return again._slapo.precision.scale, again._slapo.precision.good_steps
+
+
+def test_files(root):
+    """Masters are saved whole; another dtype is written where asked; the scale goes on."""
+    folder, out = checkpoint(GPT2, root), root / "files"
+    assert resumed(folder, out) == (64.0, 7)
+    model = AutoScheduledModel.from_pretrained(folder, precision="bf16")
+    model.save_pretrained(root / "narrow", dtype=torch.bfloat16)
+    masters = transformers.GPT2LMHeadModel.from_pretrained(out, dtype="auto").state_dict()
+    narrow = transformers.GPT2LMHeadModel.from_pretrained(
+        root / "narrow", dtype="auto"
+    ).state_dict()
+    for name, p in model.state_dict().items():
+        assert torch.equal(masters[name], p)
+        assert torch.equal(narrow[name], p.bfloat16()), name
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"precision": "int8"}, "choose one of fp32, bf16, bf16-pure, fp16"),
+        ({"precision": "bf16", "dtype": "bfloat16"}, "its parameters are float32"),
+        (
+            {"precision": "bf16", "target": "deepspeed", "target_options": {"config": {}}},
+            "deepspeed keeps masters of its own",
+        ),
+    ],
+)
+def test_refusals(options, problem, root):
+    with pytest.raises(SlapoError, match=problem):
+        AutoScheduledModel.from_pretrained(checkpoint(GPT2, root), **options)

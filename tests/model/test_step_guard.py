@@ -1,0 +1,87 @@
+"""Gradients that ranks scaled unlike are refused before the optimizer steps; what is the same is not."""
+
+import pytest
+import torch
+
+from parity import Case, batch_of, checkpoint
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo.errors import MeshError
+from slapo_zoo.model.step_guard import StepGuard
+
+GPT2 = Case("GPT2LMHeadModel", ("tokens",))
+
+
+def clip_all(model):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def clip_some(model):
+    torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.ndim > 1], 1e-3)
+
+
+def clip_each(model):
+    for p in model.parameters():
+        torch.nn.utils.clip_grad_norm_([p], 1e-3)
+
+
+def clip_values(model):
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+
+
+def halve_some(model):
+    for name, p in model.named_parameters():
+        if "mlp" in name:
+            p.grad.mul_(0.5)
+
+
+def clip_globally(model):
+    model.clip_grad_norm_(1e-3)
+
+
+def step(folder, change, layout):
+    model = AutoScheduledModel.from_pretrained(folder, **layout).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.train_step(batch_of(GPT2))
+    change(model)
+    try:
+        optimizer.step()
+    except MeshError as error:
+        return str(error)
+    return ""
+
+
+LAYOUTS = [{"tp": 2}, {"pp": 2}, {"tp": 2, "precision": "bf16-pure"}]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("change", [clip_all, clip_some, clip_each])
+def test_norms_of_own_parts_are_refused(change, layout, ranks, tmp_path):
+    """Under pp a norm of each parameter alone is right; one of some of a stage is not told from that."""
+    folder = checkpoint(GPT2, tmp_path)
+    fine = layout.get("tp", 1) == 1 and change is not clip_all
+    for said in ranks.run(step, 2, folder, change, layout):
+        assert fine or "scaled their gradients" in said
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("change", [clip_values, halve_some, clip_globally])
+def test_what_all_ranks_do_alike_is_not(change, layout, ranks, tmp_path):
+    folder = checkpoint(GPT2, tmp_path)
+    assert ranks.run(step, 2, folder, change, layout) == ["", ""]
+
+
+class Alone:
+    """The mesh of two tp ranks, and what each found of parameters with few elements."""
+
+    tp, pp, dp, world_size, rank = 2, 1, 1, 2, 0
+
+
+@pytest.mark.parametrize(("elements", "known"), [(1, False), (3, False), (64, True)])
+def test_few_elements_tell_no_common_factor(elements, known):
+    """One element that was clipped by its value looks as if it were scaled."""
+    p = torch.nn.Parameter(torch.ones(elements))
+    p.grad = torch.full((elements,), 2.0)
+    guard = StepGuard(Alone())
+    guard.complete([p])
+    torch.nn.utils.clip_grad_value_([p], 0.5)
+    assert bool(guard._factors()[0, 1]) is known

@@ -1,0 +1,111 @@
+"""stream_weights and load_stream: the tensors of save_pretrained, bucket by bucket, from any mesh."""
+
+import gc
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from parity import Case, changes_of, checkpoint
+from slapo_zoo import AutoScheduledModel, SlapoError
+
+CASES = {
+    "gpt2": Case("GPT2LMHeadModel", ("tokens",)),
+    "mixtral": Case("MixtralForCausalLM", ("tokens",)),
+    "kv1": Case("LlamaForCausalLM", ("tokens",), (("num_key_value_heads", 1),)),
+    "bert": Case("BertForMaskedLM", ("tokens",)),
+}
+LAYOUTS = {
+    "one": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "tp2-pp2": {"tp": 2, "pp": 2},
+    "tp2-dp2": {"tp": 2, "dp": 2},
+}  # fmt: skip
+CELLS = [("gpt2", name) for name in LAYOUTS] + [
+    ("mixtral", "tp2-pp2"), ("kv1", "tp2"), ("bert", "tp2-pp2"),
+]  # fmt: skip
+
+
+def size(layout):
+    return layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1)
+
+
+def streamed(folder, case, layout, out, dtype, ranks):
+    """Stream, save, and stream into a model of other weights."""
+    load = AutoScheduledModel.from_pretrained
+    options = {**layout, **changes_of(case)}
+    model = load(folder, **options)
+    model.save_pretrained(out)
+    found = dict(model.stream_weights(dtype=dtype, bucket=4000, ranks=ranks))
+    other = load(folder, **options).train()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(-2)  # the padding of a vocabulary stays 0
+    other.load_stream(model.stream_weights() if model.mesh.world_size == 1 else _given(model))
+    state = model.state_dict()
+    assert all(torch.equal(t, state[name]) for name, t in other.state_dict().items())
+    return found
+
+
+def _given(model):
+    """Rank 0 keeps what came: both calls are collective, one after the other."""
+    return list(model.stream_weights())
+
+
+@pytest.mark.parametrize(("family", "layout"), CELLS)
+def test_the_stream_is_what_is_saved(family, layout, tmp_path, ranks):
+    case, options, out = CASES[family], LAYOUTS[layout], tmp_path / "out"
+    folder, n = checkpoint(case, tmp_path), size(options)
+    found = ranks.run(streamed, n, folder, case, options, out, None, (0,))
+    want = load_file(out / "model.safetensors")
+    assert found[0].keys() == want.keys()
+    assert all(torch.equal(found[0][key], want[key]) for key in want)
+    assert all(not each for each in found[1:])
+
+
+def test_a_dtype_and_two_ranks(tmp_path, ranks):
+    case, out = CASES["gpt2"], tmp_path / "out"
+    folder = checkpoint(case, tmp_path)
+    found = ranks.run(streamed, 4, folder, case, {"tp": 2, "pp": 2}, out, "bfloat16", (1, 2))
+    want = load_file(out / "model.safetensors")
+    assert found[0] == found[3] == {}
+    for each in found[1:3]:
+        assert each.keys() == want.keys()
+        assert all(torch.equal(each[key], want[key].bfloat16()) for key in want)
+
+
+def test_what_does_not_fit_is_told(tmp_path):
+    model = AutoScheduledModel.from_pretrained(checkpoint(CASES["gpt2"], tmp_path))
+    with pytest.raises(SlapoError, match="ranks"):
+        next(model.stream_weights(ranks=(1,)))
+    with pytest.raises(SlapoError, match="no such key"):
+        model.load_stream([("strange", torch.zeros(2))])
+    with pytest.raises(SlapoError, match=r"expected \[99, 30\]"):
+        model.load_stream([("transformer.wte.weight", torch.zeros(2))])
+    with pytest.raises(SlapoError, match="did not come"):
+        model.load_stream(list(model.stream_weights())[1:])
+
+
+def alive():
+    """Storages of float tensors in this process --> their bytes."""
+    gc.collect()
+    return {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in gc.get_objects()
+        if type(t) is torch.Tensor and t.dtype == torch.float32
+    }
+
+
+def most_held(folder, bucket):
+    """Bytes of tensors that a stream holds at once on each rank, beside what was there before."""
+    model = AutoScheduledModel.from_pretrained(folder, tp=2, pp=2, map_weights=False)
+    own = {t.untyped_storage().data_ptr() for t in model.state_dict().values()} | alive().keys()
+    most = 0
+    for _ in model.stream_weights(bucket=bucket):
+        most = max(most, sum(n for at, n in alive().items() if at not in own))
+    return most
+
+
+def test_no_more_than_a_bucket_is_held(tmp_path, ranks):
+    """The largest tensor takes 39600 bytes, the model 166 kB."""
+    case = Case("GPT2LMHeadModel", ("tokens",), (("vocab_size", 330),))
+    folder = checkpoint(case, tmp_path)
+    assert 20_000 < ranks.run(most_held, 4, folder, 48_000)[0] <= 56_000

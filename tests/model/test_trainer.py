@@ -1,0 +1,362 @@
+"""transformers.Trainer on a mesh: the run of the plain Trainer in one process, and its checkpoints."""
+
+import warnings
+
+import pytest
+import torch
+import transformers
+
+from engine_runs import CASES
+from parity import batch_of, checkpoint
+
+ROWS = 20  # of the data set; 5 steps of 4 rows, or 2 of 8 and one short
+CASE = CASES["gpt2"]
+
+
+def rows(family="gpt2"):
+    """Rows with different numbers of targets."""
+    case = CASES[family]
+    batches = [batch_of(case, step) for step in range(ROWS // case.rows)]
+    return [{k: v[i] for k, v in b.items()} for b in batches for i in range(case.rows)]
+
+
+def arguments(out, **changes):
+    known = {
+        "output_dir": str(out), "use_cpu": True, "max_steps": 4, "learning_rate": 1e-3,
+        "weight_decay": 0.1, "adam_epsilon": 1e-5, "max_grad_norm": 1.0, "logging_steps": 1,
+        "report_to": [], "save_strategy": "no", "disable_tqdm": True, "seed": 5,
+        "lr_scheduler_type": "linear", "per_device_eval_batch_size": 1, "dataloader_pin_memory": False,
+    }  # fmt: skip
+    return transformers.TrainingArguments(**{**known, **changes})
+
+
+def run(trainer, resume=None):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.train(resume_from_checkpoint=resume)
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [entry["loss"] for entry in history], [float(entry["grad_norm"]) for entry in history]
+
+
+def plain(folder, out, family="gpt2", **changes):
+    """The plain Trainer, one process."""
+    model = getattr(transformers, CASES[family].cls).from_pretrained(folder)
+    if family == "gpt2":
+        model.loss_type = "ForCausalLM"  # by this name the plain Trainer counts shifted labels
+    trainer = transformers.Trainer(
+        model=model, args=arguments(out, **changes), train_dataset=rows(family)
+    )
+    losses, norms = run(trainer)
+    metrics = transformers.Trainer(
+        model=model, args=arguments(out, **changes), eval_dataset=rows(family)[:7]
+    ).evaluate()
+    return losses, norms, dict(model.named_parameters()), metrics["eval_loss"]
+
+
+def divided(folder, out, layout, changes, resume=None, save=None, push=False, family="gpt2"):
+    """ScheduledTrainer on this rank."""
+    from accelerate.state import AcceleratorState
+
+    from slapo_zoo import AutoScheduledModel
+    from slapo_zoo.model.trainer import ScheduledTrainer
+
+    AcceleratorState._reset_state(True)  # of an earlier job of this worker
+    tp, pp, dp = layout
+    model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, dp=dp, seed=0)
+    args = arguments(out, **changes)
+    trainer = ScheduledTrainer(
+        model=model, args=args, train_dataset=rows(family), eval_dataset=rows(family)[:7]
+    )
+    losses, norms = run(trainer, resume)
+    loss = trainer.evaluate()["eval_loss"]
+    if save:
+        trainer.save_model(save)
+    if push:
+        trainer.push_to_hub()
+    return losses, norms, model.consolidated_state_dict(), loss
+
+
+def assert_same(found, expected):
+    losses, norms, weights, loss = expected
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(losses), atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(norms), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(found[3], loss, atol=2e-6, rtol=1e-6)
+    for name, want in weights.items():
+        torch.testing.assert_close(found[2][name], want.detach(), atol=5e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("layout", "accumulation"),
+    [
+        pytest.param((2, 1, 1), 2, id="tp2-accumulated"),
+        pytest.param((1, 1, 2), 2, id="dp2-accumulated"),
+        pytest.param((2, 1, 2), 1, id="tp2-dp2"),
+        pytest.param((1, 2, 1), 2, id="pp2-accumulated"),
+    ],
+)
+def test_equals_plain_trainer(layout, accumulation, tmp_path, ranks):
+    folder = checkpoint(CASE, tmp_path)
+    dp = layout[2]
+    # a mean of means depends on how rows are grouped, so dp ranks evaluate one row at a time
+    evaluated = {"per_device_eval_batch_size": 1 if dp > 1 else 3}
+    shared = {"gradient_accumulation_steps": accumulation, **evaluated}
+    expected = plain(folder, tmp_path, per_device_train_batch_size=4, **shared)
+    mine = {"per_device_train_batch_size": 4 // dp, **shared}
+    world = layout[0] * layout[1] * dp
+    for found in ranks.run(divided, world, folder, tmp_path, layout, mine, timeout=300):
+        assert_same((*found[:2], found[2] or expected[2], found[3]), expected)
+
+
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_other_families_equal_plain_trainer(family, tmp_path, ranks):
+    """tp2, unaccumulated: their plain Trainer takes a mean of means."""
+    folder = checkpoint(CASES[family], tmp_path)
+    changes = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 3}
+    expected = plain(folder, tmp_path, family, **changes)
+    found = ranks.run(divided, 2, folder, tmp_path, (2, 1, 1), changes, None, None, False, family)
+    for each in found:
+        assert_same((*each[:2], each[2] or expected[2], each[3]), expected)
+
+
+def test_resumes_on_another_mesh(tmp_path, ranks):
+    """Stopped after 2 steps with tp=2, gone on with dp=2: as if it had never stopped."""
+    folder, out = checkpoint(CASE, tmp_path), tmp_path / "run"
+    expected = plain(folder, tmp_path, per_device_train_batch_size=4)
+    first = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 2}
+    found = ranks.run(divided, 2, folder, out, (2, 1, 1), first, timeout=300)[0]
+    assert_same(found, expected)
+    names = {path.name for path in (out / "checkpoint-2").iterdir()}
+    assert {"model.safetensors", "trainer_state.json", "training_state.json"} <= names
+    again = transformers.GPT2LMHeadModel.from_pretrained(out / "checkpoint-4")
+    for name, p in again.named_parameters():
+        torch.testing.assert_close(p, found[2][name], atol=0, rtol=0)
+    second = {"per_device_train_batch_size": 2}
+    args = (folder, out, (1, 1, 2), second, str(out / "checkpoint-2"), out / "final")
+    losses, norms, weights, loss = ranks.run(divided, 2, *args, timeout=300)[0]
+    rest = (expected[0][2:], expected[1][2:], *expected[2:])
+    assert_same((losses[-2:], norms[-2:], weights, loss), rest)
+    assert (out / "final" / "model.safetensors").exists()
+
+
+def pushed(folder, out, layout, changes, url):
+    """Training with push_to_hub against a Hub at `url`; the whole weights."""
+    from huggingface_hub import HfApi, constants
+    from transformers.utils import hub
+
+    warnings.simplefilter("ignore")  # the client's own, also from its threads
+    constants.ENDPOINT, constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = url, False, True
+    hub._hf_api = HfApi(endpoint=url, token="hf_test")
+    names = {"push_to_hub": True, "hub_model_id": f"me/gpt2-{layout[0]}", "hub_token": "hf_test"}
+    names |= {"save_strategy": "steps", "save_steps": 2, "hub_strategy": "every_save"}
+    losses, _, weights, _ = divided(folder, out, layout, {**changes, **names}, push=True)
+    return losses, weights
+
+
+def test_pushes_to_a_hub(tmp_path, ranks):
+    """Under tp2 and dp2: one repository with the weights of the last step, once, and a card."""
+    from hub_server import Hub
+
+    folder = checkpoint(CASE, tmp_path)
+    with Hub() as hub:
+        for layout in ((2, 1, 1), (1, 1, 2)):
+            out = tmp_path / f"run{layout[0]}"
+            changes = {"per_device_train_batch_size": 4 // layout[2]}
+            arguments = (folder, out, layout, changes, hub.url)
+            _, weights = ranks.run(pushed, 2, *arguments, timeout=300)[0]
+            repository = hub.repositories[f"me/gpt2-{layout[0]}"]
+            files = repository.commits[repository.branches["main"]]
+            assert {"README.md", "config.json", "model.safetensors"} <= files.keys()
+            assert not any("checkpoint-" in name or "/" in name for name in files)
+            local = tmp_path / f"fetched{layout[0]}"
+            local.mkdir()
+            for name in ("config.json", "model.safetensors"):
+                (local / name).write_bytes(files[name])
+            plain = transformers.GPT2LMHeadModel.from_pretrained(local)
+            for name, p in plain.named_parameters():
+                torch.testing.assert_close(p, weights[name], atol=0, rtol=0)
+            assert (out / "checkpoint-4" / "training_state.json").exists(), (
+                "a push costs checkpoints"
+            )
+
+
+def test_refuses_a_plain_model(tmp_path):
+    from slapo_zoo import SlapoError
+    from slapo_zoo.model.trainer import ScheduledTrainer
+
+    folder = checkpoint(CASE, tmp_path)
+    with pytest.raises(SlapoError, match="expected a model of AutoScheduledModel"):
+        ScheduledTrainer(model=transformers.GPT2LMHeadModel.from_pretrained(folder))
+
+
+def accelerated(folder, layout):
+    """A loop of one's own with Accelerate: losses of 4 steps, and which rows this rank read."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    from slapo_zoo import AutoScheduledModel
+    from slapo_zoo.model.trainer import prepare
+
+    AcceleratorState._reset_state(True)
+    tp, pp, dp = layout
+    model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, dp=dp, seed=0)
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = torch.utils.data.DataLoader(rows()[:16], batch_size=4 // dp)
+    model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
+    losses, seen = [], []
+    model.train()
+    for batch in loader:
+        losses.append(float(model.train_step(batch)))
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(batch["input_ids"])
+    gathered = accelerator.gather_for_metrics(torch.full((2,), float(model.mesh.coord("dp"))))
+    return losses, torch.cat(seen), gathered
+
+
+def test_accelerate_in_a_loop(tmp_path, ranks):
+    folder = checkpoint(CASE, tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected, whole, _ = ranks.run(accelerated, 1, folder, (1, 1, 1))[0]
+        found = ranks.run(accelerated, 4, folder, (2, 1, 2))
+    for losses, _, gathered in found:
+        torch.testing.assert_close(losses, expected, atol=2e-6, rtol=1e-6)
+        assert gathered.tolist() == [0.0, 0.0, 1.0, 1.0]  # the rows of each dp rank once
+    assert torch.equal(found[0][1], found[1][1]), "tp peers read different rows"
+    both = torch.cat([found[0][1], found[2][1]])
+    assert sorted(both.tolist()) == sorted(whole.tolist())
+
+
+# --- options of the Trainer ----------------------------------------------------------------------
+
+
+def thrice(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
+    """A compute_loss of one's own."""
+    inputs = {**inputs, "labels": inputs["labels"]}
+    return 3 * transformers.Trainer.compute_loss(
+        trainer, model, inputs, num_items_in_batch=num_items_in_batch
+    )
+
+
+def squared(outputs, labels, num_items_in_batch=None):
+    """A compute_loss_func of one's own, a sum over the targets of a step."""
+    from torch.nn import functional
+
+    logits, targets = outputs.logits[:, :-1].float(), labels[:, 1:]
+    each = functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    return (each + 0.1 * each.square()).sum() / num_items_in_batch
+
+
+OPTIONS = {
+    "compute_loss": {},
+    "compute_loss_func": {},
+    "label_smoothing": {"label_smoothing_factor": 0.1},
+    "neftune": {"neftune_noise_alpha": 5.0},
+    "recomputed": {"activation_checkpointing": True},
+    "adafactor": {"optim": "adafactor", "learning_rate": 1e-3},
+    "bf16": {"bf16": True},
+}
+
+
+def optioned(folder, out, layout, option, rows_each):
+    """The Trainer of this mesh with an option; the plain one where layout is None."""
+    from accelerate.state import AcceleratorState
+
+    from slapo_zoo import AutoScheduledModel
+    from slapo_zoo.model.trainer import ScheduledTrainer
+
+    AcceleratorState._reset_state(True)
+    args = arguments(out, per_device_train_batch_size=rows_each, **OPTIONS[option])
+    given = {"compute_loss_func": squared} if option == "compute_loss_func" else {}
+    base = transformers.Trainer if layout is None else ScheduledTrainer
+    cls = type("Mine", (base,), {"compute_loss": thrice} if option == "compute_loss" else {})
+    if layout is None:
+        model = transformers.GPT2LMHeadModel.from_pretrained(folder)
+    else:
+        tp, pp, dp = layout
+        model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, dp=dp, seed=0)
+    model.loss_type = "ForCausalLM"
+    kinds = set()
+    model.transformer.h[0].ln_2.register_forward_hook(lambda _m, _a, y: kinds.add(y.dtype))
+    model.transformer.h[0].mlp.register_forward_hook(lambda _m, _a, y: kinds.add(y.dtype))
+    trainer = cls(model=model, args=args, train_dataset=rows(), **given)
+    losses, norms = run(trainer)
+    weights = dict(model.named_parameters()) if layout is None else model.consolidated_state_dict()
+    return losses, norms, {n: w.detach() for n, w in weights.items()}, kinds
+
+
+QUICK = {"compute_loss": (1, 1, 2), "compute_loss_func": (2, 1, 1), "bf16": (2, 1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("option", "layout"),
+    [
+        pytest.param(
+            option,
+            layout,
+            id=f"{option}-{name}",
+            marks=() if QUICK.get(option) == layout else pytest.mark.slow,
+        )
+        for name, layout in {"tp2": (2, 1, 1), "dp2": (1, 1, 2)}.items()
+        for option in OPTIONS
+        if (option, name) != ("neftune", "dp2")
+    ],
+)  # dp ranks draw NEFTune's noise for other rows than one process does, as under DDP
+def test_options_are_those_of_the_plain_trainer(option, layout, tmp_path, ranks):
+    folder = checkpoint(CASE, tmp_path)
+    want = ranks.run(optioned, 1, folder, tmp_path, None, option, 4)[0]
+    args = (folder, tmp_path, layout, option, 4 // layout[2])
+    found = ranks.run(optioned, 2, *args, timeout=200)
+    close = {"atol": 0.03, "rtol": 0.02} if option == "bf16" else {"atol": 1e-5, "rtol": 1e-5}
+    for losses, norms, _, kinds in found:
+        torch.testing.assert_close(losses, want[0], **close)
+        torch.testing.assert_close(norms, want[1], atol=10 * close["atol"], rtol=10 * close["rtol"])
+        assert kinds == want[3]
+    for name, weight in want[2].items() if option != "bf16" else ():
+        mine = found[0][2][name]
+        if option == "adafactor" and name.endswith("c_attn.bias"):
+            continue  # the gradient of the keys' bias is 0 but for rounding, and its sign is taken
+        torch.testing.assert_close(mine, weight, atol=2e-5, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"fp16": True}, "bf16=True"),
+        ({"torch_compile": True}, "block.compile"),
+        ({"use_liger_kernel": True}, "kernels="),
+        ({"optim": "lomo"}, "within the backward"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_refuses_what_it_cannot_honour(option, words, tmp_path):
+    from slapo_zoo import AutoScheduledModel, SlapoError
+    from slapo_zoo.model.trainer_options import refuse_options
+
+    model = AutoScheduledModel.from_pretrained(checkpoint(CASE, tmp_path))
+    args = arguments(tmp_path)
+    for name, value in option.items():  # some would fail in TrainingArguments on this machine
+        setattr(args, name, type("Named", (), {"value": value}) if name == "optim" else value)
+    with pytest.raises(SlapoError, match=words):
+        refuse_options(model, args, "")
+
+
+def wrapped(folder, layout, out):
+    """A stock Trainer, and a loss of one's own in stages."""
+    from slapo_zoo import AutoScheduledModel, ScheduledTrainer, SlapoError
+
+    model = AutoScheduledModel.from_pretrained(folder, tp=layout[0], pp=layout[1], dp=layout[2])
+    with pytest.raises(SlapoError, match="take ScheduledTrainer"):
+        transformers.Trainer(model=model, args=arguments(out), train_dataset=rows())
+    if layout[1] > 1:
+        for given in ({"compute_loss_func": squared}, {}):
+            args = arguments(out) if given else arguments(out, label_smoothing_factor=0.1)
+            with pytest.raises(SlapoError, match="loss_fn"):
+                ScheduledTrainer(model=model, args=args, **given)
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=["tp2", "pp2", "dp2"])
+def test_a_stock_trainer_is_told(layout, tmp_path, ranks):
+    ranks.run(wrapped, 2, checkpoint(CASE, tmp_path), layout, tmp_path)

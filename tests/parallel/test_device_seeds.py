@@ -1,0 +1,130 @@
+"""Seeds made on the device are those of the host, and those of a part give a part of the mask."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from slapo_zoo.parallel.device_seeds import DeviceSeeds, mix, signed, split_cells
+from slapo_zoo.parallel.random_stream import RandomStream, hashed_cells
+
+P, SITE = 0.3, "h.0.attn"
+
+
+class Hashed(RandomStream):
+    """A stream that draws on a CPU as on other devices."""
+
+    @staticmethod
+    def draws_in_blocks(device):
+        return False
+
+
+def stream(**more):
+    return Hashed(**{"seed": 7, "step": 3, "first_row": 2, "num_rows": 2} | more)
+
+
+def kept(seeds, x):
+    return hashed_cells(x, P, seeds)
+
+
+@pytest.mark.parametrize("heads", [(), (0,), range(3, 7), (1, 4, 2)], ids=str)
+@pytest.mark.parametrize("num_rows", [0, 2])
+@pytest.mark.parametrize("step", [0, 1, 12345])
+def test_equal_to_the_hosts(heads, num_rows, step):
+    at = stream(step=step, num_rows=num_rows, seed=2**40 + 1)
+    shape = (4, len(heads), 5) if heads else (4, 5)  # two choices per row are flattened
+    for first_row in (0, 6):
+        at.first_row = first_row
+        found = at.seeds(torch.empty(shape), SITE, heads).tolist()
+        assert found == at.cells(4, SITE, heads)
+
+
+def test_a_word_of_64_bits_is_an_int64():
+    for word in (0, 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -1):
+        assert torch.tensor(signed(word)).item() & ((1 << 64) - 1) == word & ((1 << 64) - 1)
+    assert mix(1, 2) != mix(2, 1)
+
+
+def test_cells_cut_in_parts_have_the_same_mask():
+    x = torch.empty(3, 4, 10)
+    seeds = stream().seeds(x, SITE)
+    assert torch.equal(kept(split_cells(seeds, 4, 10), x), kept(seeds, x))
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_columns_of_a_rank(n):
+    whole = stream().keep_mask(torch.empty(2, 3, 8), P, SITE)
+    for r in range(n):
+        run = (r * 8 // n, (r + 1) * 8 // n)
+        x = torch.empty(2, 3, 8 // n)
+        found = kept(stream().seeds_of_columns(x, SITE, run, 8), x)
+        assert torch.equal(found, (whole[..., run[0] : run[1]] > 0).float())
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_tokens_of_a_rank(flat):
+    shape = (2 * 6, 5) if flat else (2, 6, 5)
+    whole = (stream().keep_mask(torch.empty(shape), P, SITE) > 0).float().view(2, 6, 5)
+    for r in range(3):
+        x = torch.empty(2 * 2, 5) if flat else torch.empty(2, 2, 5)
+        found = kept(stream().seeds_of_tokens(x, SITE, 3, r), x).view(2, 2, 5)
+        assert torch.equal(found, whole[:, 2 * r : 2 * r + 2])
+
+
+def test_tokens_of_a_packed_batch():
+    real = torch.tensor([[1, 1, 0, 1], [0, 1, 0, 0]]).bool()
+    at = stream()
+    whole = at.keep_mask(torch.empty(2, 4, 6), P, SITE) > 0
+    with at.packing(real):
+        x = torch.empty(1, 4, 6)
+        packed = at.keep_mask(x, P, SITE) > 0
+        columns = kept(at.seeds_of_columns(x[..., :3], SITE, (3, 6), 6), x[..., :3]) > 0
+    assert torch.equal(packed[0], whole[real])
+    assert torch.equal(columns[0], whole[real][:, 3:])
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations, and those that take something from the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.from_host = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if "slice" not in func.name():
+            self.count += 1
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        self.from_host += any(t.device.type == "cpu" for t in tensors) or func.name().startswith("aten::_to_copy")  # fmt: skip
+        return out
+
+
+def launches_of_a_step(sites):
+    at, x = stream(), torch.empty(2, 12, 8, device="meta")
+    for step in (1, 2):
+        with at.at(step, 0, 2), Launches() as found:
+            for site in range(sites):
+                at.seeds(x, f"h.{site}", range(12))
+    return found
+
+
+def test_one_pass_and_no_copy_per_step_whatever_the_number_of_sites():
+    one, many = launches_of_a_step(1), launches_of_a_step(30)
+    assert one.count == many.count < 50
+    assert one.from_host == many.from_host == 0
+
+
+def test_a_dry_run_leaves_nothing_behind():
+    at, x = stream(), torch.empty(2, 5)
+    want = at.cells(2, SITE)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        at.seeds(x, SITE)
+    assert at.seeds(x, SITE).tolist() == want
+    assert len(at.device_seeds.plans) == 1
+
+
+def test_batches_of_many_sizes_take_no_more_memory():
+    held = DeviceSeeds()
+    for rows in range(1, 100):
+        held.find(torch.device("cpu"), 0, (1, 0, rows), 5, rows, ())
+    assert len(held.plans) < 20

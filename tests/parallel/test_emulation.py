@@ -1,0 +1,100 @@
+"""A mesh in one process: the ranks are threads, the results those of one device."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from slapo_zoo import AutoScheduledModel, emulate
+from slapo_zoo.errors import MeshError
+from slapo_zoo.parallel.agreement import together
+from slapo_zoo.parallel.launch import run_local
+from slapo_zoo.parallel.mesh import Mesh
+
+CONFIG = transformers.GPT2Config(
+    n_embd=32, n_head=4, n_layer=4, vocab_size=65, n_positions=32, bos_token_id=0, eos_token_id=0,
+    architectures=["GPT2LMHeadModel"],
+)  # fmt: skip
+
+
+def train(tp=1, pp=1, dp=1, **options):
+    """Losses of three steps, dropout on, and a weight afterwards."""
+    model = AutoScheduledModel.from_config(CONFIG, tp=tp, pp=pp, dp=dp, seed=0, **options).train()
+    ids = torch.arange(48).reshape(4, 12) % 65
+    rows = ids.tensor_split(dp)[model.mesh.coord("dp")]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses.append(float(model.train_step({"input_ids": rows, "labels": rows})))
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+    return losses, model.consolidated_state_dict()
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "dp", "options"),
+    [(2, 1, 1, {}), (1, 2, 1, {}), (2, 2, 1, {}), (2, 1, 2, {}), (4, 1, 1, {}),
+     (2, 1, 1, {"sequence_parallel": True}), (1, 2, 1, {"pipeline_order": "zbv"})],
+)  # fmt: skip
+def test_results_are_those_of_one_process(tp, pp, dp, options):
+    losses, weights = train()
+    results = emulate(train, tp, pp, dp, **options, mesh=(tp, pp, dp))
+    for found, _ in results:
+        assert found == pytest.approx(losses, rel=1e-5)
+    for name, want in weights.items():
+        torch.testing.assert_close(results[0][1][name], want, rtol=1e-4, atol=1e-5)
+
+
+def fail():
+    if dist.get_rank() == 1:
+        raise ValueError("rank 1 fails")
+    dist.barrier()
+
+
+def test_the_first_error_comes_out_and_nothing_is_left_behind():
+    world = dist.distributed_c10d._world
+    with pytest.raises(ValueError, match="rank 1 fails"):
+        emulate(fail, mesh=(2, 1, 1), timeout_s=5)
+    assert not dist.is_initialized()
+    assert dist.distributed_c10d._world is world
+    assert emulate(dist.get_rank, mesh=(3, 1, 1)) == [0, 1, 2]
+
+
+def nested():
+    emulate(fail, mesh=(2, 1, 1))
+
+
+def test_an_emulation_within_another_is_refused():
+    with pytest.raises(MeshError, match="process group already"):
+        emulate(nested, mesh=(2, 1, 1), timeout_s=5)
+
+
+def agree_five_times():
+    mesh = Mesh(2, 1, 1, dist.get_rank())
+    return [together(mesh, "a step", lambda: mesh.rank) for _ in range(5)]
+
+
+def test_ranks_that_are_threads_agree_again_and_again():
+    """Each has a group of its own to wait on: none takes another thread's."""
+    for _ in range(3):
+        assert emulate(agree_five_times, mesh=(2, 1, 1)) == [[[0, 1]] * 5] * 2
+
+
+def agree_once():
+    return agree_five_times()[0]
+
+
+def native_threads():
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_after_an_emulation_no_thread_is_left_and_processes_start():
+    """A forked rank that frees a group of its parent would wait for threads that it lacks."""
+    emulate(agree_five_times, mesh=(2, 1, 1))
+    before = native_threads()
+    emulate(agree_five_times, mesh=(2, 1, 1))
+    assert native_threads() <= before
+    assert run_local(agree_once, 2, timeout=60, start="fork", threads=1) == [[0, 1]] * 2

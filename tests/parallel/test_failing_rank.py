@@ -1,0 +1,148 @@
+"""One rank fails in the middle of a step: all ranks stop with its error, and none hangs."""
+
+import errno
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from parity import batch_of, checkpoint
+from refusals import BERT, GPT2
+from slapo_zoo import (
+    AutoScheduledModel,
+    RankError,
+    SlapoError,
+    save_checkpoint,
+)
+from slapo_zoo.errors import WeightsError
+from slapo_zoo.parallel.launch import run_local
+from slapo_zoo.weights import save
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory):
+    root = tmp_path_factory.mktemp("sources")
+    return {"gpt2": checkpoint(GPT2, root), "bert": checkpoint(BERT, root)}
+
+
+def error_of_step(folder, tp, pp, guilty, how):
+    """What this rank saw when rank `guilty` raised; then its process ends."""
+    model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp).train()
+    model.train_step(batch_of(GPT2))
+    if dist.get_rank() == guilty:
+        sabotage(model, how)
+    begin = time.monotonic()
+    try:
+        model.train_step(batch_of(GPT2), micro_batches=4)
+    except (SlapoError, ValueError, RuntimeError) as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return None
+
+
+def sabotage(model, how):
+    """The mlp of a block that this rank holds raises when it is called for the second time."""
+    blocks = [b for b in model.transformer.h if type(b).__name__ == "GPT2Block"]
+    calls = []
+
+    def hook(module, args, *rest):
+        calls.append(1)
+        if len(calls) == 2:
+            raise ValueError("the disk of this node is on fire")
+
+    if how == "forward":
+        blocks[-1].mlp.register_forward_pre_hook(hook)
+    else:
+        blocks[-1].mlp.register_full_backward_hook(hook)
+
+
+@pytest.mark.parametrize("how", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("tp", "pp", "guilty"), [(2, 1, 1), (1, 2, 0), (1, 2, 1), (2, 2, 1), (2, 2, 2)]
+)
+def test_all_ranks_stop_with_the_error_of_one(tp, pp, guilty, how, sources):
+    arguments = (sources["gpt2"], tp, pp, guilty, how)
+    results = run_local(error_of_step, tp * pp, arguments, threads=1, timeout=60)
+    for rank, (kind, text, seconds) in enumerate(results):
+        assert seconds < 60
+        assert "the disk of this node is on fire" in text
+        if rank != guilty:
+            assert kind == "RankError"
+            assert text.startswith(f"rank {guilty}: train_step: ")
+
+
+def error_after_a_handled_one(folder, out):
+    """Rank 1 cannot save, all go on; then rank 0 fails in a step."""
+    model = AutoScheduledModel.from_pretrained(folder, tp=2).train()
+    writing = save.write_tensors
+    if dist.get_rank() == 1:
+        save.write_tensors = full
+    with pytest.raises((WeightsError, RankError), match="No space left"):
+        save_checkpoint(model, out, step=1)
+    save.write_tensors = writing
+    if dist.get_rank() == 0:
+        sabotage(model, "forward")
+    with pytest.raises((RankError, ValueError)) as caught:
+        model.train_step(batch_of(GPT2), micro_batches=4)
+    return type(caught.value).__name__, str(caught.value)
+
+
+def full(*args):
+    raise OSError(errno.ENOSPC, "No space left on device", "x")
+
+
+def test_a_handled_error_is_not_the_cause_of_a_later_one(sources, tmp_path):
+    arguments = (sources["gpt2"], tmp_path / "out")
+    guilty, other = run_local(error_after_a_handled_one, 2, arguments, threads=1, timeout=60)
+    assert guilty == ("ValueError", "the disk of this node is on fire")
+    assert other[0] == "RankError"
+    assert other[1].startswith("rank 0: train_step: ValueError: the disk of this node is on fire")
+
+
+def train_until_it_fails(folder):
+    model = AutoScheduledModel.from_pretrained(folder, tp=2).train()
+    if dist.get_rank() == 1:
+        sabotage(model, "backward")
+    for step in range(4):
+        model.train_step(batch_of(GPT2, step))
+
+
+def test_run_local_raises_the_error_of_one(sources):
+    begin = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1: .*: ValueError: the disk .* on fire") as caught:
+        run_local(train_until_it_fails, 2, (sources["gpt2"],), threads=1)
+    assert time.monotonic() - begin < 60
+    assert "sabotage" in caught.value.traceback_text or "hook" in caught.value.traceback_text
+
+
+SCRIPT = """
+import sys
+sys.path[:0] = sys.argv[2:]
+from test_failing_rank import train_until_it_fails
+train_until_it_fails(sys.argv[1])
+"""
+
+
+def test_torchrun_shows_the_error_of_one(sources, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=2", "--redirects=3", f"--log-dir={tmp_path / 'log'}", "train.py"]
+    command += [
+        str(sources["gpt2"]),
+        str(Path(__file__).parent),
+        str(Path(__file__).parents[1] / "support"),
+    ]
+    begin = time.monotonic()
+    result = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=120, check=False,
+        capture_output=True,
+    )  # fmt: skip
+    assert time.monotonic() - begin < 60
+    assert result.returncode != 0
+    errors = {p.parent.name: p.read_text() for p in (tmp_path / "log").glob("**/stderr.log")}
+    assert "ValueError: the disk of this node is on fire" in errors["1"]
+    if "RankError" in errors["0"]:  # or torchrun was faster in stopping it
+        assert "rank 1: train_step: " in errors["0"]

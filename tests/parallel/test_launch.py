@@ -1,0 +1,252 @@
+"""Local ranks: results, the first failure stops all, nothing is left behind."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slapo_zoo.errors import MeshError, RankError, ScheduleError, SlapoError
+from slapo_zoo.parallel.launch import run_local
+from slapo_zoo.parallel.process_group import (
+    is_distributed_launch,
+    peer_error,
+    publish_error,
+    rank_guard,
+)
+
+
+def rank_sum(offset):
+    value = torch.tensor([dist.get_rank() + offset])
+    dist.all_reduce(value)
+    return dist.get_rank(), value, os.getpid(), torch.get_num_threads()
+
+
+def fail_on(rank, how):
+    if dist.get_rank() == rank:
+        how()
+    dist.all_reduce(torch.ones(1))
+    time.sleep(600)
+
+
+def raise_value_error():
+    raise ValueError("a bad number")
+
+
+def raise_schedule_error():
+    raise ScheduleError("h.0", "shard", "found 1, expected 2", "do this")
+
+
+def kill_self():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ignore_sigterm_and_hang():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+
+
+def give_up():
+    sys.exit(3)
+
+
+def unpicklable():
+    return lambda: None
+
+
+def write_pid_and_wait(folder):
+    (folder / str(dist.get_rank())).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+BEFORE = set()
+
+
+@pytest.fixture(autouse=True)
+def before():
+    """Workers that earlier tests keep warm."""
+    BEFORE.clear()
+    BEFORE.update(multiprocessing.active_children())
+
+
+def assert_nothing_is_left():
+    """No child is alive but those that were there before, and none is a zombie."""
+    assert not set(multiprocessing.active_children()) - BEFORE
+    for path in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+        for pid in path.read_text().split():
+            assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_results_come_in_rank_order():
+    results = run_local(rank_sum, 3, (10,), threads=1)
+    assert [(rank, value.item()) for rank, value, _, _ in results] == [(0, 33), (1, 33), (2, 33)]
+    assert [threads for *_, threads in results] == [1, 1, 1]
+    assert len({pid for _, _, pid, _ in results} | {os.getpid()}) == 4
+    assert_nothing_is_left()
+
+
+def test_spawned_ranks_give_the_same():
+    (result,) = run_local(rank_sum, 1, (5,), start="spawn", threads=2)
+    assert (result[0], result[1].item(), result[3]) == (0, 5, 2)
+
+
+@pytest.mark.parametrize("guilty", [0, 1, 2])
+def test_the_first_error_stops_all_ranks(guilty):
+    begin = time.monotonic()
+    with pytest.raises(RankError, match=rf"rank {guilty}: fail_on: ValueError: a bad") as caught:
+        run_local(fail_on, 3, (guilty, raise_value_error), threads=1)
+    assert time.monotonic() - begin < 20
+    assert "in raise_value_error" in caught.value.traceback_text
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert_nothing_is_left()
+
+
+def test_an_error_of_ours_keeps_its_parts():
+    with pytest.raises(RankError, match=r"ScheduleError: h\.0: shard: found 1, exp") as caught:
+        run_local(fail_on, 2, (1, raise_schedule_error), threads=1)
+    assert (caught.value.where, caught.value.hint) == ("rank 1", "do this")
+
+
+@pytest.mark.parametrize(
+    ("how", "problem"),
+    [(kill_self, "killed by SIGKILL"), (give_up, "ended with exit code 3 and no result")],
+)
+def test_a_rank_that_dies_stops_all_ranks(how, problem):
+    with pytest.raises(RankError, match=f"rank 0: fail_on: {problem}"):
+        run_local(fail_on, 2, (0, how), threads=1)
+    assert_nothing_is_left()
+
+
+def test_a_timeout_names_the_ranks_that_run_and_ends_them():
+    begin = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 0, 1: fail_on: still running after 0\.5 s"):
+        run_local(fail_on, 2, (1, ignore_sigterm_and_hang), timeout=0.5, threads=1)
+    assert time.monotonic() - begin < 15
+    assert_nothing_is_left()
+
+
+def test_a_result_that_cannot_travel_is_an_error():
+    with pytest.raises(RankError, match="rank 0: unpicklable:"):
+        run_local(unpicklable, 1, threads=1)
+
+
+def test_no_rank_is_an_error():
+    with pytest.raises(MeshError, match="found 0"):
+        run_local(rank_sum, 0)
+
+
+def test_ranks_die_with_their_parent(tmp_path):
+    code = (
+        f"from test_launch import *; run_local(write_pid_and_wait, 2, (Path({str(tmp_path)!r}),))"
+    )
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(
+            map(str, (Path(__file__).parent, Path(__file__).parents[1] / "support"))
+        ),
+        "OMP_NUM_THREADS": "1",
+    }
+    parent = subprocess.Popen([sys.executable, "-P", "-c", code], env=environment)
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.1)
+    pids = [int(path.read_text()) for path in tmp_path.iterdir()]
+    parent.kill()
+    parent.wait()
+    assert len(pids) == 2
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def test_this_process_is_no_rank(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert not is_distributed_launch()
+    assert peer_error() is None
+    publish_error(ValueError("nobody reads this"))
+    with pytest.raises(ValueError, match="as it was"), rank_guard("work"):
+        raise ValueError("as it was")
+
+
+def test_slurm_variables_count(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert not is_distributed_launch()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert is_distributed_launch()
+
+
+def guarded(guilty):
+    """Rank `guilty` raises and leaves; the others wait for it in a collective."""
+    try:
+        with rank_guard("step"):
+            if dist.get_rank() == guilty:
+                raise_schedule_error()
+            dist.all_reduce(torch.ones(1))
+    except SlapoError as error:
+        dist.destroy_process_group()
+        return type(error).__name__, str(error), getattr(error, "traceback_text", "")
+    return None
+
+
+def test_peers_stop_with_the_error_of_the_guilty_rank(ranks):
+    begin = time.monotonic()
+    first, guilty, third = ranks.run(guarded, 3, 1)
+    assert time.monotonic() - begin < 20
+    assert guilty[0] == "ScheduleError"
+    for name, text, traceback_text in (first, third):
+        assert name == "RankError"
+        assert text.startswith("rank 1: step: ScheduleError: h.0: shard: found 1, expected 2")
+        assert "in raise_schedule_error" in traceback_text
+
+
+def vanish():
+    try:
+        with rank_guard("step"):
+            if dist.get_rank() == 1:
+                dist.destroy_process_group()
+            else:
+                dist.all_reduce(torch.ones(1))
+    except RankError as error:
+        return str(error)
+    return None
+
+
+def test_a_peer_that_vanishes_in_silence_is_an_error_too(ranks):
+    text, nothing = ranks.run(vanish, 2)
+    assert text.startswith("rank 0: step: lost contact with ")
+    assert nothing is None
+
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist
+from slapo_zoo.parallel.launch import init_distributed, rank_guard
+init_distributed()
+with rank_guard("step"):
+    if dist.get_rank() == 0:
+        raise ValueError("a bad number")
+    dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_under_torchrun_too(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=2", "--redirects=3", f"--log-dir={tmp_path}", "train.py"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, timeout=60, check=False)
+    assert result.returncode != 0
+    errors = "".join(path.read_text() for path in tmp_path.glob("**/stderr.log"))
+    assert "a bad number" in errors

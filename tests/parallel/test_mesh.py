@@ -1,0 +1,121 @@
+"""The mesh: ranks and coordinates both ways, the groups of every rank, and what is no mesh."""
+
+import itertools
+import pickle
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranks import COLLECTIVE_TIMEOUT_S
+from slapo_zoo import Mesh, MeshError, SlapoError
+from slapo_zoo.parallel.mesh import MESH_DIMS
+
+SIZES = [(1, 1, 1), (2, 1, 1), (3, 2, 1), (2, 2, 2), (4, 1, 3), (1, 5, 2)]
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp"), SIZES)
+def test_ranks_and_coordinates(tp, pp, dp):
+    """tp is the fastest mesh dim, then dp, then pp; every rank has coordinates of its own."""
+    seen = {}
+    for rank in range(tp * pp * dp):
+        mesh = Mesh(tp, pp, dp, rank)
+        coords = tuple(mesh.coord(mesh_dim) for mesh_dim in MESH_DIMS)
+        assert mesh.at() == mesh.at(**dict(zip(MESH_DIMS, coords, strict=True))) == rank
+        seen[coords] = rank
+    assert list(seen) == list(itertools.product(range(pp), range(dp), range(tp)))
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp"), SIZES)
+def test_peers_partition_the_ranks(tp, pp, dp):
+    world = Mesh(tp, pp, dp).world_size
+    for mesh_dim in MESH_DIMS:
+        groups = {tuple(Mesh(tp, pp, dp, rank).peers(mesh_dim)) for rank in range(world)}
+        assert sorted(rank for group in groups for rank in group) == list(range(world))
+        for rank in range(world):
+            mesh = Mesh(tp, pp, dp, rank)
+            peers = mesh.peers(mesh_dim)
+            assert peers[mesh.coord(mesh_dim)] == rank
+            assert len(peers) == mesh.size(mesh_dim)
+    assert [Mesh(tp, pp, dp, 0).peers("tp")] == [list(range(tp))]  # neighbours
+
+
+def groups_of(tp, pp, dp):
+    """Per mesh dim: the sum of the ranks in our group, and the ranks in it."""
+    mesh, found = Mesh(tp, pp, dp, dist.get_rank()), {}
+    for mesh_dim in MESH_DIMS:
+        group = mesh.group(mesh_dim)
+        if group is None:
+            found[mesh_dim] = None
+            continue
+        total = torch.tensor([mesh.rank])
+        dist.all_reduce(total, group=group)
+        assert mesh.group(mesh_dim) is group  # made once
+        assert dist.get_rank(group) == mesh.coord(mesh_dim)
+        found[mesh_dim] = (total.item(), dist.get_process_group_ranks(group))
+    return found
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 2, 1), (2, 1, 2), (1, 2, 2), (4, 1, 1)])
+def test_groups_hold_the_peers(tp, pp, dp, ranks):
+    for rank, found in enumerate(ranks.run(groups_of, 4, tp, pp, dp)):
+        mesh = Mesh(tp, pp, dp, rank)
+        for mesh_dim in MESH_DIMS:
+            peers = mesh.peers(mesh_dim)
+            want = (sum(peers), peers) if len(peers) > 1 else None
+            assert found[mesh_dim] == want
+
+
+def timeouts():
+    """Of each group of a mesh, beside that of the whole process group."""
+    mesh, cpu = Mesh(2, 2, 1, dist.get_rank()), torch.device("cpu")
+    groups = [dist.group.WORLD, mesh.group("tp"), mesh.group("pp")]
+    return [group._get_backend(cpu).options._timeout for group in groups]
+
+
+def test_groups_wait_no_longer_than_the_whole(ranks):
+    """torch would let them wait for 30 minutes."""
+    for world, tp, pp in ranks.run(timeouts, 4):
+        assert world == tp == pp == timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what", "problem"),
+    [
+        ({"tp": 0}, "tp", "found 0, expected an integer of at least 1"),
+        ({"pp": -1}, "pp", "found -1, expected an integer of at least 1"),
+        ({"dp": 2.0}, "dp", "found 2.0, expected an integer"),
+        ({"tp": "2"}, "tp", "found '2', expected an integer"),
+        ({"tp": None}, "tp", "found None, expected an integer"),
+        ({"tp": 2, "rank": 2}, "rank", "found 2, expected 0..1"),
+        ({"rank": -1}, "rank", "found -1, expected 0..0"),
+    ],
+)
+def test_what_is_no_mesh(arguments, what, problem):
+    with pytest.raises(MeshError) as caught:
+        Mesh(**arguments)
+    assert (caught.value.where, caught.value.what) == ("mesh", what)
+    assert problem in caught.value.problem
+    assert caught.value.hint
+
+
+def test_an_unknown_mesh_dim_and_no_process_group():
+    with pytest.raises(MeshError, match="expected one of") as caught:
+        Mesh().size("ep")
+    assert "mesh_dim='ep'" in str(caught.value)
+    with pytest.raises(MeshError, match="no process group") as caught:
+        Mesh(tp=2).group("tp")
+    assert "torchrun" in caught.value.hint
+    assert Mesh(tp=2).group("pp") is None  # of size 1: no group is needed
+
+
+def test_errors_travel_with_their_parts():
+    error = MeshError("mesh", "rank", "found 2, expected 0..1", "do this")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is MeshError
+    assert isinstance(again, SlapoError)
+    assert isinstance(again, ValueError)
+    parts = (again.where, again.what, again.problem, again.hint)
+    assert parts == ("mesh", "rank", "found 2, expected 0..1", "do this")
+    assert str(again) == str(error)

@@ -1,0 +1,297 @@
+"""A slow rank is waited for, a stopped one is named, and an error reaches all however they started."""
+
+import gc
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slapo_zoo.errors import MeshError, RankError, WeightsError
+from slapo_zoo.parallel import compat, heartbeat, patience, process_group
+from slapo_zoo.parallel.agreement import together
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.process_group import init_distributed, rank_guard, shutdown_distributed
+from slapo_zoo.parallel.store import local_store
+from slapo_zoo.weights import save as saving
+from slapo_zoo.weights.save import save_folder
+
+
+def mesh_of(size):
+    return Mesh(dp=size, rank=dist.get_rank())
+
+
+def entry(rank, size, port, fn, args, pipe):
+    """A rank as srun starts it: rank 0 holds the store, nobody watches."""
+    gc.freeze()  # groups of the parent are not ours to free
+    torch.set_num_threads(1)
+    for name in list(os.environ):
+        if "ELASTIC" in name:
+            del os.environ[name]
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    begin = time.monotonic()
+    try:
+        pipe.send((fn(rank, *args), time.monotonic() - begin))
+    except Exception as error:
+        pipe.send((f"{type(error).__name__}: {error}", time.monotonic() - begin))
+
+
+def as_by_srun(fn, size, *args, timeout=120):
+    """What every rank ended with, and after how many seconds; None for one that died."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    pipes, started = [], []
+    for rank in range(size):
+        ours, theirs = context.Pipe(duplex=False)
+        arguments = (rank, size, port, fn, args, theirs)
+        started.append(context.Process(target=entry, args=arguments, daemon=True))
+        started[-1].start()
+        theirs.close()
+        pipes.append(ours)
+    found = []
+    for pipe in pipes:
+        try:
+            found.append(pipe.recv() if pipe.poll(timeout) else "hangs")
+        except EOFError:
+            found.append(None)
+        finally:
+            pipe.close()
+    for process in started:
+        process.kill()
+        process.join()
+    return found
+
+
+def ring_with_a_failure(rank, guilty):
+    """Each rank waits for its neighbour only, so the end of one is not seen by all."""
+    init_distributed(device="cpu")
+    heartbeat.current()
+    with rank_guard("train_step"):
+        dist.barrier()
+        if rank == guilty:
+            raise ValueError("the disk of this node is on fire")
+        x = torch.zeros(1)
+        dist.recv(x, {0: guilty, 2: 0, 3: 2}[rank])
+    return "went on"
+
+
+def test_an_error_reaches_every_rank_without_a_launcher():
+    found = as_by_srun(ring_with_a_failure, 4, 1)
+    for rank, (text, seconds) in enumerate(found):
+        assert "the disk of this node is on fire" in text, found
+        assert seconds < 60
+        if rank != 1:
+            assert text.startswith("RankError: rank 1: train_step: ValueError")
+
+
+def stalled(rank, place, seconds):
+    """Rank 0 takes longer than any collective may, in one place."""
+    process_group.TIMEOUT_S = 2.0
+    if place == "start" and rank == 0:
+        time.sleep(seconds)
+    init_distributed(device="cpu")
+    mesh = mesh_of(2)
+
+    def work():
+        if place == "first" and rank == 0:
+            time.sleep(seconds)
+        return rank
+
+    with rank_guard("load"):
+        if place == "before" and rank == 0:
+            time.sleep(seconds)
+        found = together(mesh, "load", work)
+    dist.barrier()
+    shutdown_distributed()
+    return found
+
+
+@pytest.mark.parametrize("place", ["start", "before", "first"])
+def test_a_stall_beyond_the_limit_of_a_collective(place):
+    found = as_by_srun(stalled, 2, place, 4.0)
+    assert [text for text, _ in found] == [[0, 1], [0, 1]], found
+
+
+def stalled_save(rank, folder, place, seconds):
+    from shards import local_tensors, model
+
+    process_group.TIMEOUT_S = 2.0
+    init_distributed(device="cpu")
+    specs, full = model(1)
+    mesh = Mesh(tp=2, rank=rank)
+    if rank == 0:
+        kept = getattr(saving, place) if place == "_reserve" else getattr(saving.Staging, place)
+
+        def slow(*args):
+            time.sleep(seconds)
+            return kept(*args)
+
+        setattr(saving if place == "_reserve" else saving.Staging, place, slow)
+    save_folder(folder, specs, local_tensors(specs, full, mesh), mesh)
+    dist.barrier()
+    shutdown_distributed()
+    return "saved"
+
+
+@pytest.mark.parametrize("place", ["create", "publish"])
+def test_a_slow_disk_fails_no_save(tmp_path, place):
+    found = as_by_srun(stalled_save, 2, tmp_path / "out", place, 4.0)
+    assert [text for text, _ in found] == ["saved", "saved"], found
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["start", "before", "first"])
+def test_a_stall_of_two_minutes(place):
+    found = as_by_srun(stalled, 2, place, 120.0, timeout=300)
+    assert [text for text, _ in found] == [[0, 1], [0, 1]], found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["create", "publish"])
+def test_a_disk_that_takes_two_minutes(tmp_path, place):
+    found = as_by_srun(stalled_save, 2, tmp_path / "out", place, 120.0, timeout=300)
+    assert [text for text, _ in found] == ["saved", "saved"], found
+
+
+def waits_for_a_stopped_rank(rank, where, silence):
+    patience.SILENCE_S = silence
+    os.environ[process_group.VARIABLE] = "8"
+    init_distributed(device="cpu")
+    together(mesh_of(2), "warm", lambda: None)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with rank_guard("train_step"):
+        if where == "together":
+            together(mesh_of(2), "save", lambda: None)
+        else:
+            dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize("where", ["together", pytest.param("collective", marks=pytest.mark.slow)])
+def test_a_stopped_rank_is_named(where):
+    (text, seconds), other = as_by_srun_but_first(waits_for_a_stopped_rank, where, 6.0)
+    assert seconds < 90
+    assert "rank 1" in text
+    assert ("not heard of" in text) or ("timed out after 8 s waiting for rank 1" in text), text
+    assert "killed" not in text
+    assert other is None
+
+
+def as_by_srun_but_first(fn, *args):
+    """The second rank never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    _, nobody = context.Pipe(duplex=False)
+    started = [
+        context.Process(target=entry, args=(rank, 2, port, fn, args, pipe), daemon=True)
+        for rank, pipe in ((0, theirs), (1, nobody))
+    ]
+    for process in started:
+        process.start()
+    theirs.close()
+    try:
+        assert ours.poll(120), "rank 0 hangs"
+        return ours.recv(), None
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+
+
+def test_the_limit_is_an_argument_and_a_variable(monkeypatch):
+    assert process_group.timeout_of(None) == 60
+    monkeypatch.setenv(process_group.VARIABLE, "300")
+    assert process_group.timeout_of(None) == 300
+    assert process_group.timeout_of(5) == 5
+    for text in ("soon", "-1", "0", "nan"):
+        monkeypatch.setenv(process_group.VARIABLE, text)
+        with pytest.raises(MeshError, match="expected seconds"):
+            process_group.timeout_of(None)
+
+
+def test_a_rank_that_never_starts_is_named():
+    store = local_store()
+    with pytest.raises(dist.DistStoreError, match=r"timed out after 0.2 s waiting for rank 1, 2"):
+        process_group.meet(store, 0, 3, 0.2)
+
+
+def test_a_local_store_listens_on_the_loopback_only():
+    store = local_store()
+    listening = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+    port = f":{store.port:04X}"
+    rows = [line.split() for line in listening.splitlines()]
+    found = [row[1] for row in rows if row[1].endswith(port) and row[3] == "0A"]
+    assert found == [f"0100007F{port}"]
+
+
+def error_in_a_step(folder):
+    mesh = mesh_of(2)
+
+    def work():
+        if mesh.rank == 1:
+            raise WeightsError("x", "y", "z")
+
+    with pytest.raises((WeightsError, RankError), match="z"):
+        together(mesh, "step", work)
+    return together(mesh, "again", lambda: mesh.rank)
+
+
+def test_a_step_that_failed_can_be_followed_by_another(ranks, tmp_path):
+    assert ranks.run(error_in_a_step, 2, tmp_path) == [[0, 1], [0, 1]]
+
+
+def hearts():
+    """Threads that beat, when world after world was made and left."""
+    together(mesh_of(2), "step", lambda: None)
+    return sum(thread.name == "heartbeat" for thread in threading.enumerate())
+
+
+def test_a_world_has_one_heart(ranks):
+    for _ in range(3):
+        assert ranks.run(hearts, 2) == [1, 1]
+
+
+def late_to_a_patient_group(rank):
+    """Longer than the group may take to be made, shorter than it waits afterwards."""
+    init_distributed(device="cpu")
+    compat.MADE_WITHIN_S = 2.0
+    group = compat.patient_group(60.0)
+    if rank == 0:
+        time.sleep(4.0)
+    x = torch.ones(1)
+    dist.all_reduce(x, group=group)
+    shutdown_distributed()
+    return float(x)
+
+
+def test_a_patient_group_waits_longer_than_it_may_take_to_be_made():
+    assert [text for text, _ in as_by_srun(late_to_a_patient_group, 2)] == [2.0, 2.0]
+
+
+def gone_before_the_group(rank):
+    init_distributed(device="cpu")
+    compat.MADE_WITHIN_S = 3.0
+    if rank == 1:
+        os._exit(9)
+    with rank_guard("load"):
+        compat.patient_group(3600.0)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_before_the_group_is_made_is_noticed():
+    found = as_by_srun(gone_before_the_group, 2)
+    text, seconds = found[0]
+    assert text.startswith("RankError"), found
+    assert seconds < 45

@@ -1,0 +1,140 @@
+"""All ranks together hold an axis: once and in order, padded or shared only where that was asked."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slapo_zoo.parallel.placement import Placement, Run, TensorSpec
+
+COUNTS = st.integers(1, 12)
+RANKS = st.integers(1, 9)
+
+
+@st.composite
+def divided(draw, groups=True):
+    """A placement, the size of its axis and a number of ranks that fit together."""
+    n, unit = draw(RANKS), draw(st.integers(1, 5))
+    many = draw(st.integers(1, 4)) if groups else 1
+    sizes = tuple(unit * draw(st.integers(n, n + 12)) for _ in range(many))
+    return Placement(0, groups=sizes if many > 1 else (), unit=unit), sum(sizes), n
+
+
+def indices(runs):
+    return [i for run in runs for i in range(*run)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(divided())
+def test_ranks_partition_the_axis(case):
+    placement, size, n = case
+    assert placement.problem(size, n) == ""
+    held = [indices(placement.runs(size, n, r)) for r in range(n)]
+    assert sorted(i for rank in held for i in rank) == list(range(size))
+    for r, mine in enumerate(held):
+        assert mine == sorted(mine)
+        assert len(mine) == placement.local_size(size, n, r)
+        assert placement.replicas(size, n, r) == 1
+    most = max(map(len, held)) - min(map(len, held))
+    assert most <= placement.unit * len(placement.groups or (size,))
+
+
+@settings(max_examples=200, deadline=None)
+@given(divided())
+def test_units_stay_whole_and_groups_are_divided_alike(case):
+    placement, size, n = case
+    start = 0
+    for group in placement.groups or (size,):
+        for r in range(n):
+            runs = placement.runs(size, n, r)
+            mine = [i - start for i in indices(runs) if start <= i < start + group]
+            assert mine == list(range(mine[0], mine[-1] + 1))
+            assert mine[0] % placement.unit == 0
+            assert len(mine) % placement.unit == 0
+            alone = Placement(0, unit=placement.unit).runs(group, n, r)
+            assert mine == indices(alone)  # heads of q, k and v meet on one rank
+        start += group
+
+
+@settings(max_examples=200, deadline=None)
+@given(COUNTS, st.integers(1, 4), RANKS)
+def test_padding_gives_every_rank_the_same_length(units, unit, n):
+    """Also with more ranks than units: the last ones hold padding alone."""
+    placement, size = Placement(0, unit=unit, pad=True), units * unit
+    assert placement.problem(size, n) == ""
+    held = [indices(placement.runs(size, n, r)) for r in range(n)]
+    assert [i for rank in held for i in rank] == list(range(size))
+    lengths = {placement.local_size(size, n, r) for r in range(n)}
+    (length,) = lengths
+    assert length == -(-units // n) * unit
+    assert all(len(rank) <= length for rank in held)
+    assert all(rank[0] == r * length for r, rank in enumerate(held) if rank)
+
+
+@settings(max_examples=200, deadline=None)
+@given(COUNTS, st.integers(1, 4), RANKS)
+def test_replicated_units_are_shared_by_neighbours(units, unit, n):
+    placement, size = Placement(0, unit=unit, replicate=True), units * unit
+    assert placement.problem(size, n) == ""
+    runs = [placement.runs(size, n, r) for r in range(n)]
+    assert {i for mine in runs for i in indices(mine)} == set(range(size))
+    assert runs == sorted(runs)  # holders of a unit are neighbours
+    for r, mine in enumerate(runs):
+        assert placement.replicas(size, n, r) == runs.count(mine)
+        if units < n:
+            assert len(indices(mine)) == unit
+    if units >= n:
+        assert runs == [Placement(0, unit=unit).runs(size, n, r) for r in range(n)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 6), st.integers(2, 6), st.integers(1, 3), RANKS)
+def test_query_heads_stay_with_their_kv_head(kv_heads, together, unit, n):
+    """Grouped queries: whole runs per rank, or equal parts of one, beside the KV head they share."""
+    queries = Placement(0, unit=unit, together=together)
+    keys = Placement(0, unit=unit, replicate=True)
+    size, kv_size = kv_heads * together * unit, kv_heads * unit
+    if problem := queries.problem(size, n):
+        assert kv_heads < n
+        assert n % kv_heads or together % (n // kv_heads), problem
+        return
+    held = [indices(queries.runs(size, n, r)) for r in range(n)]
+    assert [i for rank in held for i in rank] == list(range(size))
+    for r, mine in enumerate(held):
+        heads = sorted({i // unit for i in mine})
+        kv = sorted({i // unit for i in indices(keys.runs(kv_size, n, r))})
+        assert kv == sorted({head // together for head in heads})
+        assert len(heads) % len(kv) == 0
+        assert [h // together for h in heads] == [
+            k for k in kv for _ in range(len(heads) // len(kv))
+        ]
+
+
+@pytest.mark.parametrize(
+    ("placement", "size", "n", "problem"),
+    [
+        (Placement(0), 3, 4, "3 units of 1 cannot be sharded over tp=4"),
+        (Placement(0, unit=6), 30, 6, "5 units of 6 cannot be sharded over tp=6"),
+        (Placement(0, "dp"), 1, 2, "cannot be sharded over dp=2"),
+        (Placement(0, unit=4), 30, 2, "(30,) are not multiples of unit 4"),
+        (Placement(1, groups=(8, 8)), 24, 2, "axis 1 has size 24, but the groups (8, 8) add up to 16"),
+        (Placement(0, groups=(4, 1), unit=1), 5, 2, "1 units of 1 cannot be sharded"),
+        (Placement(0, together=4), 6, 2, "6 units are not a multiple of 4 that belong together"),
+        (Placement(0, together=4), 8, 3, "2 runs of 4 units cannot be sharded over tp=3"),
+        (Placement(0, groups=(4, 4), pad=True), 8, 2, "only an axis of one group can be padded"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_divided(placement, size, n, problem):
+    assert problem in placement.problem(size, n)
+
+
+def test_the_thirds_of_a_fused_projection():
+    """5 heads of 2 over 2 ranks: q, k and v of heads 0..2, then of heads 3..4."""
+    placement = Placement(1, groups=(10, 10, 10), unit=2)
+    assert placement.runs(30, 2, 0) == [Run(0, 6), Run(10, 16), Run(20, 26)]
+    assert placement.runs(30, 2, 1) == [Run(6, 10), Run(16, 20), Run(26, 30)]
+    assert placement.local_shape((7, 30), 2, 1) == (7, 12)
+
+
+def test_a_spec_knows_its_local_shape():
+    assert TensorSpec("w", (7, 4), "float32").local_shape(4, 3) == (7, 4)
+    assert TensorSpec("w", (7, 4), "float32", Placement(0, pad=True)).local_shape(4, 3) == (2, 4)

@@ -1,0 +1,75 @@
+"""A forward that looks at its data is cut where that is the same for all, and refused where it is not."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten
+
+from slapo_zoo.errors import ScheduleError
+from slapo_zoo.pipeline.dataflow import Call, Shape, dry_run
+from slapo_zoo.pipeline.runtime import Pipeline
+
+
+class Chooser(nn.Module):
+    """A block in which rows are chosen by what it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y.index_put(((y.sum(-1) > 0).nonzero()[:, 0],), torch.ones(()))
+
+
+class Looker(nn.Module):
+    """Two blocks; the second gets only the rows that an input marks."""
+
+    def __init__(self):
+        super().__init__()
+        self.h = nn.ModuleList([Chooser(), Chooser()])
+
+    def forward(self, x, mask):
+        x = self.h[0](x)
+        if mask.sum().item() > 1:
+            x = x[mask]
+        return self.h[1](x)
+
+
+def calls_of(mask):
+    mode = FakeTensorMode()
+    with mode:
+        model = Looker()
+    own = model.h[0].forward
+    calls = dry_run(model, ["h.0", "h.1"], mode, {"x": torch.ones(3, 4), "mask": mask})
+    assert model.h[0].forward == own
+    return calls
+
+
+def test_what_inputs_say_is_seen_and_blocks_are_taken_to_keep_their_shape():
+    calls = calls_of(torch.tensor([True, True, False]))
+    assert calls.looked
+    assert [call.leaves[0].shape for call in calls] == [(3, 4), (2, 4)]
+    assert all(call.guessed and call.leaves[0].requires_grad for call in calls)
+    assert [call.leaves[0].shape for call in calls_of(torch.tensor([True, False, False]))] == [
+        (3, 4)
+    ] * 2
+
+
+def test_an_output_that_is_not_as_guessed_is_refused():
+    leaves, spec = tree_flatten(torch.zeros(2, 3))
+    call = Call("h.0", spec, (Shape((2, 3), torch.float32, True),), frozenset(), guessed=True)
+    call.check(leaves[0])
+    for other in (torch.zeros(2, 4), (torch.zeros(2, 3),)):
+        with pytest.raises(ScheduleError, match="they depend on data"):
+            call.check(other)
+
+
+def test_micro_batches_that_would_be_cut_differently_are_refused():
+    looking = SimpleNamespace(looks=True, plans=lambda part: part["n"])
+    assert Pipeline.plans_of_all(looking, [{"n": 1}, {"n": 1}]) == 1
+    with pytest.raises(ScheduleError, match="differs between micro-batches"):
+        Pipeline.plans_of_all(looking, [{"n": 1}, {"n": 2}])

@@ -1,0 +1,112 @@
+"""A step's memory is that of the micro-batches in flight, however many there are."""
+
+import gc
+
+import pytest
+import torch
+
+from parity import Case, checkpoint
+from slapo_zoo.parallel.live_bytes import LiveBytes
+from slapo_zoo.pipeline.in_flight import arrivals
+from slapo_zoo.pipeline.orders import ORDERS, StageMap
+from slapo_zoo.pipeline.timeline import BACKWARD, BACKWARD_WEIGHT, FORWARD, Action, most_in_flight
+
+SIZES = (("n_layer", 8), ("n_head", 4), ("n_embd", 64), ("n_positions", 64))
+GPT2 = Case("GPT2LMHeadModel", ("tokens",), SIZES)
+ALL_AT_ONCE = ("gpipe", "looped_bfs")  # every forward before any backward: all are in flight
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("in_flight")
+
+
+def peaks(folder, pp, orders):
+    """Most bytes alive in the second of two steps, per (order, number of micro-batches)."""
+    from slapo_zoo import AutoScheduledModel
+
+    found = []
+    for order, count in orders:
+        model = AutoScheduledModel.from_pretrained(folder, pp=pp, pipeline_order=order).train()
+        ids = torch.arange(count * 64).reshape(count, 64) % 90
+        batch = {"input_ids": ids, "labels": ids}
+        model.train_step(batch, count)
+        gc.collect()
+        with LiveBytes() as alive:
+            model.train_step(batch, count)
+        found.append(alive.peak)
+    return found
+
+
+def as_file(folder, order, pp, count):
+    path = folder / f"{order}{count}.csv"
+    rows = StageMap.make(order, pp, None).actions(count)
+    path.write_text("\n".join(",".join(map(str, row)) for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("order", ["zbv", "a file"])
+def test_memory_forgets_the_micro_batches(order, root, ranks):
+    names = [as_file(root, "1f1b", 2, n) if order == "a file" else order for n in (4, 32)]
+    runs = list(zip(names, (4, 32), strict=True))
+    for few, many in ranks.run(peaks, 2, checkpoint(GPT2, root), 2, runs):
+        assert many <= 1.05 * few
+
+
+@pytest.mark.slow  # four ranks, 64 micro-batches
+@pytest.mark.parametrize("order", [name for name in ORDERS if name not in ALL_AT_ONCE])
+def test_middle_stages_of_four_ranks(order, root, ranks):
+    found = ranks.run(peaks, 4, checkpoint(GPT2, root), 4, [(order, 8), (order, 64)])
+    for few, many in found[1:3]:
+        assert many <= 1.05 * few
+
+
+def sent_bytes(folder, order):
+    """Bytes behind the outputs of stage 0 when their backwards begin."""
+    from torch.distributed.pipelining import PipelineStage
+
+    from slapo_zoo import AutoScheduledModel
+
+    found, original = [], PipelineStage.backward_one_chunk
+
+    def noting(stage, chunk, **kwargs):
+        if stage.stage_index == 0:
+            outputs = [x for x in stage.fwd_cache[chunk][0] if x.requires_grad]
+            found.extend(x.untyped_storage().nbytes() for x in outputs)
+        return original(stage, chunk, **kwargs)
+
+    model = AutoScheduledModel.from_pretrained(folder, pp=2, pipeline_order=order).train()
+    ids = torch.arange(8 * 64).reshape(8, 64) % 90
+    PipelineStage.backward_one_chunk = noting
+    try:
+        model.train_step({"input_ids": ids, "labels": ids}, 8)
+    finally:
+        PipelineStage.backward_one_chunk = original
+    return found
+
+
+@pytest.mark.parametrize("order", ["1f1b", "gpipe", "interleaved_1f1b", "zbv"])
+def test_what_was_sent_takes_no_memory(order, root, ranks):
+    first, second = ranks.run(sent_bytes, 2, checkpoint(GPT2, root), order)
+    assert (first, second) == ([4] * 8, [])  # one number each
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_sends_are_given_up_in_time(order):
+    """Sent gradients that a rank holds are of micro-batches in flight; none is given up unsent."""
+    places = StageMap.make(order, 4, None)
+    ranks = places.actions(64)
+    for rank, actions in enumerate(ranks):
+        due, held, most = arrivals(ranks, places.rank_of, rank), set(), 0
+        for action in actions:
+            if action.kind == BACKWARD_WEIGHT:
+                continue
+            kind = FORWARD if action.kind == FORWARD else BACKWARD
+            action = Action(action.stage, kind, action.micro_batch)
+            assert held.issuperset(due[action])
+            held.difference_update(due[action])
+            to = action.stage + (1 if kind == FORWARD else -1)
+            if 0 <= to < places.num_stages and places.rank_of(to) != rank:
+                held.add(action)
+            most = max(most, sum(sent.kind == BACKWARD for sent in held))
+        assert most <= most_in_flight(actions) + places.num_stages

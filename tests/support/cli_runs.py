@@ -1,0 +1,54 @@
+"""What tests of the command line share: a tokenizer without a download, and how a command fails."""
+
+import pytest
+
+from slapo_zoo.cli.main import main
+
+END = "<|endoftext|>"
+
+
+def tokenizer(more=(), **special):
+    """Of bytes, with special tokens by role, and more without one."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.train_from_iterator(
+        ["to be or not to be"],
+        trainers.BpeTrainer(
+            special_tokens=[*special.values(), *more], show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )  # fmt: skip
+    return PreTrainedTokenizerFast(tokenizer_object=raw, **special)
+
+
+def failure(capsys, *arguments):
+    """What a command that must fail prints on stderr."""
+    with pytest.raises(SystemExit) as caught:
+        main(list(map(str, arguments)))
+    assert caught.value.code == 2
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    return err
+
+
+def run(*arguments):
+    """A command that must succeed, in this process."""
+    with pytest.raises(SystemExit) as caught:
+        main(list(map(str, arguments)))
+    assert not caught.value.code
+
+
+def write_gpt2(folder, **changes):
+    """A small GPT-2 with a tokenizer of bytes; returns the folder."""
+    from transformers import GPT2Config, GPT2LMHeadModel, set_seed
+
+    set_seed(0)
+    words = tokenizer(eos_token=END)
+    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "vocab_size": len(words),
+             "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
+    for part in (GPT2LMHeadModel(GPT2Config(**sizes | changes)), words):
+        part.save_pretrained(folder)
+    return folder

@@ -1,0 +1,174 @@
+"""The grid of the zoo: every head class that `transformers` has for each family, as data.
+
+The first case of a family is its main head; `REFUSED` and `ELSEWHERE` say why a class is in no case.
+"""
+
+from parity import Case
+
+THREE = (("num_labels", 3),)
+TOKENS, TAGS, CLASS, SPAN, CHOICE = ("tokens",), ("tags",), ("class",), ("span",), ("choice",)
+
+
+def usual(name, *more):
+    """The four heads that most causal families have."""
+    return [
+        Case(f"{name}ForCausalLM", TOKENS),
+        Case(f"{name}ForSequenceClassification", CLASS, THREE),
+        Case(f"{name}ForTokenClassification", TAGS, THREE),
+        Case(f"{name}ForQuestionAnswering", SPAN),
+        *more,
+    ]
+
+
+def t5_heads(name, *more):
+    """The heads of an encoder-decoder; its classifier looks for one end of sequence per row."""
+    return [
+        Case(f"{name}ForConditionalGeneration", TOKENS),
+        Case(f"{name}ForSequenceClassification", CLASS, THREE, variant=("eos",)),
+        Case(f"{name}ForTokenClassification", TAGS, THREE),
+        Case(f"{name}ForQuestionAnswering", SPAN),
+        *more,
+    ]
+
+
+def roberta_heads(name):
+    """The heads of RoBERTa and of those that follow it."""
+    return [
+        Case(f"{name}ForMaskedLM", TOKENS),
+        Case(f"{name}ForCausalLM", TOKENS, (("is_decoder", True),)),
+        Case(f"{name}ForSequenceClassification", CLASS, THREE),
+        Case(f"{name}ForTokenClassification", TAGS, THREE, variant=("bare",)),
+        Case(f"{name}ForQuestionAnswering", SPAN, variant=("twice",)),
+        Case(f"{name}ForMultipleChoice", CHOICE, choices=2),
+    ]
+
+
+HEADS = {
+    "gpt2": [
+        Case("GPT2LMHeadModel", TOKENS),
+        Case("GPT2LMHeadModel", TOKENS, variant=("types", "twice")),
+        Case("GPT2LMHeadModel", TOKENS, (("add_cross_attention", True),)),
+        Case("GPT2DoubleHeadsModel", ("tokens", "mc"), (("num_labels", 1),), choices=2),
+        Case("GPT2ForSequenceClassification", CLASS, THREE),
+        Case("GPT2ForTokenClassification", TAGS, THREE),
+        Case("GPT2ForQuestionAnswering", SPAN),
+    ],
+    "bert": [
+        Case("BertForMaskedLM", TOKENS),
+        Case("BertForPreTraining", ("tokens", "next"), variant=("types",)),
+        Case("BertLMHeadModel", TOKENS, (("is_decoder", True),)),
+        Case("BertLMHeadModel", TOKENS, (("is_decoder", True), ("add_cross_attention", True))),
+        Case("BertForNextSentencePrediction", ("two",), variant=("types",)),
+        Case("BertForSequenceClassification", CLASS, THREE, variant=("bare", "twice")),
+        Case("BertForSequenceClassification", ("number",), (("num_labels", 1),)),
+        Case("BertForSequenceClassification", ("multi",), (*THREE, ("problem_type", "multi_label_classification"))),
+        Case("BertForTokenClassification", TAGS, THREE),
+        Case("BertForQuestionAnswering", SPAN, variant=("types",)),
+        Case("BertForMultipleChoice", CHOICE, choices=2),
+    ],
+    "roberta": roberta_heads("Roberta"),
+    "xlm-roberta": roberta_heads("XLMRoberta"),
+    "camembert": roberta_heads("Camembert"),
+    "albert": [
+        Case("AlbertForMaskedLM", TOKENS),
+        Case("AlbertForPreTraining", ("tokens", "order"), variant=("types",)),
+        Case("AlbertForSequenceClassification", CLASS, THREE, variant=("twice",)),
+        Case("AlbertForTokenClassification", TAGS, THREE),
+        Case("AlbertForQuestionAnswering", SPAN, variant=("bare",)),
+        Case("AlbertForMultipleChoice", CHOICE, choices=2),
+    ],
+    "gpt_neo": usual("GPTNeo", Case("GPTNeoForCausalLM", TOKENS, (("window_size", 3),), variant=("bare", "twice"))),
+    "opt": [
+        Case("OPTForCausalLM", TOKENS),
+        Case("OPTForCausalLM", TOKENS, (("word_embed_proj_dim", 14), ("do_layer_norm_before", False)), variant=("bare",)),
+        Case("OPTForSequenceClassification", CLASS, THREE, variant=("twice",)),
+        Case("OPTForQuestionAnswering", SPAN),
+    ],
+    "t5": t5_heads(
+        "T5",
+        Case("T5ForConditionalGeneration", TOKENS, (("feed_forward_proj", "gated-gelu"), ("tie_word_embeddings", False))),
+        Case("T5ForConditionalGeneration", TOKENS, variant=("decoder", "twice")),
+        Case("T5ForConditionalGeneration", TOKENS, variant=("bare",)),
+    ),
+    "mt5": t5_heads("MT5"),
+    "umt5": t5_heads("UMT5"),
+    "llama": usual(
+        "Llama", Case("LlamaForCausalLM", TOKENS, (("tie_word_embeddings", True),), variant=("bare", "twice"))
+    ),
+    "mistral": usual("Mistral", Case("MistralForCausalLM", TOKENS, variant=("bare", "twice"))),
+    "qwen3": usual(
+        "Qwen3", Case("Qwen3ForCausalLM", TOKENS, (("tie_word_embeddings", True),), variant=("bare", "twice"))
+    ),
+    "qwen2": usual(
+        "Qwen2", Case("Qwen2ForCausalLM", TOKENS, (("tie_word_embeddings", True),), variant=("bare", "twice"))
+    ),
+    "gemma": usual("Gemma")[:3],
+    "distilbert": [
+        Case("DistilBertForMaskedLM", TOKENS),
+        Case("DistilBertForSequenceClassification", CLASS, THREE, variant=("bare", "twice")),
+        Case("DistilBertForTokenClassification", TAGS, THREE),
+        Case("DistilBertForQuestionAnswering", SPAN),
+        Case("DistilBertForMultipleChoice", CHOICE, choices=2),
+    ],
+    "electra": [
+        Case("ElectraForMaskedLM", TOKENS),
+        Case("ElectraForCausalLM", TOKENS, (("is_decoder", True),)),
+        Case("ElectraForPreTraining", ("replaced",)),
+        Case("ElectraForSequenceClassification", CLASS, THREE, variant=("twice",)),
+        Case("ElectraForTokenClassification", TAGS, THREE),
+        Case("ElectraForQuestionAnswering", SPAN, variant=("types",)),
+        Case("ElectraForMultipleChoice", CHOICE, choices=2),
+    ],
+    "gptj": [
+        Case("GPTJForCausalLM", TOKENS, variant=("bare", "twice")),
+        Case("GPTJForSequenceClassification", CLASS, THREE),
+        Case("GPTJForQuestionAnswering", SPAN),
+    ],
+    "mixtral": usual(
+        "Mixtral",
+        Case("MixtralForCausalLM", TOKENS, (("tie_word_embeddings", True), ("sliding_window", 5)), variant=("bare", "twice")),
+    ),
+    "gpt_neox": usual(
+        "GPTNeoX",
+        Case("GPTNeoXForCausalLM", TOKENS, (("use_parallel_residual", False), ("attention_bias", False)), variant=("bare", "twice")),
+    ),
+    "mamba": [
+        Case("MambaForCausalLM", TOKENS),
+        Case("MambaForCausalLM", TOKENS, (("use_bias", True), ("tie_word_embeddings", False)), variant=("bare", "twice")),
+    ],
+    "vit": [
+        Case("ViTForImageClassification", CLASS, THREE),
+        Case("ViTForImageClassification", CLASS, THREE, variant=("twice",)),
+        Case("ViTForMaskedImageModeling", ("patches",), (("encoder_stride", 4),)),
+    ],
+}  # fmt: skip
+# Classes without a head: nothing to train, their outputs are compared on every layout.
+HEADLESS = [
+    Case(name, ())
+    for name in (
+        "GPT2Model", "BertModel", "RobertaModel", "XLMRobertaModel", "CamembertModel", "AlbertModel", "GPTNeoModel", "OPTModel", "T5Model",
+        "T5EncoderModel", "MT5Model", "MT5EncoderModel", "UMT5Model", "UMT5EncoderModel", "LlamaModel",
+        "MistralModel", "Qwen3Model", "Qwen2Model", "GemmaModel", "DistilBertModel", "ElectraModel", "GPTJModel",
+         "MixtralModel", "GPTNeoXModel", "MambaModel", "ViTModel",
+    )
+]  # fmt: skip
+ELSEWHERE = {
+    "JevForDecision": "of a family of its own, which borrows the config",
+    "WideResNetForImageClassification": "tests/zoo/test_wideresnet.py: BatchNorm counts rows of its own",
+    "WideResNetModel": "tests/zoo/test_wideresnet.py",
+}
+# class --> layout dimension that it cannot have --> the words of its refusal
+REFUSED = {
+    "T5ForSequenceClassification": {"pp": "depends on data"},
+    "MT5ForSequenceClassification": {"pp": "depends on data"},
+    "UMT5ForSequenceClassification": {"pp": "depends on data"},
+    "ViTForMaskedImageModeling": {"dp": "no mean over", "micro": "no mean over"},
+}
+# Heads that no power of two divides, at the sizes of published models.
+UNEVEN = [
+    (Case("BertForMaskedLM", TOKENS, (("num_attention_heads", 12), ("hidden_size", 48))), (8, 1, 1)),
+    (Case("BertForMaskedLM", TOKENS, (("num_attention_heads", 12), ("hidden_size", 48))), (5, 1, 1)),
+    (Case("T5ForConditionalGeneration", TOKENS, (("num_heads", 8), ("d_kv", 4))), (3, 1, 1)),
+    (Case("T5ForConditionalGeneration", TOKENS, (("num_heads", 8), ("d_kv", 4))), (8, 1, 1)),
+    (Case("GPT2LMHeadModel", TOKENS, (("n_head", 12), ("n_embd", 48))), (8, 1, 1)),
+]  # fmt: skip

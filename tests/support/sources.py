@@ -1,0 +1,34 @@
+"""The project's sources, read and parsed once for all tests of the house."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = ("slapo_zoo", "kernels", "schedules")
+LINKED = ("kernels", "schedules", "hub_cards")  # slapo_zoo/<name> -> ../<name>
+
+
+@cache
+def files(*folders):
+    """Python files by their real place: what lies behind a symlink is counted once."""
+    found = {path.resolve() for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    return sorted(path for path in found if "__pycache__" not in path.parts)
+
+
+@cache
+def text(path):
+    return path.read_text(encoding="utf-8")
+
+
+@cache
+def tree(path):
+    return ast.parse(text(path))
+
+
+def label(path):
+    return str(path.relative_to(ROOT))
+
+
+def lines(path):
+    return len(text(path).splitlines())

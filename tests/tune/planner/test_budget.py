@@ -1,0 +1,77 @@
+"""activation_memory=: the cheapest policy per block that fits, or the nearest that does."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import GPT2Config
+
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.tune.planner.budget import CHOICES, choose
+from slapo_zoo.tune.planner.hardware import HARDWARE
+from slapo_zoo.tune.planner.layout import Layout
+from slapo_zoo.tune.planner.search import Planner
+
+SIZES = {"n_layer": 4, "n_embd": 32, "n_head": 4, "vocab_size": 64, "n_positions": 32}
+CONFIG = GPT2Config(**SIZES, bos_token_id=1, eos_token_id=2, loss_type="ForCausalLMLoss")
+CONFIG.architectures = ["GPT2LMHeadModel"]
+
+
+def test_no_mixture_of_four_blocks_is_cheaper():
+    """Beside all 256, on a device whose host is far away."""
+    planner = Planner(CONFIG, replace(HARDWARE["h100"], host=1e9), 32, "bf16")
+    layout = Layout(rows=4, micro_batches=2)
+    plain = planner.forecast(layout)
+
+    def judged(policies):
+        found = planner.forecast(replace(layout, checkpoint_policy=policies))
+        moving = 2 * (plain.ranks[0].activations - head) / 4 * ("offload" in policies)
+        return found.ranks[0].activations + moving, found.step.seconds
+
+    head = (
+        planner.forecast(replace(layout, checkpoint_policy=("offload",) * 4)).ranks[0].activations
+    )
+    every = {p: judged(p) for p in itertools.product(CHOICES, repeat=4)}
+    for share in (0.95, 0.8, 0.6, 0.4, 0.3):
+        budget = share * plain.ranks[0].activations
+        chosen, least = choose(planner, layout, budget)
+        fitting = [seconds for size, seconds in every.values() if size <= budget * 1.0001]
+        assert (chosen is None) == (not fitting) == (budget < least)
+        if chosen:
+            assert every[chosen][0] <= budget * 1.0001
+            assert every[chosen][1] <= min(fitting) * 1.0001
+    assert choose(planner, layout, plain.ranks[0].activations + 1)[0] == ("keep",) * 4
+
+
+def load(budget, **more):
+    given = {"activation_memory": budget, "micro_batch_shape": (4, 32), **more}
+    return AutoScheduledModel.from_config(CONFIG, **given)
+
+
+def test_the_loader_takes_the_mixture():
+    batch = {"input_ids": torch.arange(128).reshape(4, 32) % 64}
+    batch["labels"] = batch["input_ids"]
+    counted = []
+    for budget in ("1GB", "1200KB", "700KB"):
+        model = load(budget).train()
+        counted.append(
+            (len(model.schedule.state.checkpointed), model.memory(batch=batch).activations)
+        )
+    blocks, activations = zip(*counted, strict=True)
+    assert blocks[0] == 0 < blocks[1] < blocks[2] <= 4
+    assert activations[0] > activations[1] > activations[2]
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(MeshError, match=r"nearest that fits is activation_memory=\"\dMB\""):
+        load(1000)
+    with pytest.raises(SlapoError, match=r"micro_batch_shape=\(4, 1024\)"):
+        load("1GB", micro_batch_shape=None)
+    with pytest.raises(SlapoError, match="pass one of them"):
+        load("1GB", checkpoint_ratio=0.5)
+    with pytest.raises(SlapoError, match=r"8GB"):
+        load("much")
+    with pytest.raises(SlapoError, match="one policy per block"):
+        AutoScheduledModel.from_config(CONFIG, checkpoint_policy=["keep"])

@@ -1,0 +1,34 @@
+"""Predicted against measured memory on this machine; the wide grid is `ci/run.py bench memory`."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+CI = str(Path(__file__).resolve().parents[3] / "ci")
+
+
+@pytest.fixture(scope="module")
+def memory():
+    sys.path.insert(0, CI)
+    try:
+        yield importlib.import_module("benchmarks.memory")
+    finally:
+        sys.path.remove(CI)
+
+
+def check(rows):
+    beyond = [row for row in rows if row["beyond"]]
+    assert not beyond, beyond
+
+
+@pytest.mark.slow
+def test_one_model_in_one_process(memory):
+    check(memory.cells("gpt2", "small", {"1": (1, 1)}, {"blocks": {"checkpoint_ratio": 1.0}}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "opt", "llama"])
+def test_every_family_on_every_layout(memory, family):
+    check(memory.cells(family, "small", memory.LAYOUTS, memory.RECOMPUTE))

@@ -1,0 +1,41 @@
+"""The published multi-node figures beside the planner's: a small model shows that the benchmark runs."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+CI = str(Path(__file__).resolve().parents[3] / "ci")
+
+
+@pytest.fixture(scope="module")
+def tables():
+    sys.path.insert(0, CI)
+    try:
+        yield importlib.import_module("benchmarks.published").run(quick=True)
+    finally:
+        sys.path.remove(CI)
+
+
+def test_every_simulated_row_says_so(tables):
+    _, speed, growth, layouts = tables.values()
+    names = ["Megatron-LM", "DeepSpeed", "Slapo", "simulated, tp=8 pp=2", "simulated, fastest"]
+    assert [row["what"] for row in speed] == [row["what"] for row in growth] == names
+    assert sum("simulated (not measured)" in title for title in tables) == 2
+    assert {row["GPUs"] for row in layouts} == {16, 32, 64}
+
+
+def test_growth_of_the_published_figures(tables):
+    _, _, growth, _ = tables.values()
+    assert growth[2]["32 / 16"] == pytest.approx(22.01 / 11.29)
+    assert growth[2]["efficiency at 64"] == pytest.approx(30.53 / 11.29 / 4)
+
+
+def test_published_runs_are_met(tables):
+    """A quick look at one model: table 5 of Korthikanti et al., 22B parameters on eight A100."""
+    (row,), *_ = tables.values()
+    assert row["rows"] == 2
+    assert row["mean error"] < 0.05
+    assert row["memory, mean error"] < 0.08
+    assert row["ran, but refused"] == 0

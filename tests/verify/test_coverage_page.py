@@ -1,0 +1,23 @@
+"""The page of coverage says what was tried, what was equal, and what was not measured."""
+
+from slapo_zoo.verify.coverage import EQUAL, Outcome, page
+
+
+def test_what_was_not_tried_is_called_unmeasured():
+    found = [
+        Outcome(
+            "gpt2",
+            "GPT2LMHeadModel",
+            layouts={"tp2": EQUAL, "pp2": "refused: h: no block"},
+            share=0.5,
+        ),
+        Outcome("opt", "OPTForCausalLM", layouts={"tp2": EQUAL, "pp2": EQUAL}, share=0.4),
+        Outcome("strange", "StrangeForCausalLM", problem="it has no config"),
+    ]
+    text = page(found)
+    assert "trains 2 of 3 types" in text
+    assert "| tp2 | 2 of 2 | 100.0% |" in text
+    assert "| pp2 | 1 of 2 | 50.0% |" in text
+    assert "| tp2 sp | unmeasured |" in text
+    assert "of 1 of the 2 types" in text
+    assert "no block" in text

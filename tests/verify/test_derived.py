@@ -1,0 +1,309 @@
+"""Derived tables are proven before use; a wrong one is caught by its proof."""
+
+import dataclasses
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from slapo_zoo.errors import ArchitectureError, WeightsError
+from slapo_zoo.language.primitives import Shard, ShardAttribute, SumGradient, Sync
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.placement import Placement, TensorSpec
+from slapo_zoo.verify.derived import Search, derive
+from slapo_zoo.verify.probe import probe
+from slapo_zoo.verify.specimen import specimen
+from slapo_zoo.weights.keys import KeyMap
+from slapo_zoo.zoo.derivation.card import from_document, to_document
+from slapo_zoo.zoo.derivation.observe import Observation
+from slapo_zoo.zoo.derivation.rows import derive_table
+from slapo_zoo.zoo.derivation.source import to_source
+from slapo_zoo.zoo.derivation.spelling import find_spelling
+from slapo_zoo.zoo.derivation.stacks import find_stacks
+from slapo_zoo.zoo.derivation.tiny import Sizes, tiny
+
+CLASSES = {
+    "bloom": transformers.BloomForCausalLM,
+    "qwen2": transformers.Qwen2ForCausalLM,
+    "distilbert": transformers.DistilBertForMaskedLM,
+    "qwen2_moe": transformers.Qwen2MoeForCausalLM,
+    "camembert": transformers.CamembertForCausalLM,
+    "convnext": transformers.ConvNextForImageClassification,
+    "ctrl": transformers.CTRLLMHeadModel,
+    "clip": transformers.CLIPForImageClassification,
+    "youtu": transformers.YoutuForCausalLM,
+    "jetmoe": transformers.JetMoeForCausalLM,
+    "qwen2_audio": transformers.Qwen2AudioForConditionalGeneration,
+}
+MUTATED = ("bloom", "qwen2", "distilbert", "qwen2_moe")
+
+
+@pytest.fixture(scope="module")
+def searches():
+    """Model type --> a search on its tiny model, made when first asked for."""
+    made = {}
+    with tempfile.TemporaryDirectory() as scratch:
+
+        def search(name):
+            if name not in made:
+                config = tiny(CLASSES[name].config_class())
+                folder = Path(scratch, name)
+                subject = specimen(config, CLASSES[name], folder, Sizes())
+                made[name] = Search(config, subject, (2, 1, 1), {})
+            return made[name]
+
+        yield search
+
+
+def table_of(search):
+    """The best candidate, which is right."""
+    make = search.candidates()[0]
+    return make(search.subject.config, search.small)
+
+
+MUTATIONS = {
+    "other axis": lambda d: dataclasses.replace(d, axis=1 - d.axis) if isinstance(d, Shard) and d.axis < 2 else d,
+    "not sharded": lambda d: None if isinstance(d, Shard) and d.param_name == "weight" else d,
+    "no gradient sum": lambda d: None if isinstance(d, Sync) and d.mode == "bwd_post" else d,
+    "no output sum": lambda d: None if isinstance(d, Sync) and d.mode == "fwd_post" else d,
+    "a head cut": lambda d: dataclasses.replace(d, unit=d.unit // 2) if isinstance(d, Shard) and type(d.unit) is int and d.unit > 1 else d,
+    "no attribute": lambda d: None if isinstance(d, ShardAttribute) else d,
+    "groups forgotten": lambda d: dataclasses.replace(d, groups=()) if isinstance(d, Shard) and d.groups else d,
+    "summed twice": lambda d: dataclasses.replace(d, sync_op_or_fn="all_reduce_twice")
+    if isinstance(d, Sync) and d.mode == "fwd_post" and d.sync_op_or_fn == "all_reduce" else d,
+    "gradient not summed": lambda d: None if isinstance(d, SumGradient) else d,
+}  # fmt: skip
+
+
+def mutants(table):
+    """Every row spoiled in every way that changes it."""
+    fields = [("body", i) for i in range(len(table.body))]
+    fields += [("heads", i) for i in range(len(table.heads))]
+    for where, i in fields:
+        rows = list(getattr(table, where))
+        pattern, rule = rows[i]
+        for name, mutate in MUTATIONS.items():
+            new = tuple(m for m in map(mutate, rule) if m is not None)
+            if new != rule:
+                rows[i] = (pattern, new)
+                yield f"{pattern}: {name}", dataclasses.replace(table, **{where: tuple(rows)})
+
+
+# Another way to write the same program: a tied head is sharded with its embedding; groups of query heads
+# shrink only with more ranks than KV heads.
+SAME = {
+    ("bloom", "lm_head: not sharded"), ("distilbert", "vocab_projector: not sharded"),
+    ("qwen2", "layers.*.self_attn: no attribute"), ("qwen2_moe", "layers.*.self_attn: no attribute"),
+}  # fmt: skip
+
+
+def caught(search, kinds=None):
+    """How many mutants there are, and those that the proof lets pass."""
+    found = [(name, table) for name, table in mutants(table_of(search))
+             if (search.config.model_type, name) not in SAME
+             and (kinds is None or name.rpartition(": ")[2] in kinds)]  # fmt: skip
+    return len(found), [name for name, table in found if not probe(search.subject, table, (2, 1, 1))]  # fmt: skip
+
+
+def test_a_wrong_derivation_is_caught(searches):
+    """A few of each kind; all of them in the slow test."""
+    count, passed = caught(searches("bloom"), {"no gradient sum", "no attribute"})
+    assert count >= 4
+    assert passed == []
+
+
+@pytest.mark.slow
+def test_forty_wrong_derivations_are_caught(searches):
+    counts = [caught(searches(name)) for name in MUTATED]
+    assert sum(count for count, _ in counts) >= 40
+    assert [name for _, passed in counts for name in passed] == []
+
+
+def test_what_is_derived_is_right_on_a_pipeline_too():
+    config = tiny(transformers.ElectraConfig())
+    proof = derive(config, transformers.ElectraForSequenceClassification, (1, 2, 1))
+    assert proof.table.blocks == ("encoder.layer.*",)
+    assert proof.share > 0  # what tp would divide; its groups are right on any mesh
+    assert "proven on tp=1, pp=2" in proof.words()[0]
+
+
+def test_a_model_without_stacks_has_no_pipeline(searches):
+    search = searches("bloom")
+    table = dataclasses.replace(table_of(search), blocks=())
+    assert "2 stages, but the model has 0 blocks" in probe(search.subject, table, (1, 2, 1))
+
+
+def test_what_is_wrong_anyway_is_refused_in_words(searches):
+    """A fault that no module's division explains: the first problem is told."""
+    search = searches("distilbert")
+    broken = Search(search.config, search.subject, (2, 1, 1), {"pipeline_order": "no such order"})
+    with pytest.raises(ArchitectureError, match=r"no table is right here: .*no such order"):
+        broken.run()
+
+
+def test_a_card_keeps_the_table(searches):
+    from slapo_zoo.zoo.derivation.card import freeze
+
+    for name in ("bloom", "qwen2_moe"):
+        search = searches(name)
+        frozen = freeze(table_of(search), search.small)
+        assert from_document(to_document(frozen)) == frozen
+
+
+def test_the_source_of_a_table_is_python_that_makes_it(searches):
+    from slapo_zoo.zoo.table import ZOO
+
+    search = searches("distilbert")
+    table = derive_table(search.config, search.small, search.subject.seen, {})
+    table = dataclasses.replace(table, model_type="another")
+    names = {}
+    try:
+        exec(to_source(table, {}), names)
+        assert ZOO["another"] == table
+    finally:
+        ZOO.pop("another", None)
+
+
+def test_a_tiny_config_keeps_ratios_and_kinds():
+    config = transformers.Qwen2Config(num_attention_heads=28, num_key_value_heads=4)
+    small = tiny(config)
+    assert (small.num_attention_heads, small.num_key_value_heads) == (4, 1)
+    assert small.num_hidden_layers == 2
+    assert config.num_hidden_layers == 32
+    swin = tiny(transformers.SwinConfig())
+    assert list(swin.num_heads) == [4, 8, 16, 32]
+    assert swin.embed_dim == 32
+
+
+def test_stacks_are_found_in_stages():
+    with torch.device("meta"):
+        resnet = transformers.ResNetForImageClassification(tiny(transformers.ResNetConfig()))
+        bart = transformers.BartModel(tiny(transformers.BartConfig()))
+    assert find_stacks(resnet) == ["resnet.encoder.stages.*.layers.*"]
+    assert find_stacks(bart) == ["encoder.layers.*", "decoder.layers.*"]
+
+
+def test_a_tower_that_cannot_be_cut_is_held_as_a_whole(searches, monkeypatch):
+    """Of several stacks each is tried alone; here all together, and the first alone, are wrong."""
+    config = tiny(transformers.BartConfig())
+    with tempfile.TemporaryDirectory() as scratch:
+        cls = transformers.BartForConditionalGeneration
+        search = Search(config, specimen(config, cls, Path(scratch), Sizes()), (1, 2, 1), {})
+        proven = Search._probe
+        right = "model.decoder.layers.*"
+        monkeypatch.setattr(Search, "_probe", lambda self, make, sizes: proven(self, make, sizes)
+                            if self.stack == right else "wrong")  # fmt: skip
+        assert search.run().table.blocks == ("decoder.layers.*",)
+
+
+@pytest.mark.parametrize(
+    "name", ["camembert", "convnext", "youtu", "jetmoe", "qwen2_audio", "ctrl"]
+)
+def test_what_its_class_needs_is_heeded(name):
+    """Heads defined before their embedding; a constructor that looks at its numbers; rows of padding;
+    experts that are chosen in a block; a forward that looks at its inputs."""
+    config, cls = tiny(CLASSES[name].config_class(num_labels=3)), CLASSES[name]
+    with tempfile.TemporaryDirectory() as scratch:
+        subject = specimen(config, cls, Path(scratch))
+        found = Search(config, subject, (1, 2, 1), {})
+        assert probe(subject, found._gathered(config, found.small), (1, 2, 1)) == ""
+
+
+def test_a_plan_that_does_not_serve_the_real_config_is_left_out():
+    """Its tiny model has no dropout, for which a plan has no place."""
+    config = tiny(transformers.SeedOssConfig(residual_dropout=0.1))
+    proof = derive(config, transformers.SeedOssForCausalLM, (2, 1, 1))
+    assert proof.open_table.source.startswith("derived from")
+    assert proof.share > 0.9
+
+
+@pytest.mark.parametrize("name", ["T5", "Dinov2", "CLIP"])
+def test_a_tiny_model_trains(name, tmp_path):
+    """A decoder gets its first token, a backbone its last stage, an image its size from where it stands."""
+    cls = getattr(
+        transformers,
+        {"T5": "T5ForConditionalGeneration"}.get(name, f"{name}ForImageClassification"),
+    )
+    subject = specimen(
+        tiny(cls.config_class() if name != "CLIP" else transformers.CLIPConfig()), cls, tmp_path
+    )
+    assert all(grad.isfinite().all() for grad in subject.grads.values())
+    assert subject.loss > 0
+
+
+def test_a_single_expert_is_not_divided():
+    config = tiny(transformers.HunYuanMoEV1Config())
+    assert config.num_experts == 1
+    with torch.device("meta"):
+        model = transformers.HunYuanMoEV1ForCausalLM(config)
+    rows = dict(derive_table(config, model, Observation(), {}).rows(model))
+    assert rows["model.layers.*.mlp.experts"] == ()
+
+
+def test_small_stacks_count_where_there_is_no_large_one():
+    with torch.device("meta"):
+        small = torch.nn.ModuleDict(
+            {"h": torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(2)])}
+        )
+        small["front"] = torch.nn.Linear(100, 100)
+    assert find_stacks(small) == ["h.*"]
+
+
+def test_spelling_is_found_by_content():
+    g = torch.Generator().manual_seed(0)
+    experts, gate = torch.randn(2, 6, 4, generator=g), torch.randn(2, 4, generator=g)
+    model = {"layers.0.mlp.experts.gate_up_proj": experts, "layers.0.mlp.gate.weight": gate}
+    files = {"layers.0.moe.gate.weight": gate}
+    for e in range(2):
+        files[f"layers.0.mlp.experts.{e}.gate_proj.weight"] = experts[e, :3]
+        files[f"layers.0.mlp.experts.{e}.up_proj.weight"] = experts[e, 3:]
+    found = find_spelling(files, model)
+    assert found.renames == ((".moe.", ".mlp."),)
+    assert found.unknown == ()
+    (piece,) = found.pieces
+    assert piece.tensor == ".experts.gate_up_proj"
+    assert piece.names == (".experts.{}.gate_proj.weight", ".experts.{}.up_proj.weight")
+
+
+def test_what_files_hold_in_another_form_is_named():
+    tensor = torch.arange(6.0).view(2, 3)
+    assert find_spelling({"w_t": tensor.t()}, {"w": tensor}).unknown == ("w_t",)
+
+
+def test_spelling_by_whole_keys_where_no_part_of_a_name_tells():
+    """Two parts of one file name become two parts of the model that other names share."""
+    g = torch.Generator().manual_seed(0)
+    pairs = [
+        ("attn.wq", "self_attn.q_proj"),
+        ("attn.norm", "self_attn.q_norm"),
+        ("norm", "post_norm"),
+    ]
+    tensors = {(i, old): torch.randn(2, generator=g) for i in range(2) for old, _ in pairs}
+    files = {f"llm.layers.{i}.{old}.weight": t for (i, old), t in tensors.items()}
+    names = dict(pairs)
+    model = {f"layers.{i}.{names[old]}.weight": t for (i, old), t in tensors.items()}
+    found = find_spelling(files, model)
+    assert found.unknown == ()
+    keys = KeyMap(found.renames)
+    assert keys.to_model("llm.layers.17.attn.wq.weight") == "layers.17.self_attn.q_proj.weight"
+    assert keys.to_file("layers.17.post_norm.weight") == "llm.layers.17.norm.weight"
+
+
+def test_a_tensor_that_files_hold_in_parts_of_its_first_axis():
+    g = torch.Generator().manual_seed(0)
+    whole = torch.randn(6, 1, 4, generator=g)
+    files = {
+        f"layers.0.attn.{n}_conv1d.weight": t for n, t in zip("qkv", whole.chunk(3), strict=True)
+    }
+    found = find_spelling(files, {"layers.0.attn.conv1d.weight": whole})
+    assert found.unknown == ()
+    spec = TensorSpec("layers.5.attn.conv1d.weight", (6, 1, 4), "float32")
+    keys = KeyMap(found.renames, found.pieces)
+    parts = [f"layers.5.attn.{n}_conv1d.weight" for n in "qkv"]
+    assert [s.name for s in keys.read_specs([spec])] == parts
+    split = keys.split({spec.name: whole}, [spec], Mesh())
+    assert all(torch.equal(split[n], t) for n, t in zip(parts, whole.chunk(3), strict=True))
+    with pytest.raises(WeightsError, match="cannot be sharded"):
+        keys.read_specs([dataclasses.replace(spec, placement=Placement(0))])

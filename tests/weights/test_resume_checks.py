@@ -1,0 +1,211 @@
+"""A training state that no save writes is refused in words, before anything is changed."""
+
+import base64
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from parity import Case, batch_of, checkpoint
+from slapo_zoo import AutoScheduledModel, load_checkpoint, save_checkpoint
+from slapo_zoo.errors import WeightsError
+
+CASE = Case("GPT2LMHeadModel", ("tokens",))
+NAN = float("nan")
+
+
+def start(folder, **mesh):
+    model = AutoScheduledModel.from_pretrained(folder, seed=3, **mesh).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, total_iters=3)
+    return model, optimizer, scheduler
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return checkpoint(CASE, tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="module")
+def saved(source, tmp_path_factory):
+    """A checkpoint as it was before there were checksums, with what would load it."""
+    out = tmp_path_factory.mktemp("saved") / "out"
+    model, optimizer, scheduler = start(source)
+    model.train_step(batch_of(CASE))
+    optimizer.step()
+    scheduler.step()
+    save_checkpoint(model, out, optimizer, scheduler, step=1, data_position={"rows": 4})
+    (out / "checksums.json").unlink()
+    state = json.loads((out / "training_state.json").read_text())
+    del state["save"]
+    (out / "training_state.json").write_text(json.dumps(state))
+    return out, state, (model, optimizer, scheduler)
+
+
+def put(*path, value=None, drop=False):
+    """An edit of one place of the state."""
+
+    def edit(state):
+        place = state
+        for key in path[:-1]:
+            place = place[key]
+        if drop:
+            del place[path[-1]]
+        else:
+            place[path[-1]] = value
+
+    return edit
+
+
+def options(name, value):
+    return put("optimizer", "groups", 0, "options", name, value=value)
+
+
+def drop_moments(keys):
+    def edit(state):
+        for key in keys:
+            del state["optimizer"]["state"]["transformer.wte.weight"][key]
+
+    return edit
+
+
+EDITS = {
+    "rng text": put("torch_random", "cpu", "states", value=["%%%"]),
+    "rng short": put("torch_random", "cpu", "states", value=["AAAA"]),
+    "rng number": put("torch_random", "cpu", "states", value=[7]),
+    "of_rank empty": put("torch_random", "cpu", "of_rank", value=[]),
+    "of_rank beyond": put("torch_random", "cpu", "of_rank", value=[3]),
+    "rng none": put("torch_random", value={}),
+    "rng of a stranger": put("torch_random", "os", value={"states": [], "of_rank": []}),
+    "python rng": put("torch_random", "python", "states", value=["WzMsIFsxXSwgbnVsbF0="]),
+    "numpy rng": put("torch_random", "numpy", "states", value=["WzMsIFsxXSwgbnVsbF0="]),
+    "random empty": put("random", value={}),
+    "random text": put("random", "seed", value="x"),
+    "random step": put("random", "step", value=-1),
+    "scheduler empty": put("scheduler", value={}),
+    "scheduler list": put("scheduler", value=[1]),
+    "scheduler text": put("scheduler", "last_epoch", value="now"),
+    "scheduler stranger": put("scheduler", "_get_lr_called", value={"$tensor": "x", "dtype": "os"}),
+    "position tuple": put("data_position", value={"$tuple": 3}),
+    "position tensor": put("data_position", value={"$tensor": [[1], []], "dtype": "float32"}),
+    "position dtype": put("data_position", value={"$tensor": [1], "dtype": "load"}),
+    "position mark": put("data_position", value={"$call": "os.system"}),
+    "position unhashable": put("data_position", value={"$items": [[{}, 1]]}),
+    "position of dp": put("data_position", value={"$by_dp": [1, 2, 3]}),
+    "optimizer empty": put("optimizer", value={}),
+    "like": put("optimizer", "state", "transformer.wte.weight", "exp_avg", value={"$like": "load"}),
+    "like list": put(
+        "optimizer", "state", "transformer.wte.weight", "exp_avg", value={"$like": []}
+    ),
+    "params": options("params", []),
+    "lr nan": options("lr", NAN),
+    "lr text": options("lr", "1"),
+    "lr list": options("lr", [1.0]),
+    "betas one": options("betas", {"$tuple": [0.9, "x"]}),
+    "no such option": options("learning_rate", 1.0),
+    "names": put("optimizer", "groups", 0, "names", value=[3]),
+    "moments missing": drop_moments(["exp_avg", "exp_avg_sq", "step"]),
+    "moment missing": drop_moments(["exp_avg"]),
+    "mesh": put("mesh", value={}),
+    "mesh zero": put("mesh", "tp", value=0),
+    "mesh huge": put("mesh", "tp", value=2**40),
+    "mesh true": put("mesh", "tp", value=True),
+    "step negative": put("step", value=-5),
+    "step true": put("step", value=True),
+    "step huge": put("step", value=10**400),
+    "deep": put("extra", value=json.loads("[" * 900 + "]" * 900)),
+}
+
+
+@pytest.mark.parametrize("case", EDITS)
+def test_nonsense_is_refused_before_anything_changes(saved, case):
+    out, state, (model, optimizer, scheduler) = saved
+    file = out / "training_state.json"
+    before = [p.detach().clone() for p in model.parameters()]
+    moments = [{k: v.clone() for k, v in s.items()} for s in optimizer.state.values()]
+    rates, drawn = [g["lr"] for g in optimizer.param_groups], torch.get_rng_state()
+    edited = json.loads(json.dumps(state))
+    EDITS[case](edited)
+    file.write_text(json.dumps(edited))
+    try:
+        with pytest.raises(WeightsError):
+            load_checkpoint(model, out, optimizer, scheduler)
+    finally:
+        file.write_text(json.dumps(state))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert [g["lr"] for g in optimizer.param_groups] == rates
+    assert torch.equal(torch.get_rng_state(), drawn)
+    for one, then in zip(optimizer.state.values(), moments, strict=True):
+        assert all(torch.equal(one[key], value) for key, value in then.items())
+
+
+def test_what_is_right_is_loaded(saved):
+    out, _, made = saved
+    found = load_checkpoint(made[0], out, *made[1:])
+    assert (found.step, found.data_position) == (1, {"rows": 4})
+
+
+def test_python_and_numpy_draw_on_where_they_stood(source, tmp_path):
+    model = start(source)[0]
+    random.seed(5)
+    np.random.seed(6)
+    save_checkpoint(model, tmp_path / "out")
+    expected = random.random(), random.gauss(0, 1), np.random.rand(), np.random.normal()
+    random.seed(50)
+    np.random.seed(60)
+    load_checkpoint(model, tmp_path / "out")
+    assert (random.random(), random.gauss(0, 1), np.random.rand(), np.random.normal()) == expected
+
+
+def save_own_place(folder, out, tp, dp):
+    model = start(folder, tp=tp, dp=dp)[0]
+    copy = model.mesh.coord("dp")
+    save_checkpoint(model, out, data_position={"rank": copy, "rows": 100 + copy}, extra=[copy])
+
+
+def load_own_place(folder, out, tp, dp):
+    model = start(folder, tp=tp, dp=dp)[0]
+    found = load_checkpoint(model, out)
+    try:
+        return found.data_position, found.extra
+    except WeightsError as error:
+        return str(error), found.data_positions
+
+
+def test_every_copy_goes_on_at_its_own_place(ranks, source, tmp_path):
+    ranks.run(save_own_place, 4, source, tmp_path / "out", 2, 2)
+    found = ranks.run(load_own_place, 4, source, tmp_path / "out", 2, 2)
+    assert found == [({"rank": r // 2, "rows": 100 + r // 2}, [r // 2]) for r in range(4)]
+    text, every = ranks.run(load_own_place, 1, source, tmp_path / "out", 1, 1)[0]
+    assert "each of 2 data-parallel ranks had its own" in text
+    assert every == ({"rank": 0, "rows": 100}, {"rank": 1, "rows": 101})
+
+
+def save_at_two_steps(folder, out, what):
+    model = start(folder, tp=2)[0]
+    rank = model.mesh.rank
+    save_checkpoint(model, out, **{what: rank})
+
+
+@pytest.mark.parametrize("what", ["step", "data_position"])
+def test_peers_that_say_different_things_are_refused(ranks, source, tmp_path, what):
+    with pytest.raises(WeightsError, match=rf"{what}: rank 1"):
+        ranks.run(save_at_two_steps, 2, source, tmp_path / "out", what)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_generator_with_numbers_beyond_its_words(saved):
+    """Found by ci/fuzz.py: NumPy raises OverflowError for it."""
+    out, state, made = saved
+    numbers = base64.b64encode(json.dumps(["MT19937", [2**40] * 624, 1, 0, 0.0]).encode()).decode()
+    edited = json.loads(json.dumps(state))
+    edited["torch_random"]["numpy"]["states"] = [numbers]
+    file = out / "training_state.json"
+    file.write_text(json.dumps(edited))
+    try:
+        with pytest.raises(WeightsError, match="found no state of a generator"):
+            load_checkpoint(made[0], out, *made[1:])
+    finally:
+        file.write_text(json.dumps(state))

@@ -1,0 +1,179 @@
+"""A load beside writers takes the whole of one save, never a mixture."""
+
+import threading
+import time
+
+import pytest
+import torch
+from transformers import GPT2Config
+
+from slapo_zoo import AutoScheduledModel, load_checkpoint, save_checkpoint
+from slapo_zoo.errors import WeightsError
+from slapo_zoo.weights import folder as folders
+from slapo_zoo.weights import snapshot
+
+CONFIG = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 16}
+
+
+def tiny(**mesh):
+    model = AutoScheduledModel.from_config(GPT2Config(**CONFIG), **mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for p in model.parameters():
+        optimizer.state[p] = {
+            "step": torch.tensor(0.0), "exp_avg": torch.zeros_like(p),
+            "exp_avg_sq": torch.zeros_like(p),
+        }  # fmt: skip
+    return model, optimizer
+
+
+def set_all(model, optimizer, value):
+    """Weights, moments and steps all say which save they are of."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(value)
+            for kept in optimizer.state[p].values():
+                kept.fill_(value)
+
+
+def values(model, optimizer, resumed):
+    found = {float(resumed.step), float(resumed.data_position["at"])}
+    for p in model.parameters():
+        found |= {float(p.detach().min()), float(p.detach().max())}
+        found |= {float(kept.min()) for kept in optimizer.state[p].values()}
+    return found
+
+
+class Writer:
+    """Saves in a loop, in a thread; every save says another number."""
+
+    def __init__(self, out, first=1):
+        self.out, self.number, self.done = out, first, threading.Event()
+        self.made = tiny()
+        self.thread = threading.Thread(target=self.work)
+
+    def save(self):
+        set_all(*self.made, self.number)
+        place = {"at": self.number}
+        save_checkpoint(
+            self.made[0], self.out, self.made[1], step=self.number, data_position=place,
+            max_shard_size="5KB",
+        )  # fmt: skip
+        self.number += 1
+
+    def work(self):
+        while not self.done.is_set():
+            self.save()
+
+    def __enter__(self):
+        self.save()
+        self.thread.start()
+        return self
+
+    def __exit__(self, *exc):
+        self.done.set()
+        self.thread.join()
+
+
+def test_a_save_between_the_phases_of_a_load(tmp_path, monkeypatch):
+    """Published right after the state was read: the load takes the new one whole."""
+    writer = Writer(tmp_path / "out")
+    writer.save()
+    model, optimizer = tiny()
+    opening, turns = folders.CheckpointFolder.open_all, []
+
+    def open_all(self):
+        turns.append(1)
+        if len(turns) == 2:  # the weights are open, the optimizer is next
+            writer.save()
+        return opening(self)
+
+    monkeypatch.setattr(folders.CheckpointFolder, "open_all", open_all)
+    found = values(model, optimizer, load_checkpoint(model, tmp_path / "out", optimizer))
+    assert found == {2.0}
+
+
+def test_from_pretrained_between_config_and_weights(tmp_path, monkeypatch):
+    sizes = []
+
+    def save(layers):
+        config = GPT2Config(**CONFIG | {"n_layer": layers})
+        AutoScheduledModel.from_config(config).save_pretrained(tmp_path / "out")
+
+    save(2)
+    opening = folders.CheckpointFolder.open_all
+
+    def open_all(self):
+        if not sizes:
+            sizes.append(3)
+            save(3)  # config.json of two layers was read already
+        return opening(self)
+
+    monkeypatch.setattr(folders.CheckpointFolder, "open_all", open_all)
+    model = AutoScheduledModel.from_pretrained(tmp_path / "out")
+    assert (model.config.n_layer, len(model.h)) == (3, 3)
+
+
+def test_a_folder_that_is_replaced_all_the_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot, "TRIES", 3)
+    writer = Writer(tmp_path / "out")
+    writer.save()
+    opening = folders.CheckpointFolder.open_all
+
+    def open_all(self):
+        writer.save()
+        return opening(self)
+
+    monkeypatch.setattr(folders.CheckpointFolder, "open_all", open_all)
+    model, optimizer = tiny()
+    with pytest.raises(WeightsError, match="it was replaced 3 times while it was read"):
+        load_checkpoint(model, tmp_path / "out", optimizer)
+
+
+def race(out, writers, loads):
+    """How many of so many loads, or more until two saves were met, found numbers of several saves."""
+    started, mixed, found = [Writer(out, 1 + 1_000_000 * n) for n in range(writers)], 0, set()
+    model, optimizer = tiny()
+    for one in started:
+        one.__enter__()
+    try:
+        done, end = 0, time.monotonic() + 120
+        while done < loads or (len(found) < 2 and time.monotonic() < end):
+            done += 1
+            seen = values(model, optimizer, load_checkpoint(model, out, optimizer))
+            mixed += len(seen) != 1
+            found |= seen
+    finally:
+        for one in started:
+            one.__exit__()
+    return mixed, len(found)
+
+
+@pytest.mark.parametrize(("writers", "loads"), [(1, 40), (2, 20)])
+def test_loads_beside_writers(tmp_path, writers, loads):
+    mixed, saves = race(tmp_path / "out", writers, loads)
+    assert mixed == 0
+    assert saves > 1  # they did meet
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("writers", [1, 2])
+def test_five_hundred_loads_beside_writers(tmp_path, writers):
+    mixed, saves = race(tmp_path / "out", writers, 500)
+    print(f"{writers} writers: {mixed} of 500 loads mixed, {saves} saves seen")
+    assert mixed == 0
+
+
+def save_and_load(out, rounds):
+    """What each load of this rank found."""
+    model, optimizer = tiny(tp=2)
+    found = []
+    for _ in range(rounds):
+        found.append(values(model, optimizer, load_checkpoint(model, out, optimizer)))
+    return found
+
+
+def test_ranks_beside_a_writer_take_the_same_save(ranks, tmp_path):
+    with Writer(tmp_path / "out"):
+        found = ranks.run(save_and_load, 2, tmp_path / "out", 15)
+    assert found[0] == found[1]
+    assert all(len(seen) == 1 for seen in found[0])

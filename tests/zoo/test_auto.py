@@ -1,0 +1,145 @@
+"""Families without a table: refused with what is near, or derived from the plan and checked."""
+
+import pytest
+import torch
+import transformers
+from huggingface_hub import constants
+
+from parity import LAYOUTS, LLAMA, TINY, Case, checkpoint, compare, references, scheduled
+from refusals import refused
+from slapo_zoo import ArchitectureError, AutoScheduledModel
+from slapo_zoo.model import derived
+from slapo_zoo.parallel.emulation import emulate
+from slapo_zoo.verify.derived import derive
+from slapo_zoo.zoo.arguments import changed_config
+from slapo_zoo.zoo.options import BuildOptions
+from slapo_zoo.zoo.table import families
+
+SMALL = {k: v for k, v in LLAMA.items() if k != "head_dim"} | {"hidden_size": 32}
+WITHOUT_PLAN = ("bloom", "convbert", "bart")  # transformers has no plan for them
+DERIVED = {
+    "arcee": Case("ArceeForCausalLM", ("tokens",), (("tie_word_embeddings", True),)),
+    "gemma2": Case("Gemma2ForCausalLM", ("tokens",), (("head_dim", 4),)),
+    "olmo": Case("OlmoForCausalLM", ("tokens",)),
+    "starcoder2": Case("Starcoder2ForCausalLM", ("tokens",)),
+    "phi3": Case("Phi3ForCausalLM", ("tokens",), (("intermediate_size", 64),)),
+    "bloom": Case("BloomForCausalLM", ("tokens",)),
+    "convbert": Case("ConvBertForMaskedLM", ("tokens",)),
+    "bart": Case("BartForConditionalGeneration", ("tokens",)),
+    "arcee-classes": Case("ArceeForSequenceClassification", ("class",), (("num_labels", 3),)),
+}  # fmt: skip
+TINY.setdefault("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99})
+TINY.setdefault(
+    "convbert",
+    {
+        "hidden_size": 32,
+        "embedding_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "vocab_size": 99,
+        "max_position_embeddings": 64,
+    },
+)
+TINY.setdefault(
+    "bart",
+    {
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64,
+        "vocab_size": 99,
+        "max_position_embeddings": 64,
+        "pad_token_id": 1,
+        "decoder_start_token_id": 2,
+    },
+)
+for _case in DERIVED.values():  # their tiny configs are Llama's
+    TINY.setdefault(getattr(transformers, _case.cls).config_class.model_type, SMALL)
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("auto")
+
+
+def proven(case, folder, sizes, knobs):
+    """The cache with the proof of a case, as a first load would leave it."""
+    config = changed_config(folder, dict(case.config))
+    cls = getattr(transformers, case.cls)
+    options = BuildOptions(schedule="auto", **knobs)
+    file = derived.cache_file(config, cls, sizes, options)
+    if not file.exists():
+        derived._write(file, derive(config, cls, sizes, **knobs).document())
+
+
+def run(case, folder, sizes):
+    home_of(folder.parent)
+    return scheduled(case, folder, sizes, schedule="auto")
+
+
+def home_of(folder):
+    """Caches of this run only, in every process."""
+    constants.HF_HOME = str(folder)
+
+
+def cells():
+    """All families on three layouts; always one of each in turn, Arcee on all."""
+    for i, name in enumerate(DERIVED):
+        for j, layout in enumerate(("2x1x1", "2x2x1", "2x2x1-sp")):
+            if layout.endswith("sp") and name in WITHOUT_PLAN:
+                continue  # what is gathered after each product divides no tokens
+            marks = () if i % 3 == j or name == "arcee" else pytest.mark.slow
+            yield pytest.param(name, layout, marks=marks, id=f"{name}-{layout}")
+
+
+@pytest.mark.parametrize(("name", "layout"), [*cells()])
+def test_a_derived_table_equals_plain_transformers(name, layout, root, ranks):
+    case, sizes = DERIVED[name], LAYOUTS[layout]
+    folder = checkpoint(case, root)
+    home_of(root)
+    proven(case, folder, sizes[:3], {"sequence_parallel": True} if sizes[3:] == (True,) else {})
+    truth, plains = references(case, folder)
+    results = ranks.run(run, sizes[0] * sizes[1] * sizes[2], case, folder, sizes)
+    compare(results[0][0], plains, truth)
+
+
+def test_a_table_of_the_zoo_comes_first(root):
+    folder = checkpoint(Case("GPT2LMHeadModel", ("tokens",)), root)
+    model = AutoScheduledModel.from_pretrained(folder, schedule="auto")
+    assert str(model.schedule) == str(AutoScheduledModel.from_pretrained(folder).schedule)
+
+
+def test_without_auto_the_hint_names_it(root):
+    text = refused(ArchitectureError, checkpoint(DERIVED["arcee"], root))
+    assert "model_type='arcee'" in text
+    assert "nearest: [" in text
+    assert 'schedule="auto"' in text
+    assert all(name in text for name in families())
+
+
+@pytest.mark.slow  # the process that proves it imports torch and transformers anew
+def test_a_first_load_proves_and_a_second_reads_the_proof(tmp_path):
+    home_of(tmp_path)
+    config = transformers.BloomConfig(vocab_size=99, hidden_size=32, n_layer=2, n_head=4)
+    first, second = (emulate(load_on_two, config, mesh=(2, 1, 1))[0] for _ in range(2))
+    assert first == second
+    (file,) = (tmp_path / "slapo_zoo" / "derived").iterdir()
+    assert file.name.startswith("bloom-")
+
+
+def load_on_two(config):
+    derived.PROVEN.clear()
+    model = AutoScheduledModel.from_config(config, tp=2, schedule="auto", auto_class="AutoModelForCausalLM")  # fmt: skip
+    ids = torch.arange(16)[None]
+    return float(model.train_step({"input_ids": ids, "labels": ids}))
+
+
+def test_one_rank_needs_no_proof():
+    config = transformers.BloomConfig(vocab_size=99, hidden_size=32, n_layer=2, n_head=4)
+    model = AutoScheduledModel.from_config(config, schedule="auto", auto_class="AutoModelForCausalLM")  # fmt: skip
+    assert not model.schedule.state.placed
+    assert model.train_step({"input_ids": torch.ones(1, 4).long(), "labels": torch.ones(1, 4).long()}) > 0  # fmt: skip

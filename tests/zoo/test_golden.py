@@ -1,0 +1,203 @@
+"""Each zoo table as the program it becomes, line by line; and that this program is all there is.
+
+A table that changes on purpose changes its file: `pytest tests/zoo/test_golden.py --update-golden`.
+"""
+
+import copy
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import slapo_zoo.hf.own.wideresnet  # noqa: F401 - transformers has no such family
+from parity import TINY
+from slapo_zoo import Mesh, Schedule
+from slapo_zoo.errors import ArchitectureError
+from slapo_zoo.hf import models as hf
+from slapo_zoo.language.schedule import from_json
+from slapo_zoo.parallel.paths import select
+from slapo_zoo.zoo.apply import apply_table
+from slapo_zoo.zoo.options import BuildOptions
+from slapo_zoo.zoo.table import base_prefix, extend, families, table_for
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+# What switches on the modules that a family has only in some of its configs.
+VARIANTS = {
+    "gpt2": [{"add_cross_attention": True}],
+    "bert": [{"add_cross_attention": True, "is_decoder": True}],
+    "roberta": [{"add_cross_attention": True, "is_decoder": True}],
+    "xlm-roberta": [{"add_cross_attention": True, "is_decoder": True}],
+    "electra": [{"add_cross_attention": True, "is_decoder": True}],
+    "camembert": [{"add_cross_attention": True, "is_decoder": True}],
+    "opt": [{"word_embed_proj_dim": 14}],
+    "t5": [{"feed_forward_proj": "gated-gelu"}, {"tie_word_embeddings": False}],
+    "mt5": [{"feed_forward_proj": "relu"}],
+    "umt5": [{"feed_forward_proj": "relu"}],
+}
+# The class of the golden file; BERT's has all of its heads.
+MAIN = ("BertForPreTraining", "LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "ForImageClassification")  # fmt: skip
+
+
+def config_of(family, **changes):
+    return transformers.AutoConfig.for_model(family, **{**TINY[family], **changes})
+
+
+def classes_of(family):
+    """Every model class of the family that transformers has."""
+    module = type(config_of(family)).__module__.replace("configuration_", "modeling_")
+    modeling = importlib.import_module(module)
+    classes = [getattr(modeling, name) for name in modeling.__all__]
+    models = [c for c in classes if hasattr(c, "base_model_prefix") and c.__init__ is not None]
+    return [c for c in models if not c.__name__.endswith("PreTrainedModel")]
+
+
+def main_class(family):
+    by_name = {c.__name__: c for c in classes_of(family)}
+    return by_name[next(name for ending in MAIN for name in by_name if name.endswith(ending))]
+
+
+def on_meta(family, cls=None, **changes):
+    cls = cls or main_class(family)
+    seam = table_for(family).seam
+    return hf.build_on_meta(cls, config_of(family, **changes), torch.float32, seam)
+
+
+def scheduled(model, family, mesh, ratio=0.5):
+    return apply_table(
+        Schedule(model, mesh), table_for(family), BuildOptions(checkpoint_ratio=ratio)
+    )
+
+
+@pytest.mark.parametrize("family", families())
+def test_program_is_the_golden_one(family, request):
+    sch = scheduled(on_meta(family), family, Mesh(tp=2, pp=2))
+    path, text = GOLDEN / f"{family}.txt", f"{sch}\n"
+    if request.config.getoption("update_golden"):
+        path.write_text(text, encoding="utf-8")
+    assert path.exists(), f"{path.name} is missing: run with --update-golden"
+    assert text == path.read_text(encoding="utf-8"), "on purpose? then run with --update-golden"
+
+
+def test_no_golden_file_is_left_over():
+    assert {path.stem for path in GOLDEN.iterdir()} == {*families()}
+
+
+@pytest.mark.parametrize("family", families())
+def test_every_rank_has_the_same_program(family):
+    """On meta and without a process group; only the local shapes differ."""
+    sizes = {"tp": 2, "pp": 2, "dp": 2}
+    schedules = [scheduled(on_meta(family), family, Mesh(**sizes, rank=r)) for r in range(8)]
+    whole = {n: p.shape for n, p in on_meta(family).named_parameters()}
+    first = schedules[0]
+    for sch in schedules:
+        assert str(sch) == str(first)
+        assert sch.diff(first) == ""
+        assert sch.state.cuts == first.state.cuts
+        for name, p in sch.model.named_parameters():
+            placed = sch.state.placed.get(name)
+            r = sch.mesh.coord("tp")
+            want = placed.placement.local_shape(whole[name], 2, r) if placed else whole[name]
+            assert p.is_meta
+            assert tuple(p.shape) == tuple(want), name
+
+
+@pytest.mark.parametrize("family", families())
+def test_replay_gives_the_same_model(family):
+    torch.manual_seed(0)
+    config = config_of(family)
+    if table_for(family).seam:
+        config._attn_implementation = "slapo_zoo"
+    model = main_class(family)(config)
+    for rank in (0, 3):
+        first, second = copy.deepcopy(model), copy.deepcopy(model)
+        sch = scheduled(first, family, Mesh(tp=2, pp=2, rank=rank))
+        again = Schedule(second, sch.mesh).replay(from_json(sch.to_json()))
+        assert again.history == sch.history
+        assert again.to_json() == sch.to_json()
+        assert str(again) == str(sch)
+        assert again.diff(sch) == ""
+        assert again.state.placed.keys() == sch.state.placed.keys()
+        assert [p for p, _ in second.named_modules()] == [p for p, _ in first.named_modules()]
+        ours, theirs = (dict(m.named_parameters(remove_duplicate=False)) for m in (second, first))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        assert _ties(second) == _ties(first)
+        assert vars(second.config) == vars(model.config)
+
+
+def _ties(model):
+    """Names of each parameter that has several."""
+    names = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    return sorted(n for n in names.values() if len(n) > 1)
+
+
+@pytest.mark.parametrize("family", families())
+def test_the_table_names_every_parameter_and_no_other(family):
+    """Over all head classes and variants: each base parameter has a row, each row a module."""
+    table, unused = table_for(family), None
+    for changes in [{}, *VARIANTS.get(family, [])]:
+        for cls in classes_of(family):
+            model = on_meta(family, cls, **changes)
+            rows = [pattern for pattern, _ in table.rows(model)]
+            names = {path: type(module).__name__ for path, module in model.named_modules()}
+            found = [select(pattern, names) for pattern in rows]
+            _every_parameter_has_a_row(model, found, cls)
+            empty = {i for i, paths in enumerate(found) if not paths}
+            unused = empty if unused is None else unused & empty
+    patterns = [pattern for pattern, _ in (*table.body, *table.heads)]
+    assert not [patterns[i] for i in unused if i < len(patterns)], "no class has these modules"
+
+
+def _every_parameter_has_a_row(model, found, cls):
+    named = {path for paths in found for path in paths}
+    prefix = base_prefix(model)
+    holders = {n.rpartition(".")[0] for n, _ in model.named_parameters(remove_duplicate=False)}
+    nameless = sorted(at for at in holders - named if at.startswith(prefix))
+    if not prefix:  # the base model, or a class that has none: heads stand beside the body
+        nameless = [at for at in nameless if cls.__name__.endswith("Model")]
+    assert not nameless, f"{cls.__name__}: the table has no row for {nameless[:5]}"
+
+
+@pytest.mark.parametrize("family", families())
+def test_every_class_takes_the_table(family):
+    """Every head class, variant and mesh: nothing raises, and what is sharded is a whole model."""
+    for changes in [{}, *VARIANTS.get(family, [])]:
+        for cls in classes_of(family):
+            model = on_meta(family, cls, **changes)
+            before = {n: p.numel() for n, p in model.named_parameters()}
+            sch = scheduled(model, family, Mesh(tp=4, pp=2, rank=5))
+            assert sch.history
+            local = {n: p.numel() for n, p in model.named_parameters()}
+            assert all(local[n] <= before[n] for n in before), cls.__name__
+            assert sum(local.values()) < sum(before.values())
+
+
+def test_tables_are_short():
+    """Peers take 61 to 2,900 lines; the whole entry of a family is its file here."""
+    files = (Path(__file__).parents[2] / "schedules").glob("*.py")
+    lines = {path.stem: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
+    assert set(lines) == {family.replace("-", "_") for family in families()}
+    assert max(lines.values()) <= 100, lines
+
+
+def test_a_table_may_extend_another():
+    """Rows that differ are data; all else is the base's."""
+    llama, mixtral = table_for("llama"), table_for("mixtral")
+    assert set(llama.body) - set(mixtral.body) == {r for r in llama.body if ".mlp" in r[0]}
+    assert mixtral.heads == llama.heads
+    with pytest.raises(ArchitectureError, match=r"no row 'layers\.\*\.ffn'"):
+        extend("llama", "other", "nowhere", without=("layers.*.ffn",))
+
+
+def test_diff_shows_what_changed():
+    family = "gpt2"
+    a = scheduled(on_meta(family), family, Mesh(tp=2, pp=2), ratio=0.0)
+    b = scheduled(on_meta(family), family, Mesh(tp=2, pp=2), ratio=1.0)
+    lines = [line for line in b.diff(a).splitlines() if line[:1] in "+-"]
+    assert lines[:2] == ["--- this", "+++ other"]
+    changed = [f"-sch['transformer.h.{i}'].checkpoint()" for i in range(3)]
+    assert lines[2:] == changed

@@ -1,0 +1,160 @@
+"""Calls of `transformers` scripts, pasted: they run as there, or the error says the one thing to change."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from parity import Case, batch_of, checkpoint
+from refusals import refused
+from slapo_zoo import AutoScheduledModel, SlapoError
+
+GPT2 = Case("GPT2LMHeadModel", ("tokens",))
+BERT = Case("BertForSequenceClassification", ("class",), (("num_labels", 3),))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("arguments")
+
+
+def logits(model, case):
+    with torch.no_grad():
+        return model.eval()(**batch_of(case)).logits
+
+
+PASTED = {
+    "token": "hf_x",
+    "cache_dir": "/nowhere",
+    "local_files_only": True,
+    "force_download": False,
+    "device_map": None,
+    "low_cpu_mem_usage": True,
+    "use_safetensors": True,
+    "attn_implementation": "eager",
+    "torch_dtype": torch.float64,
+    "subfolder": "",
+    "quantization_config": None,
+}
+
+
+def test_a_pasted_call_runs(root):
+    folder = checkpoint(GPT2, root)
+    model = AutoScheduledModel.from_pretrained(folder, **PASTED)
+    plain = transformers.GPT2LMHeadModel.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager"
+    )
+    assert next(model.parameters()).dtype == torch.float64
+    torch.testing.assert_close(logits(model, GPT2), logits(plain, GPT2))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"attn_implementation": "paged"}, "attention="),
+        ({"attn_implementation": "eager", "attention": "sdpa"}, "attention="),
+        ({"device_map": "auto"}, "device="),
+        ({"use_safetensors": False}, "allow_pickle=True"),
+        ({"state_dict": {}}, "files of the checkpoint"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_what_cannot_be_had_is_said(options, words, root):
+    assert words in refused(SlapoError, checkpoint(GPT2, root), **options)
+
+
+def test_a_config_in_place_of_the_checkpoint_s(root):
+    folder = checkpoint(GPT2, root)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.scale_attn_weights = False
+    for given in (config, None):
+        plain = transformers.GPT2LMHeadModel.from_pretrained(
+            folder, config=given, layer_norm_epsilon=1e-3
+        ) if given is None else transformers.GPT2LMHeadModel.from_pretrained(folder, config=given)  # fmt: skip
+        mine = {"layer_norm_epsilon": 1e-3} if given is None else {}
+        model = AutoScheduledModel.from_pretrained(folder, config=given, **mine)
+        torch.testing.assert_close(logits(model, GPT2), logits(plain, GPT2), rtol=1e-4, atol=1e-4)
+    text = refused(SlapoError, folder, config=config, no_such=1)
+    assert "no such field" in text
+
+
+def fresh_head(folder, layout, options):
+    model = AutoScheduledModel.from_pretrained(folder, **layout, **options)
+    return logits(model, BERT), model.ledger.newly_initialized, model.consolidated_state_dict()
+
+
+def test_another_number_of_labels(root, ranks):
+    """5 labels over a checkpoint of 3: told what to pass, and then a new head on the old body."""
+    folder = checkpoint(BERT, root)
+    assert "ignore_mismatched_sizes=True" in refused(SlapoError, folder, num_labels=5)
+    options = {"num_labels": 5, "ignore_mismatched_sizes": True, "seed": 0}
+    want, new, weights = fresh_head(folder, {}, options)
+    assert sorted(new) == ["classifier.bias", "classifier.weight"]
+    assert want.shape == (4, 5)
+    old = load_file(folder / "model.safetensors")
+    assert all(torch.equal(weights[n], old[n]) for n in old if "classifier" not in n)
+    for layout in ({"tp": 2}, {"pp": 2}):
+        for found, _, _ in ranks.run(fresh_head, 2, folder, layout, options):
+            torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+
+
+def saved(folder, out, layout, options):
+    AutoScheduledModel.from_pretrained(folder, **layout).save_pretrained(out, **options)
+
+
+@pytest.mark.parametrize("size", ["5GB", 9000], ids=["one file", "sharded"])
+def test_a_variant_and_a_subfolder(size, root, tmp_path, ranks):
+    folder, out = checkpoint(GPT2, root), tmp_path / "all" / "inner"
+    options = {"variant": "fp16", "is_main_process": True, "safe_serialization": True,
+               "state_dict": None, "max_shard_size": size}  # fmt: skip
+    ranks.run(saved, 2, folder, out, {"tp": 2}, options)
+    plain = transformers.GPT2LMHeadModel.from_pretrained(folder)
+    names = {path.name for path in out.iterdir()}
+    plain.save_pretrained(tmp_path / "plain", variant="fp16", max_shard_size=size)
+    assert {p.name for p in (tmp_path / "plain").iterdir() if "model" in p.name} <= names
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "all", subfolder="inner", variant="fp16")  # fmt: skip
+    mine = AutoScheduledModel.from_pretrained(tmp_path / "all", subfolder="inner", variant="fp16")
+    for name, p in plain.named_parameters():
+        assert torch.equal(again.get_parameter(name), p)
+        assert torch.equal(mine.get_parameter(name), p)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"safe_serialization": False}, "safetensors"),
+        ({"state_dict": {}}, "save_file"),
+        ({"flavour": 1}, "no such argument"),
+    ],
+    ids=["pickle", "state_dict", "unknown"],
+)
+def test_what_a_save_cannot_do_is_said(options, words, root, tmp_path):
+    model = AutoScheduledModel.from_pretrained(checkpoint(GPT2, root))
+    with pytest.raises(SlapoError, match=words):
+        model.save_pretrained(tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_vocabulary_is_refused_at_the_call(root):
+    model = AutoScheduledModel.from_pretrained(checkpoint(GPT2, root))
+    assert model.resize_token_embeddings() is model.get_input_embeddings()
+    assert model.resize_token_embeddings(99) is model.get_input_embeddings()
+    with pytest.raises(SlapoError, match="load that folder"):
+        model.resize_token_embeddings(120)
+
+
+def test_quantized_checkpoints_are_named_so(root, tmp_path):
+    folder = shutil.copytree(checkpoint(GPT2, root), tmp_path / "fp8")
+    config = json.loads((folder / "config.json").read_text())
+    named = {**config, "quantization_config": {"quant_method": "fp8"}}
+    (folder / "config.json").write_text(json.dumps(named))
+    assert "quantized (fp8)" in refused(SlapoError, folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    key = "transformer.h.0.mlp.c_fc"
+    tensors |= {f"{key}.weight": tensors[f"{key}.weight"].to(torch.int8), f"{key}.SCB": torch.ones(70)}  # fmt: skip
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert "quantized" in refused(SlapoError, folder)

@@ -1,0 +1,209 @@
+"""Knobs: typed, documented, refused when unknown; the attention back ends; the tuner's space."""
+
+import inspect
+
+import pytest
+import torch
+
+from heads import HEADS
+from parity import LAYOUTS, Case, checkpoint, compare, references, scheduled
+from refusals import BERT, GPT2, refused
+from slapo_zoo import AutoScheduledModel, SlapoError
+from slapo_zoo.errors import ArchitectureError
+from slapo_zoo.hf.attention_backends import BACKENDS
+from slapo_zoo.zoo.knobs import INSTEAD, KNOBS, tunable
+from slapo_zoo.zoo.table import families, table_for
+
+SEAM = [family for family in HEADS if "eager" in table_for(family).tunable.get("attention", ())]
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("knobs")
+
+
+@pytest.mark.parametrize("entry", ["from_pretrained", "from_config"])
+def test_every_knob_is_a_documented_argument(entry):
+    arguments = inspect.signature(getattr(AutoScheduledModel, entry)).parameters
+    assert KNOBS.keys() <= arguments.keys()
+    text = inspect.getdoc(AutoScheduledModel.from_pretrained)
+    assert all(f"{name}: " in text for name in KNOBS)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("sequence_parallel", 1, "True or False"),
+        ("micro_batches", 0, "an integer of at least 1"),
+        ("micro_batches", "2", "an integer of at least 1"),
+        ("checkpoint_ratio", "half", "a number from 0 to 1"),
+        ("stages_per_rank", 1.5, "an integer of at least 1"),
+        ("attention", 3, "one of sdpa, eager"),
+        ("pipeline_order", None, "a name"),
+    ],
+)
+def test_a_knob_of_the_wrong_type(name, value, expected, root):
+    text = refused(SlapoError, checkpoint(GPT2, root), **{name: value})
+    assert name in text
+    assert expected in text
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("micro_batch", "micro_batches"),
+        ("sequence_paralel", "sequence_parallel"),
+        ("n_hed", "n_head"),
+    ],
+)
+def test_an_unknown_knob_names_the_near_ones(name, near, root):
+    text = refused(SlapoError, checkpoint(GPT2, root), **{name: 2})
+    assert f"{name}= | no such argument" in text
+    assert near in text
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_arguments_of_transformers_that_would_be_ignored(name, root):
+    text = refused(SlapoError, checkpoint(GPT2, root), **{name: "x"})
+    assert f"{name}= | it has no effect here | {INSTEAD[name]}" in text
+
+
+def test_fields_of_the_config_are_legal(root):
+    folder = checkpoint(BERT, root)
+    model = AutoScheduledModel.from_pretrained(
+        folder, auto_class="AutoModelForSequenceClassification", num_labels=5, attention="eager"
+    )
+    assert model.classifier.out_features == 5
+
+
+def test_dtype_reaches_a_base_model_that_an_auto_class_builds(root):
+    folder = checkpoint(HEADS["llama"][1], root)
+    model = AutoScheduledModel.from_pretrained(folder, dtype="float64")
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+
+
+@pytest.mark.parametrize("family", families())
+def test_each_table_declares_its_space(family):
+    space = table_for(family).tunable
+    assert {"tp", "pp", "micro_batches", "checkpoint_ratio"} <= space.keys() <= KNOBS.keys()
+    assert all(KNOBS[name].fits(value) for name, values in space.items() for value in values)
+    assert set(space.get("attention", ())) <= BACKENDS.keys()
+    assert bool(space.get("attention")) == (family not in ("mamba", "wideresnet"))
+
+
+def test_a_space_has_only_knobs():
+    with pytest.raises(SlapoError, match=r"nearest: attention"):
+        tunable(atention=("eager",))
+
+
+QUICK = ("bert", "t5", "llama")
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("gpt2", "1x1x1"),
+        *(
+            pytest.param(family, "2x2x1-sp", marks=() if family in QUICK else pytest.mark.slow)
+            for family in SEAM
+        ),
+    ],
+)
+def test_eager_attention(family, layout, root, ranks):
+    """The family's own function: as near to the truth as plain transformers is with it."""
+    case, sizes = HEADS[family][0], LAYOUTS[layout]
+    folder = checkpoint(case, root)
+    truth, plains = references(case, folder)
+    world = sizes[0] * sizes[1] * sizes[2]
+    results = ranks.run(eager, world, case, folder, sizes)
+    for (result, _), used in results:
+        assert used in ({"eager"}, set())  # a stage may hold no attention of a shared block
+        assert result.losses == pytest.approx(results[0][0][0].losses, rel=1e-6)
+    assert results[0][1] or family == "gpt_neo"
+    compare(results[0][0][0], plains, truth)
+
+
+def eager(case, folder, sizes):
+    """The run, and which functions its attention called."""
+    used, plain = set(), {}
+    for name, backend in BACKENDS.items():
+        plain[name] = backend.run
+
+        def run(*args, _name=name, _run=backend.run, **kwargs):
+            if not isinstance(args[1], torch._subclasses.FakeTensor):
+                used.add(_name)
+            return _run(*args, **kwargs)
+
+        object.__setattr__(backend, "run", run)
+    try:
+        return scheduled(case, folder, sizes, attention="eager"), used
+    finally:
+        for name, backend in BACKENDS.items():
+            object.__setattr__(backend, "run", plain[name])
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "found"),
+    [
+        (GPT2, "flash", "flash-attn and a CUDA device, found cpu"),
+        (BERT, "flex", "no backward on cpu"),
+        (GPT2, "flex", "GPT2LMHeadModel cannot have it | it has: sdpa, eager, flash, xformers"),
+        (HEADS["gpt_neo"][0], "sdpa", "cannot have it | it has: eager"),
+        (HEADS["mamba"][0], "eager", "no attention that could be chosen"),
+        (GPT2, "spda", "nearest: ['sdpa'"),
+    ],
+)
+def test_a_back_end_that_cannot_be_had(case, name, found, root):
+    assert found in refused(SlapoError, checkpoint(case, root), attention=name)
+
+
+def test_xformers_is_refused_here(root):
+    text = refused(ArchitectureError, checkpoint(GPT2, root), attention="xformers")
+    assert "not installed" in text or "no kernel for cpu" in text
+
+
+def test_checkpoint_policy(root, ranks):
+    """Recomputation that keeps products gives the same gradients; an unknown policy is an error."""
+    folder = checkpoint(GPT2, root)
+    truth, plains = references(GPT2, folder)
+    options = {"checkpoint_ratio": 1.0, "checkpoint_policy": "save_matmuls"}
+    ((result, _),) = ranks.run(with_options, 1, GPT2, folder, (1, 1, 1), options)
+    compare(result, plains, truth)
+    text = refused(SlapoError, folder, checkpoint_ratio=1.0, checkpoint_policy="all")
+    assert "found policy 'all'" in text
+    text = refused(SlapoError, folder, checkpoint_policy="save_matmuls")
+    assert "no block is recomputed" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("attention", "eager"), ("checkpoint_ratio", 0.5), ("sequence_parallel", True)],
+)
+def test_knobs_beside_a_program_of_the_users_own(name, value, root):
+    text = refused(SlapoError, checkpoint(GPT2, root), schedule=[], **{name: value})
+    assert f"{name}={value!r} | the schedule that you pass says this itself" in text
+
+
+def with_options(case, folder, sizes, options):
+    return scheduled(case, folder, sizes, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["sdpa", "eager", "flash", "flex", "xformers"])
+def test_back_ends_on_a_gpu(name, root):
+    """Loss and gradients of each back end that is there, beside eager in float32."""
+    folder = checkpoint(Case("LlamaForCausalLM", ("tokens",), (("head_dim", 16),)), root)
+    ids = torch.randint(3, 99, (2, 16), device="cuda")
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    batch["attention_mask"][0, -5:] = 0
+    want = AutoScheduledModel.from_pretrained(folder, device="cuda", attention="eager")
+    want_loss = want.train_step(batch)
+    try:
+        model = AutoScheduledModel.from_pretrained(
+            folder, device="cuda", attention=name, dtype="bfloat16"
+        )
+    except ArchitectureError as error:
+        pytest.skip(str(error))
+    assert float(model.train_step(batch)) == pytest.approx(float(want_loss), rel=2e-2)
+    mine, theirs = (m.model.layers[0].self_attn.q_proj.weight.grad.float() for m in (model, want))
+    torch.testing.assert_close(mine, theirs, rtol=0.1, atol=0.1 * float(theirs.abs().max()))

@@ -1,0 +1,57 @@
+"""What `schedule=` takes beside the zoo and cards: the file of to_json, and the zoo's schedule extended."""
+
+import pytest
+import torch
+
+from parity import checkpoint
+from refusals import GPT2, refused
+from slapo_zoo import AutoScheduledModel, SlapoError, extend
+
+IDS = torch.arange(12).view(2, 6) + 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return checkpoint(GPT2, tmp_path_factory.mktemp("schedule"))
+
+
+def loss_of(model):
+    return model.train_step({"input_ids": IDS, "labels": IDS})
+
+
+def test_the_file_of_to_json_is_a_schedule(folder, tmp_path):
+    model = AutoScheduledModel.from_pretrained(folder)
+    file = tmp_path / "mine.json"
+    file.write_text(model.schedule.to_json())
+    again = AutoScheduledModel.from_pretrained(folder, schedule=str(file))
+    assert str(again.schedule) == str(model.schedule)
+    assert torch.equal(loss_of(again), loss_of(model))
+
+
+def test_the_zoo_is_extended(folder):
+    plain = AutoScheduledModel.from_pretrained(folder)
+    model = AutoScheduledModel.from_pretrained(
+        folder, schedule=extend(lambda sch: sch["transformer.h.0"].checkpoint())
+    )
+    more = model.schedule.history[len(plain.schedule.history) :]
+    assert [(path, d.name) for path, d in more] == [("transformer.h.0", "checkpoint")]
+    assert torch.equal(loss_of(model), loss_of(plain))
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad), name
+
+
+def test_only_a_function_extends():
+    with pytest.raises(SlapoError, match="pass a function of one argument"):
+        extend([])
+
+
+def test_a_file_that_is_no_schedule(folder, tmp_path):
+    file = tmp_path / "other.json"
+    file.write_text('{"format": "slapo-zoo-schedule/1", "steps": [["wte", "shard"]]}')
+    text = refused(SlapoError, folder, schedule=str(file))
+    assert "expected [pattern, primitive, arguments]" in text
+
+
+def test_orders_as_torch_spells_them(folder):
+    model = AutoScheduledModel.from_pretrained(folder, pipeline_order="1F1B")
+    assert torch.isfinite(loss_of(model))

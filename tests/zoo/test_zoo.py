@@ -1,0 +1,239 @@
+"""The grid: every family, head class and layout against plain `transformers` in one process.
+
+Each cell compares outputs, loss, every gradient, the norm and four AdamW steps with clipping, and
+saves the model before it trains: the file holds the keys and bits that plain `transformers` wrote.
+A part runs always, which has every family, layout and head; `ci/run.py grid` runs all cells.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers.models.auto import modeling_auto
+
+from heads import ELSEWHERE, HEADLESS, HEADS, REFUSED, UNEVEN
+from parity import (
+    LAYOUTS,
+    Result,
+    batch_of,
+    checkpoint,
+    compare,
+    references,
+    scheduled,
+    tiny_config,
+)
+from slapo_zoo import AutoScheduledModel, SlapoError
+from slapo_zoo.zoo.table import families
+
+WHOLE_ROWS = ("gpt2", "t5")  # their main heads run on every layout, always
+IN_STAGES = ("2x2x1", "2x2x1-sp")  # on one of them, and one of TURNS, the main head of each family
+TURNS = ("1x2x1", "2x1x1-sp", "2x1x2", "4x1x1", "2x1x1")  # of main heads, and of all others
+P = 0.1
+
+
+def always(family, index, number):
+    """The layouts on which a case runs every time: `index` in its family, `number` of all."""
+    in_stages = IN_STAGES[list(HEADS).index(family) % 2]
+    if index == 0 and family in WHOLE_ROWS:
+        return tuple(LAYOUTS)
+    return (*((in_stages,) if index == 0 else ()), TURNS[number % len(TURNS)])
+
+
+def cell(layout, family, case, quick):
+    marks = [pytest.mark.grid] if quick else [pytest.mark.grid, pytest.mark.slow]
+    more = "-".join(str(value) for _, value in case.config if value != 3)
+    name = "-".join(filter(None, [case.cls, *case.labels, *case.variant, more, layout]))
+    return pytest.param(family, case, layout, marks=marks, id=name)
+
+
+def cells():
+    flat = [(f, i, case) for f, cases in HEADS.items() for i, case in enumerate(cases)]
+    for number, (family, index, case) in enumerate(flat):
+        for layout in LAYOUTS:
+            yield cell(layout, family, case, layout in always(family, index, number))
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("zoo")
+
+
+def size(layout):
+    return layout[0] * layout[1] * layout[2]
+
+
+def refusal(case, layout):
+    """The words of the error, where a head cannot have a layout."""
+    words = REFUSED.get(case.cls, {})
+    return next((words[name] for name, n in zip(("pp", "dp"), layout[1:3], strict=True) if n > 1 and name in words), None)  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "case", "layout"), [*cells()])
+def test_equals_plain_transformers(family, case, layout, root, ranks, tmp_path, record_property):
+    record_property("cell", (family, layout))
+    sizes, folder, out = LAYOUTS[layout], checkpoint(case, root), tmp_path / "saved"
+    micro_batches = 1 if "micro" in REFUSED.get(case.cls, ()) else None
+    arguments = (size(sizes), case, folder, sizes, micro_batches, 0, out)
+    if words := refusal(case, sizes):
+        record_property("refused", words)
+        with pytest.raises(SlapoError, match=words):
+            ranks.run(scheduled, *arguments)
+        return
+    truth, plains = references(case, folder)
+    results = ranks.run(scheduled, *arguments)
+    compare(results[0][0], plains, truth)
+    all_ranks_agree(results, sizes)
+    saved_as_plain_transformers_saves(folder, out)
+
+
+def all_ranks_agree(results, sizes):
+    """Losses and outputs are on every rank; tp and dp peers hold the same replicated weights."""
+    first = results[0][0]
+    for result, _ in results:
+        assert result.losses == pytest.approx(first.losses, rel=1e-6)
+        for name, want in first.outputs.items():
+            torch.testing.assert_close(result.outputs[name], want, rtol=1e-5, atol=1e-6)
+    tp, pp, dp = sizes[:3]
+    for stage in range(pp):
+        stage_ranks = results[stage * tp * dp : (stage + 1) * tp * dp]
+        assert all(replicated == stage_ranks[0][1] for _, replicated in stage_ranks)
+
+
+def saved_as_plain_transformers_saves(folder, out):
+    want, found = (load_file(path / "model.safetensors") for path in (folder, out))
+    assert found.keys() == want.keys()
+    assert all(torch.equal(found[key], want[key]) for key in want)
+
+
+def main_cases():
+    return [pytest.param(f, cases[0], id=f) for f, cases in HEADS.items()]
+
+
+def save(folder, out):
+    AutoScheduledModel.from_pretrained(folder, tp=2, pp=2).save_pretrained(out)
+
+
+@pytest.mark.parametrize(("family", "case"), main_cases())
+def test_plain_transformers_reloads(family, case, root, ranks, tmp_path):
+    """`from_pretrained` finds every key, and the weights are the same bits."""
+    folder, out = checkpoint(case, root), tmp_path / "saved"
+    ranks.run(save, 4, folder, out)
+    cls = getattr(transformers, case.cls)
+    model, info = cls.from_pretrained(out, output_loading_info=True)
+    assert not any(info.values()), info
+    want = cls.from_pretrained(folder).state_dict()
+    found = model.state_dict()
+    assert found.keys() == want.keys()
+    assert all(torch.equal(found[key], want[key]) for key in want)
+    assert as_saved(model.config) == as_saved(cls.from_pretrained(folder).config)
+    files = [path / "generation_config.json" for path in (folder, out)]
+    assert len({path.read_text() for path in files if path.exists()}) <= 1
+
+
+def as_saved(config):
+    return config.to_dict() | {"_name_or_path": ""}
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(("case", "layout"), UNEVEN, ids=lambda x: getattr(x, "cls", str(x)))
+def test_heads_that_do_not_divide(case, layout, root, ranks, tmp_path):
+    folder, out = checkpoint(case, root), tmp_path / "saved"
+    truth, plains = references(case, folder)
+    results = ranks.run(scheduled, size(layout), case, folder, layout, None, 0, out)
+    compare(results[0][0], plains, truth)
+    saved_as_plain_transformers_saves(folder, out)
+
+
+def headless_cells():
+    for number, case in enumerate(HEADLESS):
+        layouts = list(LAYOUTS)
+        for layout in layouts:
+            quick = layout == TURNS[number % len(TURNS)]
+            yield cell(layout, case.cls, case, quick)
+
+
+@pytest.mark.parametrize(("family", "case", "layout"), [*headless_cells()])
+def test_models_without_a_head(family, case, layout, root, ranks, tmp_path):
+    """Outputs on every rank, and the saved file: nothing to train without a loss."""
+    sizes, folder, out = LAYOUTS[layout], checkpoint(case, root), tmp_path / "saved"
+    arguments = (case, folder, sizes, None, 0, out)
+    (want,) = ranks.run(forward_plain, 1, case, folder)
+    for found in ranks.run(scheduled, size(sizes), *arguments):
+        assert want.keys() == found.keys()
+        for name in want:
+            torch.testing.assert_close(found[name], want[name], rtol=1e-5, atol=1e-5)
+    saved_as_plain_transformers_saves(folder, out)
+
+
+def forward_plain(case, folder):
+    model = getattr(transformers, case.cls).from_pretrained(folder).eval()
+    return {
+        k: v.detach() for k, v in model(**batch_of(case)).items() if isinstance(v, torch.Tensor)
+    }
+
+
+def drops(case):
+    """The main head of a family with dropout, if its config knows any."""
+    of_heads = {"classifier_dropout": None}
+    with_p, without = (tiny_config(c)[0].to_dict() for c in (replace(case, dropout=P), case))
+    return with_p | of_heads != without | of_heads
+
+
+def dropout_cells():
+    for number, (family, (case, *_)) in enumerate(HEADS.items()):
+        for layout in LAYOUTS if drops(case) else ():
+            if layout != "1x1x1":
+                quick = layout == TURNS[number % len(TURNS)]
+                yield cell(layout, family, replace(case, dropout=P), quick)
+
+
+@pytest.mark.parametrize(("family", "case", "layout"), [*dropout_cells()])
+def test_dropout_draws_as_one_process_does(family, case, layout, root, ranks, record_property):
+    """Against the one-process run with the same seed, which for GPT-2 and BERT equals plain
+    `transformers` under the same masks (tests/zoo/test_dropout.py), and without dropout everywhere.
+    """
+    record_property("cell", (f"{family} dropout", layout))
+    sizes, folder = LAYOUTS[layout], checkpoint(case, root)
+    alone = (case, folder, (1, 1, 1), None, 7, None)
+    truth = on_one_rank(ranks, *alone, dtype="float64")
+    results = ranks.run(scheduled, size(sizes), case, folder, sizes, None, 7)
+    compare(results[0][0], [on_one_rank(ranks, *alone)], truth)
+    calm = replace(case, dropout=0.0)
+    without = on_one_rank(ranks, calm, checkpoint(calm, root), *alone[2:])
+    assert abs(truth.losses[0] - without.losses[0]) > 1e-4
+
+
+KEPT: dict = {}
+
+
+def on_one_rank(ranks, *arguments, dtype="float32") -> Result:
+    key = (*arguments, dtype)
+    if key not in KEPT:
+        KEPT[key] = ranks.run(one_rank, 1, arguments, dtype)[0][0]
+    return KEPT[key]
+
+
+def one_rank(arguments, dtype):
+    return scheduled(*arguments, dtype=dtype)
+
+
+def heads_of_transformers(model_type):
+    """Every class that the Auto classes of transformers map a model_type to."""
+    found = set()
+    for name, mapping in vars(modeling_auto).items():
+        if name.startswith("MODEL_") and name.endswith("_NAMES") and model_type in mapping:
+            classes = mapping[model_type]
+            found |= {classes} if isinstance(classes, str) else set(classes)
+    return found
+
+
+@pytest.mark.parametrize("family", families())
+def test_no_head_of_transformers_is_missing(family):
+    covered = {case.cls for case in HEADS.get(family, ())} | {case.cls for case in HEADLESS}
+    missing = heads_of_transformers(family) - covered - ELSEWHERE.keys()
+    assert not missing, (
+        f"add them to tests/support/heads.py, or say there why not: {sorted(missing)}"
+    )
+    assert family in HEADS or family == "wideresnet"
