@@ -17,6 +17,8 @@ from transformers import Trainer
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.model.checkpoint import save_checkpoint
 from slapo_zoo.model.checkpoint_load import load_checkpoint
+from slapo_zoo.model.precision import FIRST_SCALE
+from slapo_zoo.model.scaler import GradScaler
 from slapo_zoo.model.trainer_options import refuse_options
 from slapo_zoo.model.trl_head import take_back_forward
 from slapo_zoo.parallel.loss_means import count_targets
@@ -29,6 +31,7 @@ class ScheduledTrainer(Trainer):
     `per_device_train_batch_size` counts the rows of a dp rank; its tp and pp peers read the same
     ones. With gradient accumulation the mean is over all targets of a step, on all dp ranks.
     A `compute_loss` of your own, `compute_loss_func` and label smoothing see whole logits; they need pp=1.
+    A model of `precision="fp16"` scales the loss, whoever computes it.
     It goes in front of a Trainer of another library: `class Mine(ScheduledTrainer, DPOTrainer)`.
     A checkpoint can be resumed on another (tp, pp, dp), and `transformers` loads its weights.
 
@@ -53,6 +56,8 @@ class ScheduledTrainer(Trainer):
                     True  # no DDP around it: it would average over tp as well
                 )
         super().__init__(model=model, args=args, **kwargs)
+        if self._own_loss and model._slapo.precision.scales:  # train_step scales its own
+            self.accelerator.scaler = GradScaler(model, init_scale=FIRST_SCALE)
         for each in (self.model, getattr(self, "ref_model", None)):
             if hasattr(each, "_slapo"):
                 take_back_forward(each)
@@ -108,11 +113,18 @@ class ScheduledTrainer(Trainer):
         kind, dtype = self.args.device.type, torch.bfloat16
         return torch.autocast(kind, dtype=dtype, cache_enabled=cache_enabled)
 
+    def _unscale(self) -> None:
+        """Gradients of a loss of one's own in fp16, before anyone looks at them."""
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.unscale_(getattr(self.optimizer, "optimizer", self.optimizer))
+
     def _clip_grad_norm(self, model: Any) -> Tensor:
+        self._unscale()
         return self._scheduled.clip_grad_norm_(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: Any, grad_norm: Tensor | None = None) -> Any:
         if grad_norm is None:
+            self._unscale()
             grad_norm = self._scheduled.clip_grad_norm_(float("inf"))
         return grad_norm
 

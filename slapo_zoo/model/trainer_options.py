@@ -8,7 +8,7 @@ from slapo_zoo.errors import SlapoError
 REFUSED = {
     "fsdp": ("the Trainer would wrap a model that is sharded already", 'call init_target_engine(model, "torch", ...)'),
     "deepspeed": ("the Trainer would wrap a model that is sharded already", 'call init_target_engine(model, "deepspeed", ...)'),
-    "fp16": ("no scale of the loss reaches the stages and tp peers", "set bf16=True"),
+    "fp16": ("a scheduled model casts its own weights and scales its own loss", 'load it with precision="fp16", or set bf16=True'),
     "torch_compile": ("the whole model makes no graph: it communicates", "compile the blocks yourself: block.compile()"),
     "use_liger_kernel": ("it would replace the forwards that the schedule has put there", "load the model with kernels="),
 }  # fmt: skip

@@ -321,10 +321,55 @@ def test_options_are_those_of_the_plain_trainer(option, layout, tmp_path, ranks)
         torch.testing.assert_close(mine, weight, atol=2e-5, rtol=1e-3, msg=name)
 
 
+def in_fp16(folder, out, layout, rows_each, given, clip):
+    """A Trainer of a model that computes in fp16, and one of the same model in fp32."""
+    from accelerate.state import AcceleratorState
+
+    from slapo_zoo import AutoScheduledModel
+    from slapo_zoo.model.trainer import ScheduledTrainer
+
+    found = []
+    for precision in ("fp32", "fp16"):
+        AcceleratorState._reset_state(True)
+        sizes = dict(zip(("tp", "pp", "dp"), layout, strict=True))
+        model = AutoScheduledModel.from_pretrained(folder, **sizes, precision=precision)
+        args = arguments(out, per_device_train_batch_size=rows_each, max_grad_norm=clip)
+        model.loss_type = "ForCausalLM"
+        trainer = ScheduledTrainer(model=model, args=args, train_dataset=rows(), **given)
+        losses, norms = run(trainer)
+        weights = {n: w.detach() for n, w in model.consolidated_state_dict().items()}
+        scaler = trainer.accelerator.scaler
+        found.append((losses, norms, weights, scaler and scaler.get_scale()))
+    return found
+
+
+@pytest.mark.parametrize(
+    "clip", [pytest.param(1.0, marks=pytest.mark.slow), 0.0], ids=["clip", "no clip"]
+)
+@pytest.mark.parametrize(
+    "given", [{}, {"compute_loss_func": squared}], ids=["its loss", "own loss"]
+)
+@pytest.mark.parametrize(
+    "layout",
+    [(2, 1, 1), pytest.param((1, 1, 2), marks=pytest.mark.slow)],
+    ids=["tp2", "dp2"],
+)
+def test_a_model_in_fp16(layout, given, clip, tmp_path, ranks):
+    folder = checkpoint(CASE, tmp_path)
+    args = (folder, tmp_path, layout, 4 // layout[2], given, clip)
+    for whole, half in ranks.run(in_fp16, 2, *args, timeout=200):
+        torch.testing.assert_close(half[0], whole[0], atol=0.01, rtol=0.005)
+        torch.testing.assert_close(half[1], whole[1], atol=0.02, rtol=0.01)
+        assert half[0] != whole[0]
+        assert half[3] == (4096.0 if given else None)
+        for name, weight in whole[2].items():  # AdamW's first steps are signs: 4 steps of 1e-3
+            assert (half[2][name] - weight).abs().mean() < 5e-4, name
+
+
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        ({"fp16": True}, "bf16=True"),
+        ({"fp16": True}, 'precision="fp16"'),
         ({"torch_compile": True}, "block.compile"),
         ({"use_liger_kernel": True}, "kernels="),
         ({"optim": "lomo"}, "within the backward"),
