@@ -40,6 +40,7 @@ HEADS = (
     Head("ElectraForPreTraining", {"labels": FLAG}, over_real_tokens=True),
     Head("DoubleHeadsModel", {"mc_labels": CHOICE, "labels": TOKEN}, shifts=True, takes_choices=True),
     Head("LMHeadModel", {"labels": TOKEN}, shifts=True),
+    Head("BartForCausalLM", {"labels": TOKEN}),
     Head("ForCausalLM", {"labels": TOKEN}, shifts=True),
     Head("ForMaskedLM", {"labels": TOKEN}, ignores_padding=True),
     Head("ForConditionalGeneration", {"labels": TOKEN}),

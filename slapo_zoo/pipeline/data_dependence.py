@@ -72,7 +72,7 @@ class LookingRun(DryRun):
                 return super().__torch_dispatch__(func, types, (args[0], numbers), kwargs)
             if found is None:
                 raise
-            out = tree_map(lambda x: torch.empty_like(x) if isinstance(x, Tensor) else x, found)
+            out = tree_map(_as_fake, found)
         for fake, real in zip(tree_leaves(out), tree_leaves(found), strict=False):
             if isinstance(fake, Tensor) and isinstance(real, Tensor):
                 self._known[fake] = real
@@ -137,3 +137,10 @@ class LookingRun(DryRun):
 def _first_float(tree: Any) -> Tensor | None:
     found = (x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.is_floating_point())
     return next(found, None)
+
+
+def _as_fake(found: Any) -> Any:
+    """A fake tensor of its size and dtype; a tensor of numbers has no place among fake ones."""
+    if not isinstance(found, Tensor):
+        return found
+    return torch.empty(tuple(found.shape), dtype=found.dtype)

@@ -6,6 +6,7 @@ positions and sizes are computed by the unmodified code on every stage, and only
 found to be used later crosses a cut (docs/decisions/0004-stages-run-the-own-forward.md).
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.directive import join
+from slapo_zoo.parallel.paths import compile_pattern
 from slapo_zoo.pipeline.dataflow import Call, Shape, Value
 
 Cut = tuple[str, int]  # unit, and after which of its calls (0 unless a shared block)
@@ -39,7 +41,7 @@ def leaf_units(
         late: paths that run after the blocks, though the model defines them before.
         order: patterns of children of one parent, in the order in which they run.
     """
-    ranks = {pattern: rank for rank, pattern in enumerate(order)}
+    ranks = [compile_pattern(pattern) for pattern in order]
     containers = {""}
     for block in blocks:
         parts = block.split(".")
@@ -47,7 +49,9 @@ def leaf_units(
 
     def below(path: str, module: nn.Module) -> list[str]:
         found = []
-        for name, child in sorted(module.named_children(), key=lambda c: _rank(path, c[0], ranks)):
+        for name, child in sorted(
+            module.named_children(), key=lambda c: _rank(join(path, c[0]), ranks)
+        ):
             at = join(path, name)
             if at in containers or type(child).forward is nn.Module.forward:  # a list is not called
                 found += below(at, child)
@@ -62,9 +66,9 @@ def leaf_units(
     return [*rest[:end], *moved, *rest[end:]]
 
 
-def _rank(path: str, name: str, ranks: Mapping[str, int]) -> int:
-    pattern = ".".join("*" if part.isdigit() else part for part in join(path, name).split("."))
-    return ranks.get(pattern, len(ranks))
+def _rank(path: str, ranks: Sequence[re.Pattern[str]]) -> int:
+    """Which pattern comes first among those that fit; what fits none runs after all that do."""
+    return next((i for i, found in enumerate(ranks) if found.fullmatch(path)), len(ranks))
 
 
 def assign_stages(

@@ -125,3 +125,8 @@ dropout_tokens: Rule = (ForkRng(tokens=True),)  # with sequence parallelism it s
 def dropout_on(axis: int, size: str) -> Rule:
     """Dropout of an activation that is sharded over tp along an axis."""
     return (ForkRng(axis=axis, size=_dim(size)),)
+
+
+def dropout_after(child: str, size: str) -> Rule:
+    """As `dropout_tokens`, and the F.dropout after a child drops its result, which is sharded."""
+    return (ForkRng(tokens=True, after=child, axis=-1, size=_dim(size)),)

@@ -78,6 +78,12 @@ HEADS = {
         Case("AlbertForMultipleChoice", CHOICE, choices=2),
     ],
     "gpt_neo": usual("GPTNeo", Case("GPTNeoForCausalLM", TOKENS, (("window_size", 3),), variant=("bare", "twice"))),
+    "bart": [
+        Case("BartForConditionalGeneration", TOKENS),
+        Case("BartForCausalLM", TOKENS, (("is_decoder", True), ("is_encoder_decoder", False))),
+        Case("BartForSequenceClassification", CLASS, THREE, variant=("eos",)),
+        Case("BartForQuestionAnswering", SPAN),
+    ],
     "opt": [
         Case("OPTForCausalLM", TOKENS),
         Case("OPTForCausalLM", TOKENS, (("word_embed_proj_dim", 14), ("do_layer_norm_before", False)), variant=("bare",)),
@@ -146,7 +152,7 @@ HEADS = {
 HEADLESS = [
     Case(name, ())
     for name in (
-        "GPT2Model", "BertModel", "RobertaModel", "XLMRobertaModel", "CamembertModel", "AlbertModel", "GPTNeoModel", "OPTModel", "T5Model",
+        "GPT2Model", "BertModel", "RobertaModel", "XLMRobertaModel", "CamembertModel", "AlbertModel", "GPTNeoModel", "OPTModel", "BartModel", "T5Model",
         "T5EncoderModel", "MT5Model", "MT5EncoderModel", "UMT5Model", "UMT5EncoderModel", "LlamaModel",
         "MistralModel", "Qwen3Model", "Qwen2Model", "GemmaModel", "DistilBertModel", "ElectraModel", "GPTJModel",
          "MixtralModel", "GPTNeoXModel", "MambaModel", "ViTModel",
@@ -159,9 +165,6 @@ ELSEWHERE = {
 }
 # class --> layout dimension that it cannot have --> the words of its refusal
 REFUSED = {
-    "T5ForSequenceClassification": {"pp": "depends on data"},
-    "MT5ForSequenceClassification": {"pp": "depends on data"},
-    "UMT5ForSequenceClassification": {"pp": "depends on data"},
     "ViTForMaskedImageModeling": {"dp": "no mean over", "micro": "no mean over"},
 }
 # Heads that no power of two divides, at the sizes of published models.

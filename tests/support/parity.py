@@ -95,6 +95,12 @@ TINY = {
         "ffn_dim": 70, "max_position_embeddings": 16, "word_embed_proj_dim": 30, "pad_token_id": 0,
         "bos_token_id": 1, "eos_token_id": 2,
     },
+    "bart": {
+        "d_model": 30, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 5,
+        "decoder_attention_heads": 6, "encoder_ffn_dim": 70, "decoder_ffn_dim": 46, "vocab_size": 99,
+        "max_position_embeddings": 20, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1,
+        "decoder_start_token_id": 1, "forced_eos_token_id": 1, "init_std": 0.2,
+    },
     "t5": T5,
     "mt5": T5,
     "umt5": T5,

@@ -30,6 +30,8 @@ class ForkRng(Directive):
             activation that is sharded over them).
         axis: for a Dropout whose input is sharded over tp: along which axis (1: heads; -1).
         size: global size of that axis.
+        after: for a module that calls F.dropout: the child whose result, sharded along the last axis,
+            the next F.dropout drops (BART's `fc1`); `axis=-1` and `size` are those of its result.
         tokens: with sequence parallelism, the input holds this rank's tokens only.
     """
 
@@ -37,8 +39,12 @@ class ForkRng(Directive):
     axis: int = 0
     size: int = 0
     tokens: bool = False
+    after: str = ""
 
     def check(self, site: Site) -> None:
+        if self.after and (self.axis != -1 or not hasattr(site.module, self.after)):
+            problem = f"after={self.after!r}, axis={self.axis}: found no child of that name, or another axis"
+            raise self.fail(site, problem, "name a child of this module, and axis=-1")
         if self.axis and self.size < site.mesh.size("tp"):
             problem = f"an axis of size {self.size} cannot be sharded over tp={site.mesh.tp}"
             raise self.fail(site, problem, "give the global size of the sharded axis")
@@ -50,25 +56,42 @@ class ForkRng(Directive):
         applied.add(self.name)
         module: Any = site.module
         if isinstance(site.module, nn.Dropout):
-            run = None
-            if self.axis:
-                (run,) = Placement(0).runs(self.size, site.mesh.tp, site.mesh.coord("tp"))
-            module.forward = _dropout(site, site.module, self, run)
+            module.forward = _dropout(site, site.module, self, self._run(site))
         else:
             module.forward = self._forked(site, module.forward)
 
+    def _run(self, site: Site) -> Run | None:
+        """This rank's part of the axis that is sharded."""
+        if not self.axis:
+            return None
+        (run,) = Placement(0).runs(self.size, site.mesh.tp, site.mesh.coord("tp"))
+        return run
+
     def _forked(self, site: Site, forward: Callable) -> Callable:
         stream, rank = site.state.random, site.mesh.coord("tp") if self.per_rank else 0
+        made = site.module.get_submodule(self.after) if self.after else None
+        child = made and _Child(made, self._run(site), self.size)
 
         @wraps(forward)
         def forked(*args: Any, **kwargs: Any) -> Any:
             if not site.module.training:
                 return forward(*args, **kwargs)
-            with torch.random.fork_rng(), OwnDropout(site, self.tokens, rank):
+            with torch.random.fork_rng(), OwnDropout(site, self.tokens, rank, child):
                 torch.manual_seed(rng.mix(stream.seed, *stream.position(), hash_path(site), rank))
                 return forward(*args, **kwargs)
 
         return forked
+
+
+class _Child:
+    """A module whose result is this rank's run of `size` columns, and whether it was just made."""
+
+    def __init__(self, module: nn.Module, run: Run | None, size: int):
+        self.run, self.size, self.ran = run, size, False
+        module.register_forward_hook(self._ran)
+
+    def _ran(self, *_: Any) -> None:
+        self.ran = True
 
 
 class OwnDropout(TorchFunctionMode):
@@ -77,10 +100,12 @@ class OwnDropout(TorchFunctionMode):
     Ranks that are to draw differently have names of their own for these cells.
     """
 
-    def __init__(self, site: Site, tokens: bool, rank: int = 0):
+    def __init__(self, site: Site, tokens: bool, rank: int = 0, child: _Child | None = None):
         super().__init__()
-        self.site, self.tokens, self.count = site, tokens, 0
+        self.site, self.tokens, self.count, self.child = site, tokens, 0, child
         self.name = f"{site.path}@{rank}" if rank else site.path
+        if child:
+            child.ran = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """F.dropout(x, p, training) --> x * mask / (1 - p)."""
@@ -88,9 +113,15 @@ class OwnDropout(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         x, p, training = _dropout_arguments(*args, **(kwargs or {}))
         self.count += 1
+        child, name = self.child, f"{self.name}#{self.count}"
+        columns = child.run if child and child.ran else None
+        if child:
+            child.ran = False
         if not training or p == 0.0:  # as torch: no mask of ones is made
             return x
-        return dropout(x, **_drawn(self.site, x, p, f"{self.name}#{self.count}", self.tokens))
+        if child and columns:
+            return dropout(x, **_drawn_columns(self.site, x, p, name, columns, child.size))
+        return dropout(x, **_drawn(self.site, x, p, name, self.tokens))
 
 
 def _dropout_arguments(
@@ -119,6 +150,16 @@ def _drawn(site: Site, x: Tensor, p: float, name: str, tokens: bool) -> dict[str
     return {"keep": stream.keep_mask(x, p, name)}
 
 
+def _drawn_columns(
+    site: Site, x: Tensor, p: float, name: str, run: Run, size: int
+) -> dict[str, Any]:
+    """The mask of an x whose last axis is a run of `size` columns."""
+    stream = site.state.random
+    if stream.hashes(x.device):
+        return {"seeds": stream.seeds_of_columns(x, name, run, size), "p": p}
+    return {"keep": stream.keep_columns(x, p, name, run, size)}
+
+
 def _dropout(
     site: Site, module: nn.Dropout, directive: ForkRng, run: Run | None
 ) -> Callable[[Tensor], Tensor]:
@@ -134,9 +175,7 @@ def _dropout(
             if hashes:
                 return {"seeds": stream.seeds(input, path, heads), "p": p}
             return {"keep": stream.keep_mask(input, p, path, heads)}
-        if hashes:
-            return {"seeds": stream.seeds_of_columns(input, path, run, directive.size), "p": p}
-        return {"keep": stream.keep_columns(input, p, path, run, directive.size)}
+        return _drawn_columns(site, input, p, path, run, directive.size)
 
     def forward(input: Tensor) -> Tensor:
         if not module.training or module.p == 0.0:

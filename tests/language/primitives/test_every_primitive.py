@@ -238,6 +238,8 @@ USES = [
         lambda sch: sch["model.layers.0.mlp"].expert_parallel("nobody"), "expected an integer attribute 'nobody'", model="mixtral"),
     Use("fork_rng", forked, has_forward("1"),
         lambda sch: sch["1"].fork_rng(axis=-1), "cannot be sharded over tp", model="dropout", reference=lambda sch: sch["1"].fork_rng()),
+    Use("fork_rng", forked, has_forward("1"),
+        lambda sch: sch["1"].fork_rng(after="fc1", axis=-1), "found no child of that name", model="dropout", reference=lambda sch: sch["1"].fork_rng(), variant="of a child that is not there"),
     Use("fuse", traced(lambda part: part.fuse("dense", compiler=None)), child("FusedModule_0"),
         lambda sch: sch[ACT].fuse("dense", compiler="tvm"), "found compiler 'tvm'", variant="grouping by name"),
     Use("fuse", traced(lambda part: part.fuse(part.find(lambda x: functional.gelu(x)), compiler="TorchScript")), child("FusedModule_0"),
