@@ -19,7 +19,7 @@ def initialize_weights(
     seed: int,
     put: Callable[[str, Tensor], None],
 ) -> None:
-    """Draw full tensors unit by unit, hand each over, and forget them.
+    """Draw full tensors unit by unit, hand each over, and forget them; then what lies around the units.
 
     Every unit has a generator of its own, so the values depend neither on the layout nor on which
     units a rank needs. The peak is one unit.
@@ -31,34 +31,53 @@ def initialize_weights(
         seed: of the run.
         put: receives (name, full tensor on the CPU).
     """
-    for unit in units:
-        module = skeleton.get_submodule(unit)
-        prefix = f"{unit}." if unit else ""
-        wanted = [n for n, _ in _tensors(module) if prefix + n in names]
+    left = set(names)
+
+    def draw(path: str, whole: bool) -> None:
+        module = skeleton.get_submodule(path)
+        prefix = f"{path}." if path else ""
+        wanted = [n for n, _ in _tensors(module, whole) if prefix + n in names]
         if not wanted:
-            continue
-        meta = _to_cpu(module)
-        with drawn_from(mix(seed, zlib.crc32(unit.encode()))), torch.no_grad():
-            hf.init_module(skeleton, module)
-        tensors = dict(_tensors(module))
+            return
+        meta = _to_cpu(module, whole)
+        with drawn_from(mix(seed, zlib.crc32(path.encode()))), torch.no_grad():
+            hf.init_module(skeleton, module) if whole else _init_own(skeleton, path)
+        tensors = dict(_tensors(module, whole))
         for name in wanted:
             _check_finite(prefix + name, tensors[name])
             put(prefix + name, tensors[name])
+            left.discard(prefix + name)
         _restore(module, meta)
 
+    for unit in units:
+        draw(unit, whole=True)
+    for path in sorted({name.rpartition(".")[0] for name in left}):
+        draw(
+            path, whole=False
+        )  # what a module holds itself around the units (BART's final_logits_bias)
+    for name in sorted(left):
+        _check_finite(name, torch.tensor(torch.nan))
 
-def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """All parameters and buffers with duplicates: a tie is drawn once, wherever it is wanted."""
+
+def _init_own(skeleton: Any, path: str) -> None:
+    """The model's own initialisation of what a module holds itself; its children stay on meta."""
+    parts = path.split(".") if path else []
+    above = [skeleton.get_submodule(".".join(parts[:i])) for i in range(len(parts) + 1)]
+    next(m for m in reversed(above) if hasattr(m, "_init_weights"))._init_weights(above[-1])
+
+
+def _tensors(module: nn.Module, whole: bool = True) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers with duplicates: a tie is drawn once, wherever it is wanted."""
     return [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
+        *module.named_parameters(recurse=whole, remove_duplicate=False),
+        *module.named_buffers(recurse=whole, remove_duplicate=False),
     ]
 
 
-def _to_cpu(module: nn.Module) -> list[tuple[dict, str, Tensor]]:
+def _to_cpu(module: nn.Module, whole: bool = True) -> list[tuple[dict, str, Tensor]]:
     """Give a meta module storage, poisoned so that a forgotten tensor is noticed."""
     before, made = [], {}
-    for sub in module.modules():
+    for sub in module.modules() if whole else (module,):
         for held in (sub._parameters, sub._buffers):
             for name, tensor in held.items():
                 if tensor is None:

@@ -1,0 +1,72 @@
+"""New weights: each tensor of a model is drawn, wherever it lies, and the same on every layout."""
+
+import pytest
+import torch
+import transformers
+
+from parity import TINY
+from slapo_zoo import AutoScheduledModel, Mesh, MeshError
+from slapo_zoo.errors import WeightsError
+from slapo_zoo.weights.initialize import initialize_weights
+from slapo_zoo.zoo.options import BuildOptions
+from slapo_zoo.zoo.outline import Outline
+
+
+def bart(**changes):
+    config = transformers.BartConfig(**{**TINY["bart"], **changes})
+    config.architectures = ["BartForConditionalGeneration"]
+    return config
+
+
+def test_what_lies_around_the_blocks_is_drawn_too(monkeypatch):
+    """`final_logits_bias` is the model's own; storage that was freed before must not shine through."""
+    empty = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: empty(*a, **k).fill_(7))
+    model = AutoScheduledModel.from_config(bart())
+    assert not model.final_logits_bias.any()
+
+
+class Held(torch.nn.Module):
+    """A model that holds a tensor itself, and says how it begins, or does not."""
+
+    def __init__(self, begins):
+        super().__init__()
+        with torch.device("meta"):
+            self.block, self.scale = torch.nn.Linear(2, 2), torch.nn.Parameter(torch.empty(3))
+        self.begins = begins
+
+    def _init_weights(self, module):
+        if isinstance(module, torch.nn.Linear):
+            torch.nn.init.normal_(module.weight)
+            torch.nn.init.zeros_(module.bias)
+        elif self.begins:
+            torch.nn.init.uniform_(module.scale)
+
+
+def test_a_tensor_around_the_units_is_drawn_once_and_alike():
+    def drawn(seed):
+        found = {}
+        names = {"scale", "block.weight", "block.bias"}
+        initialize_weights(Held(begins=True), ["block"], names, seed, found.__setitem__)
+        return found
+
+    one, again, other = drawn(1), drawn(1), drawn(2)
+    assert set(one) == {"scale", "block.weight", "block.bias"}
+    assert torch.equal(one["scale"], again["scale"])
+    assert not torch.equal(one["scale"], other["scale"])
+
+
+def test_what_nobody_sets_is_refused_by_name():
+    with pytest.raises(WeightsError, match=r"scale.*does not set it"):
+        initialize_weights(Held(begins=False), ["block"], {"scale"}, 0, lambda *_: None)
+
+
+@pytest.mark.parametrize("name", ["encoder_layerdrop", "decoder_layerdrop"])
+def test_layers_that_are_left_out_need_one_stage(name):
+    def outline(mesh, **changes):
+        cls = transformers.BartForConditionalGeneration
+        return Outline(bart(**changes), cls, mesh, torch.float32, BuildOptions())
+
+    with pytest.raises(MeshError, match=rf"{name} with pp=2.*expected 0"):
+        outline(Mesh(pp=2), **{name: 0.1})
+    outline(Mesh(tp=2), **{name: 0.1})
