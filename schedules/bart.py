@@ -49,6 +49,7 @@ BART = register(
             ("**.fc1",                            column(0)),                 # [F/n, D]
             ("**.fc2",                            row(1)),                    # [D, F/n], y summed over tp
             ("**.final_layer_norm",               whole),                     # [D]
+            ("**.layer_norm",                     whole),                     # [D], of a stack (mBART)
             ("classification_head",               whole),
             ("**.dropout",                        dropout),
             ("lm_head",                           vocab_head),                # [ceil(V/n), D], tied to shared

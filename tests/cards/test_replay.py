@@ -7,13 +7,15 @@ import card_collection
 import pytest
 import torch
 import transformers
+from jsonschema import Draft202012Validator
+from jsonschema.validators import extend
 
 from parity import Case, checkpoint, compare, references, scheduled
 from slapo_zoo import AutoScheduledModel, Mesh, Schedule, cards
 from slapo_zoo.cards import Program
 from slapo_zoo.cards.card import read_card
 from slapo_zoo.cards.make import make_program, zoo_card
-from slapo_zoo.cards.schema import build_schema, schema
+from slapo_zoo.cards.schema import build_schema, schema, validator
 from slapo_zoo.errors import CardError
 from slapo_zoo.zoo.arguments import config_of
 from slapo_zoo.zoo.outline import Outline
@@ -129,3 +131,21 @@ def test_published_cards_are_what_the_code_says():
         found = read_card(folder / family)
         assert found.program == card.program, f"{family}: run `python3 ci/run.py cards`"
         assert found.mesh == card.mesh
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        ["a", "fork_rng", {}], ["a", "fork_rng", {"p": 1}], ["a", "shard", {}], ["a", "shard", {"param_name": 1}],
+        ["a", "sync", {"mode": "fwd_post"}], ["a", "nobody", {}], ["a"], ["a", ["shard"], {}], {}, "a", None,
+        ["a", "checkpoint", {"policy": 1.0}], ["a", "replace", {}],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_looking_at_one_rule_of_a_step_changes_no_answer(step):
+    document = json.loads(
+        Path(__file__).parents[2].joinpath("hub_cards/gpt2/schedule.json").read_text()
+    )
+    document["steps"].append(step)
+    known = extend(Draft202012Validator, type_checker=validator().TYPE_CHECKER)(schema())
+    assert validator().is_valid(document) == known.is_valid(document)

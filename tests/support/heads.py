@@ -31,6 +31,16 @@ def t5_heads(name, *more):
     ]
 
 
+def bart_heads(name):
+    """The heads of BART and mBART; a decoder alone compares each token with its own label."""
+    return [
+        Case(f"{name}ForConditionalGeneration", TOKENS),
+        Case(f"{name}ForCausalLM", TOKENS, (("is_decoder", True), ("is_encoder_decoder", False))),
+        Case(f"{name}ForSequenceClassification", CLASS, THREE, variant=("eos",)),
+        Case(f"{name}ForQuestionAnswering", SPAN),
+    ]
+
+
 def roberta_heads(name):
     """The heads of RoBERTa and of those that follow it."""
     return [
@@ -78,12 +88,9 @@ HEADS = {
         Case("AlbertForMultipleChoice", CHOICE, choices=2),
     ],
     "gpt_neo": usual("GPTNeo", Case("GPTNeoForCausalLM", TOKENS, (("window_size", 3),), variant=("bare", "twice"))),
-    "bart": [
-        Case("BartForConditionalGeneration", TOKENS),
-        Case("BartForCausalLM", TOKENS, (("is_decoder", True), ("is_encoder_decoder", False))),
-        Case("BartForSequenceClassification", CLASS, THREE, variant=("eos",)),
-        Case("BartForQuestionAnswering", SPAN),
-    ],
+    "bart": bart_heads("Bart"),
+    "mbart": bart_heads("MBart"),
+    "m2m_100": [Case("M2M100ForConditionalGeneration", TOKENS)],
     "opt": [
         Case("OPTForCausalLM", TOKENS),
         Case("OPTForCausalLM", TOKENS, (("word_embed_proj_dim", 14), ("do_layer_norm_before", False)), variant=("bare",)),
@@ -150,9 +157,9 @@ HEADS = {
 }  # fmt: skip
 # Classes without a head: nothing to train, their outputs are compared on every layout.
 HEADLESS = [
-    Case(name, ())
+    Case(name, (), variant=("decoder",) if name == "M2M100Model" else ())
     for name in (
-        "GPT2Model", "BertModel", "RobertaModel", "XLMRobertaModel", "CamembertModel", "AlbertModel", "GPTNeoModel", "OPTModel", "BartModel", "T5Model",
+        "GPT2Model", "BertModel", "RobertaModel", "XLMRobertaModel", "CamembertModel", "AlbertModel", "GPTNeoModel", "OPTModel", "BartModel", "MBartModel", "M2M100Model", "T5Model",
         "T5EncoderModel", "MT5Model", "MT5EncoderModel", "UMT5Model", "UMT5EncoderModel", "LlamaModel",
         "MistralModel", "Qwen3Model", "Qwen2Model", "GemmaModel", "DistilBertModel", "ElectraModel", "GPTJModel",
          "MixtralModel", "GPTNeoXModel", "MambaModel", "ViTModel",

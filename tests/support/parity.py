@@ -74,6 +74,12 @@ T5 = {
     "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
     "relative_attention_num_buckets": 8,
 }  # fmt: skip
+BART = {
+    "d_model": 30, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 5,
+    "decoder_attention_heads": 6, "encoder_ffn_dim": 70, "decoder_ffn_dim": 46, "vocab_size": 99,
+    "max_position_embeddings": 20, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1,
+    "decoder_start_token_id": 1, "forced_eos_token_id": 1, "init_std": 0.2,
+}  # fmt: skip
 TINY = {
     "gpt2": {
         "n_embd": 30, "n_head": 5, "n_layer": 3, "n_positions": 16, "vocab_size": 99,
@@ -95,12 +101,9 @@ TINY = {
         "ffn_dim": 70, "max_position_embeddings": 16, "word_embed_proj_dim": 30, "pad_token_id": 0,
         "bos_token_id": 1, "eos_token_id": 2,
     },
-    "bart": {
-        "d_model": 30, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 5,
-        "decoder_attention_heads": 6, "encoder_ffn_dim": 70, "decoder_ffn_dim": 46, "vocab_size": 99,
-        "max_position_embeddings": 20, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1,
-        "decoder_start_token_id": 1, "forced_eos_token_id": 1, "init_std": 0.2,
-    },
+    "bart": BART,
+    "mbart": BART,
+    "m2m_100": {**BART, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
     "t5": T5,
     "mt5": T5,
     "umt5": T5,
@@ -194,7 +197,7 @@ def batch_of(case, step=0):
 
 
 def _with_decoder_inputs(batch, g):
-    shape = batch["labels"].shape
+    shape = batch["input_ids"].shape
     lengths = torch.randint(2, shape[1] + 1, shape[:1], generator=g)
     mask = (torch.arange(shape[1]) < lengths[:, None]).long()
     return {"decoder_input_ids": _ints(99, shape, g, 2), "decoder_attention_mask": mask}

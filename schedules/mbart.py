@@ -1,0 +1,7 @@
+"""mBART: BART's layers with the norm first, and a norm at the end of each stack."""
+
+from slapo_zoo.zoo.table import extend, register
+
+MBART = register(
+    extend("bart", model_type="mbart", source="transformers 5.23.0, models/mbart/modeling_mbart.py")
+)
