@@ -17,8 +17,7 @@ BART = register(
             "enc_ffn": "encoder_ffn_dim", "dec_ffn": "decoder_ffn_dim",
             "enc_head_dim": "d_model // encoder_attention_heads", "dec_head_dim": "d_model // decoder_attention_heads",
         },
-        body=(),
-        heads=(
+        body=(
             # module                              rule                          per rank
             ("**shared",                          vocab),                     # [ceil(V/n), D], y summed over tp
             ("**.embed_tokens",                   vocab),                     # tied to shared
@@ -49,9 +48,9 @@ BART = register(
             ("**.fc1",                            column(0)),                 # [F/n, D]
             ("**.fc2",                            row(1)),                    # [D, F/n], y summed over tp
             ("**.final_layer_norm",               whole),                     # [D]
-            ("**.layer_norm",                     whole),                     # [D], of a stack (mBART)
+        ),
+        heads=(
             ("classification_head",               whole),
-            ("**.dropout",                        dropout),
             ("lm_head",                           vocab_head),                # [ceil(V/n), D], tied to shared
         ),
         blocks=("**encoder.layers.*", "**decoder.layers.*"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from slapo_zoo.errors import MeshError
 from slapo_zoo.hf.attention_backends import require_backend
 from slapo_zoo.model.data_parallel import use_hooks
 from slapo_zoo.model.dp_shard import Shards, shard_over_dp
@@ -29,6 +30,7 @@ class Assembly(Outline):
     def __init__(
         self, config: Any, auto_class: Any, mesh: Mesh, dtype: torch.dtype, options: BuildOptions
     ):
+        _refuse_dropped_layers(config, mesh)
         super().__init__(config, auto_class, mesh, dtype, options)
         self.pipeline = None
         if self.mesh.pp > 1:
@@ -153,3 +155,16 @@ def _take_generation_config(model: Any, folder: Path | None) -> None:
 
     if model.can_generate() and folder is not None and (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
+
+
+def _refuse_dropped_layers(config: Any, mesh: Mesh) -> None:
+    """LayerDrop skips other blocks in each forward; stages agree on what crosses a cut beforehand."""
+    for name, value in vars(config).items():
+        if mesh.pp > 1 and name.endswith("layerdrop") and value:
+            problem = f"found {value}, expected 0: a stage would wait for blocks that are left out"
+            raise MeshError(
+                "from_pretrained",
+                f"{name} with pp={mesh.pp}",
+                problem,
+                f"pass {name}=0.0, or use pp=1",
+            )

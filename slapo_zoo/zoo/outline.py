@@ -57,7 +57,6 @@ class Outline:
         self.schedule = Schedule(self.model, mesh, self.seed)
         self.state: State = self.schedule.state
         self.state.compute_dtype = options.compute_dtype
-        _refuse_dropped_layers(config, mesh)
         self.places = StageMap.make(options.pipeline_order, mesh.pp, options.stages_per_rank)
         if options.kind in ("zoo", "auto", "extended"):
             is_auto = options.kernels == "auto"
@@ -106,19 +105,6 @@ class Outline:
     def _ranks(self, stages: tuple[int, ...]) -> tuple[int, ...]:
         """The pp coordinates that hold stages, without repetition, first stage first."""
         return tuple(dict.fromkeys(self.places.rank_of(stage) for stage in stages))
-
-
-def _refuse_dropped_layers(config: Any, mesh: Mesh) -> None:
-    """LayerDrop skips other blocks in each forward; stages agree on what crosses a cut beforehand."""
-    for name, value in vars(config).items():
-        if mesh.pp > 1 and name.endswith("layerdrop") and value:
-            problem = f"found {value}, expected 0: a stage would wait for blocks that are left out"
-            raise MeshError(
-                "from_pretrained",
-                f"{name} with pp={mesh.pp}",
-                problem,
-                f"pass {name}=0.0, or use pp=1",
-            )
 
 
 def _refuse_knobs(options: BuildOptions) -> None:

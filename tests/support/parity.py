@@ -197,7 +197,7 @@ def batch_of(case, step=0):
 
 
 def _with_decoder_inputs(batch, g):
-    shape = batch["input_ids"].shape
+    shape = batch.get("labels", batch["input_ids"]).shape
     lengths = torch.randint(2, shape[1] + 1, shape[:1], generator=g)
     mask = (torch.arange(shape[1]) < lengths[:, None]).long()
     return {"decoder_input_ids": _ints(99, shape, g, 2), "decoder_attention_mask": mask}

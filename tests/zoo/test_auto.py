@@ -16,7 +16,7 @@ from slapo_zoo.zoo.options import BuildOptions
 from slapo_zoo.zoo.table import families
 
 SMALL = {k: v for k, v in LLAMA.items() if k != "head_dim"} | {"hidden_size": 32}
-WITHOUT_PLAN = ("bloom", "convbert", "bart")  # transformers has no plan for them
+WITHOUT_PLAN = ("bloom", "convbert", "pegasus")  # transformers has no plan for them
 DERIVED = {
     "arcee": Case("ArceeForCausalLM", ("tokens",), (("tie_word_embeddings", True),)),
     "gemma2": Case("Gemma2ForCausalLM", ("tokens",), (("head_dim", 4),)),
@@ -25,7 +25,7 @@ DERIVED = {
     "phi3": Case("Phi3ForCausalLM", ("tokens",), (("intermediate_size", 64),)),
     "bloom": Case("BloomForCausalLM", ("tokens",)),
     "convbert": Case("ConvBertForMaskedLM", ("tokens",)),
-    "bart": Case("BartForConditionalGeneration", ("tokens",)),
+    "pegasus": Case("PegasusForConditionalGeneration", ("tokens",)),
     "arcee-classes": Case("ArceeForSequenceClassification", ("class",), (("num_labels", 3),)),
 }  # fmt: skip
 TINY.setdefault("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99})
@@ -42,7 +42,7 @@ TINY.setdefault(
     },
 )
 TINY.setdefault(
-    "bart",
+    "pegasus",
     {
         "d_model": 32,
         "encoder_layers": 2,
