@@ -20,10 +20,12 @@ from slapo_zoo.cli.training.config import (
     read_sets,
 )
 from slapo_zoo.cli.training.job import check_load, resolved
-from slapo_zoo.cli.training.options import LEAST, ONE_OF, TrainOptions, described
+from slapo_zoo.cli.training.options import ELSEWHERE, LEAST, ONE_OF, TrainOptions, described
 
 WRONG = {
     "warm_up_steps: 3": "found no such key\n  hint: did you mean 'warmup_steps'?",
+    "learning_rate: 1e-4": "here it is lr",
+    "bf16: true": "here it is load: {precision: bf16}",
     "steps: many": "found 'many', expected an integer\n  hint: the default is 100",
     "steps: true": "found True, expected an integer",
     "steps: 0": "found 0, expected at least 1",
@@ -43,6 +45,14 @@ def test_what_is_wrong_in_a_file(text, tmp_path):
         read_config(tmp_path / "run.yaml")
     assert WRONG[text] in str(caught.value)
     assert caught.value.where == str(tmp_path / "run.yaml")
+
+
+def test_names_of_other_tools_lead_to_keys_of_ours():
+    known = set(described())
+    assert not known & set(ELSEWHERE)
+    for name, ours in ELSEWHERE.items():
+        key = ours.split(" ")[0].strip(":;,")
+        assert key in known, f"{name}: {key}"
 
 
 def test_types_of_values(tmp_path):

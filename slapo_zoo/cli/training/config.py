@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
-from slapo_zoo.cli.training.options import LEAST, ONE_OF, TrainOptions
+from slapo_zoo.cli.training.options import ELSEWHERE, LEAST, ONE_OF, TrainOptions
 from slapo_zoo.errors import SlapoError
 
 KINDS = get_type_hints(TrainOptions)
@@ -76,6 +76,7 @@ def _value(key: str, value: Any, where: str) -> Any:
     if key not in KINDS:
         near = difflib.get_close_matches(key, KINDS, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(KINDS)}"
+        hint = f"here it is {ELSEWHERE[key]}" if key in ELSEWHERE else hint
         raise ConfigError(where, key, "found no such key", hint)
     value, wanted = _coerced(value, KINDS[key]), KINDS[key]
     if not _fits(value, wanted):

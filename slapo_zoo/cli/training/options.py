@@ -122,3 +122,21 @@ ONE_OF = {
     "task": ("causal", "masked", "span", "classify", "tag", "seq2seq", "pairs"),
     "best_metric": ("loss", "accuracy"),
 }
+
+# What the Trainer of transformers and others call it --> our key, and what is different.
+ELSEWHERE = {
+    "learning_rate": "lr", "max_steps": "steps", "lr_scheduler_type": "lr_schedule", "lr_scheduler": "lr_schedule",
+    "lr_scheduler_kwargs": "lr_options", "max_grad_norm": "clip", "gradient_clip_val": "clip", "save_steps": "save_every",
+    "eval_steps": "eval_every", "logging_steps": "log_every", "report_to": "trackers", "save_total_limit": "keep",
+    "metric_for_best_model": "best_metric", "early_stopping_patience": "patience", "model_name_or_path": "model",
+    "dataset_name": "data", "train_file": "data", "validation_file": "eval_data", "max_length": "seq_len",
+    "max_seq_length": "seq_len", "tensor_parallel_size": "tp", "pipeline_parallel_size": "pp", "output_dir": "checkpoint",
+    "per_device_train_batch_size": "batch_size, which counts the rows of all copies together",
+    "train_batch_size": "batch_size, which counts the rows of all copies together",
+    "gradient_accumulation_steps": "micro_batches; batch_size counts the rows of a whole step",
+    "num_train_epochs": "steps: rows of the data * epochs / batch_size",
+    "warmup_ratio": "warmup_steps: ratio * steps",
+    "load_best_model_at_end": "best, the folder of the best checkpoint",
+    "bf16": "load: {precision: bf16}", "fp16": "load: {precision: fp16}", "deepspeed": "engine: deepspeed",
+    "gradient_checkpointing": "load: {checkpoint_ratio: 1.0}",
+}  # fmt: skip
