@@ -95,7 +95,9 @@ class CoreAttention(nn.Module):
         """Shapes: q [B, H, S, d], k and v [B, K, T, d], mask broadcasts to [B, 1, S, T]."""
         if self.stream.real_tokens is not None:
             return self._within_rows(q, k, v, attention, dropout, scaling), None
-        if not (self.training and dropout):
+        bias, cap = kwargs.get("position_bias"), kwargs.get("softcap")
+        dropout = dropout if self.training else 0.0
+        if not dropout and (cap is None or self.name != "sdpa"):  # torch's knows no cap (Gemma 2)
             run = self.backend.run
             return run(attention, q, k, v, mask, dropout=0.0, scaling=scaling, **kwargs)
         if not self.backend.drops:
@@ -105,7 +107,6 @@ class CoreAttention(nn.Module):
         scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
         causal = kwargs.get("is_causal")
         causal = getattr(attention, "is_causal", True) if causal is None else causal
-        bias, cap = kwargs.get("position_bias"), kwargs.get("softcap")
         return self._dropped(q, k, v, mask, bias, dropout, scaling, causal, cap), None
 
     def _within_rows(
@@ -190,7 +191,7 @@ class CoreAttention(nn.Module):
         scores = scores if cap is None else (scores / cap).tanh() * cap
         scores = scores if mask is None else scores.add_(mask)
         probabilities = scores.softmax(-1)  # in fp32 inside, also for bf16 scores
-        if hashes and device:
+        if hashes and device and p:
             seeds = self.stream.seeds(probabilities, self.site, self.heads)
             probabilities = device.plain(probabilities, seeds=seeds, p=p)
         else:

@@ -116,6 +116,7 @@ HEADS = {
         "Qwen2", Case("Qwen2ForCausalLM", TOKENS, (("tie_word_embeddings", True),), variant=("bare", "twice"))
     ),
     "gemma": usual("Gemma")[:3],
+    "gemma2": usual("Gemma2")[:3],
     "distilbert": [
         Case("DistilBertForMaskedLM", TOKENS),
         Case("DistilBertForSequenceClassification", CLASS, THREE, variant=("bare", "twice")),
@@ -161,7 +162,7 @@ HEADLESS = [
     for name in (
         "GPT2Model", "BertModel", "RobertaModel", "XLMRobertaModel", "CamembertModel", "AlbertModel", "GPTNeoModel", "OPTModel", "BartModel", "MBartModel", "M2M100Model", "T5Model",
         "T5EncoderModel", "MT5Model", "MT5EncoderModel", "UMT5Model", "UMT5EncoderModel", "LlamaModel",
-        "MistralModel", "Qwen3Model", "Qwen2Model", "GemmaModel", "DistilBertModel", "ElectraModel", "GPTJModel",
+        "MistralModel", "Qwen3Model", "Qwen2Model", "GemmaModel", "Gemma2Model", "DistilBertModel", "ElectraModel", "GPTJModel",
          "MixtralModel", "GPTNeoXModel", "MambaModel", "ViTModel",
     )
 ]  # fmt: skip

@@ -122,6 +122,7 @@ TINY = {
     "qwen3": LLAMA,
     "qwen2": {k: v for k, v in LLAMA.items() if k != "head_dim"},
     "gemma": LLAMA,
+    "gemma2": {**LLAMA, "query_pre_attn_scalar": 4, "sliding_window": 9},
     "distilbert": {
         "dim": 30, "n_heads": 5, "n_layers": 3, "hidden_dim": 70, "vocab_size": 99,
         "max_position_embeddings": 20, "pad_token_id": 0,

@@ -19,7 +19,7 @@ SMALL = {k: v for k, v in LLAMA.items() if k != "head_dim"} | {"hidden_size": 32
 WITHOUT_PLAN = ("bloom", "convbert", "pegasus")  # transformers has no plan for them
 DERIVED = {
     "arcee": Case("ArceeForCausalLM", ("tokens",), (("tie_word_embeddings", True),)),
-    "gemma2": Case("Gemma2ForCausalLM", ("tokens",), (("head_dim", 4),)),
+    "cwm": Case("CwmForCausalLM", ("tokens",), (("head_dim", 4),)),
     "olmo": Case("OlmoForCausalLM", ("tokens",)),
     "starcoder2": Case("Starcoder2ForCausalLM", ("tokens",)),
     "phi3": Case("Phi3ForCausalLM", ("tokens",), (("intermediate_size", 64),)),
