@@ -9,7 +9,9 @@ from slapo_zoo.parallel.mesh import Mesh
 
 HEAD_DIM, TOKENS = 8, 64
 # what a number of the config is, by the names that the families use
-HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+HEADS = (
+    "num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "decoder_attention_heads",
+)  # fmt: skip
 KV_HEADS = ("num_key_value_heads",)
 HEAD_SIZES = ("head_dim", "d_kv")
 WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim")
@@ -20,8 +22,12 @@ FFN_WIDTHS = (
     "ffn_dim",
     "hidden_dim",
     "moe_intermediate_size",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
 )
-LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers")
+LAYERS = (
+    "num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "encoder_layers", "decoder_layers",
+)  # fmt: skip
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
 SMALL = {
     "embedding_size": 12, "sliding_window": 5, "window_size": 5, "image_size": 12, "patch_size": 4,
@@ -159,10 +165,10 @@ def dropouts(config: Any) -> list[str]:
 def expressive(config: Any) -> dict[str, Any]:
     """Changes under which mistakes show: no dropout, and initial weights that are not tiny."""
     known = config.to_dict()
-    scale = {"initializer_range": 0.2, "initializer_factor": 1.0}
+    scale = {"initializer_range": 0.2, "initializer_factor": 1.0, "init_std": 0.2}
     changes: dict[str, Any] = {n: v for n, v in scale.items() if n in known}
     changes |= {n: 0.0 for n in dropouts(config) if known[n] is not None}
-    changes |= {"layerdrop": 0.0} if "layerdrop" in known else {}
+    changes |= {n: 0.0 for n in known if n.endswith("layerdrop")}
     # a classifier of rows needs to know where they end, a decoder how to begin
     needed = ["pad_token_id", *(["decoder_start_token_id"] if config.is_encoder_decoder else [])]
     return changes | {name: 0 for name in needed if known.get(name) is None}
