@@ -4,12 +4,16 @@
 """
 
 import json
+import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gpu_ranks
 import torch
 
 # A bare GPU machine lacks these; a fake run must do without them too.
@@ -67,13 +71,15 @@ def names(fake: bool) -> list[str]:
     found = ["env:device", *(f"compile:{chip}" for chip in ([] if fake else [_chip()]))]
     found += [f"correct:{name}:{dtype}" for name in kernels for dtype in dtypes
               if load_kernels()[name].inputs is not None]  # fmt: skip
+    found += [case for case in gpu_ranks.CASES if case.startswith("masks")]
     found += [f"parity:{family}" for family in families]
     for name in kernels:
         shapes = SHAPES[name][:1] if fake else SHAPES[name][1:]
         found += [f"kernels:{name}:{'x'.join(map(str, shape))}:{dtype}"
                   for shape in shapes for dtype in dtypes if dtype != "float16"]  # fmt: skip
     steps = [f"steps:{family}:{drop}" for family in families for drop in ("default", "0")]
-    return [*found, *(steps[:1] if fake else steps), "pictures:all"]
+    last = [case for case in gpu_ranks.CASES if case not in found]
+    return [*found, *(steps[:1] if fake else steps), *last, "pictures:all"]
 
 
 def _chip() -> str:
@@ -325,7 +331,8 @@ def pictures(what: str, out: Path, fake: bool) -> dict[str, Any]:
 
 RUN: dict[str, Callable[[str, Path, bool], dict[str, Any]]] = {
     "env": env, "compile": compile_, "correct": correct, "parity": parity, "kernels": kernels,
-    "steps": steps, "pictures": pictures,
+    "steps": steps, "masks": gpu_ranks.masks, "ranks": gpu_ranks.ranks, "load": gpu_ranks.load,
+    "pictures": pictures,
 }  # fmt: skip
 
 
@@ -335,8 +342,20 @@ def hide() -> None:
         sys.modules[name] = None  # pyright: ignore[reportArgumentType]
 
 
+def end_with_driver() -> None:
+    """This process and all that it started end when the driver's end of the pipe closes."""
+    if lifeline := os.environ.pop("GPU_DAY_LIFELINE", ""):
+
+        def watch() -> None:
+            os.read(int(lifeline), 1)
+            os.killpg(0, signal.SIGKILL)
+
+        threading.Thread(target=watch, daemon=True).start()
+
+
 def main() -> int:
     """Run one case, or list all."""
+    end_with_driver()
     case, out, fake = sys.argv[1], Path(sys.argv[2]), "--fake" in sys.argv
     if fake:
         hide()

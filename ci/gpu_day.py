@@ -7,7 +7,8 @@ Every case runs in a process of its own with a timeout, so a hang, an illegal ac
 costs one case. After each case one line goes to `results.jsonl` and `state.json` is rewritten; a later
 call with `--resume` skips what is done, unless the kernels changed. `--fake` runs the same driver where
 there is no GPU: kernels in Triton's interpreter, tiny sizes, and the packages hidden that a bare machine
-lacks. `--merge` puts what came back into the checkout.
+lacks. `--merge` puts what came back into the checkout. A case that failed is tried once more by a later
+call; a case ends when the driver does, killed or not.
 """
 
 import argparse
@@ -15,17 +16,20 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 CASES = ROOT / "ci" / "gpu_cases.py"
-STAGES = ("env", "compile", "correct", "parity", "kernels", "steps", "pictures")
-EXPECTED = {"env": 20, "compile": 60, "correct": 15, "parity": 20, "kernels": 12, "steps": 45,
-            "pictures": 20}  # fmt: skip
+EXPECTED = {"env": 20, "compile": 60, "correct": 15, "masks": 20, "parity": 20, "kernels": 12, "steps": 45,
+            "ranks": 40, "load": 40, "pictures": 20}  # fmt: skip
+STAGES = tuple(EXPECTED)
+TRIES = 2  # of a case that fails
 LINES = 60  # of the table that is printed last
 
 
@@ -50,6 +54,8 @@ class Day:
         out.mkdir(parents=True, exist_ok=True)
         self.file, self.results = out / "state.json", out / "results.jsonl"
         state = self._before(resume)
+        self._whole_lines()
+        self.tries: dict[str, int] = state.get("tries", {})
         same = state.get("kernels") == digest()
         self.done: dict[str, str] = {
             case: status for case, status in state.get("done", {}).items()
@@ -60,9 +66,16 @@ class Day:
         """The state of the last call; its results come along."""
         folder = self.out if resume is None else resume if resume.is_dir() else resume.parent
         if folder != self.out:
-            for file in folder.glob("*.json*"):
-                shutil.copy(file, self.out / file.name)
+            shutil.copytree(folder, self.out, dirs_exist_ok=True)
         return json.loads(self.file.read_text("utf-8")) if self.file.exists() else {}
+
+    def _whole_lines(self) -> None:
+        """A kill may have torn the last line: its case is not done and will be repeated."""
+        if not self.results.exists():
+            return
+        *lines, torn = self.results.read_text("utf-8").split("\n")
+        if torn:
+            self.results.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
     def left(self) -> float:
         """Seconds of this call's budget."""
@@ -72,7 +85,7 @@ class Day:
         """Run what is not done; whether all is."""
         for case in cases:
             expected = EXPECTED[case.partition(":")[0]] / (4 if self.fake else 1)
-            if case in self.done:
+            if self.done.get(case) == "ok" or self.tries.get(case, 0) >= TRIES:
                 continue
             if expected > self.left():
                 return False
@@ -91,30 +104,51 @@ class Day:
         env = os.environ | {"SLAPO_ZOO_CACHE": str(self.out / "cache"), "PYTHONPATH": str(ROOT)}
         env |= {"TRITON_INTERPRET": "1"} if self.fake else {}
         begin = time.monotonic()
-        try:
-            ended = subprocess.run(
-                command, capture_output=True, text=True, timeout=timeout_s,
-                env=env, check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
+        code, stdout, stderr = ended(command, env, timeout_s)
+        if code is None:
             return "timeout", {"seconds": time.monotonic() - begin}
-        lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
-        found = json.loads(lines[-1]) if lines and not ended.returncode else {}
+        lines = [line for line in stdout.splitlines() if line.startswith("{")]
+        found = json.loads(lines[-1]) if lines and not code else {}
         status = "ok" if found else "failed"
         if not found:
-            found = {"error": (ended.stderr or ended.stdout)[-2000:]}
+            found = {"error": (stderr or stdout)[-2000:]}
         return status, found | {"seconds": time.monotonic() - begin}
 
     def keep(self, case: str, status: str, result: dict[str, Any]) -> None:
         """One line more, and the state as it is now; a kill between the two repeats the case."""
         with self.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"case": case, "status": status, **result}) + "\n")
-        self.done[case] = status
+        self.done[case], self.tries[case] = status, self.tries.get(case, 0) + 1
         new = self.file.with_suffix(".new")
-        state = {"kernels": digest(), "fake": self.fake, "done": self.done}
+        state = {"kernels": digest(), "fake": self.fake, "done": self.done, "tries": self.tries}
         new.write_text(json.dumps(state, indent=1), encoding="utf-8")
         new.replace(self.file)
         print(f"{status:8} {result['seconds']:6.1f} s  {case}", flush=True)
+
+
+def ended(command: list[str], env: dict[str, str], timeout_s: float) -> tuple[int | None, str, str]:
+    """Exit code, None after the timeout, and what a case printed.
+
+    The case leads a process group of its own, which ends with it, and holds one end of a pipe that
+    closes when this process ends, however it does.
+    """
+    theirs, ours = os.pipe()
+    env = env | {"GPU_DAY_LIFELINE": str(theirs)}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
+        pass_fds=[theirs], start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+    try:
+        stdout, stderr = process.communicate(timeout=timeout_s)
+        return process.returncode, stdout, stderr
+    except subprocess.TimeoutExpired:
+        return None, "", ""
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        os.close(ours)
 
 
 def cases(fake: bool, stages: list[str], only: str) -> list[str]:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.directive import Directive, ForwardContext, State
-from slapo_zoo.language.gradients import buckets
 from slapo_zoo.language.traffic import Traffic, Transfer
+from slapo_zoo.parallel.gradient_buckets import buckets
 from slapo_zoo.parallel.mesh import MESH_DIMS
 
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from slapo_zoo.errors import MeshError
-from slapo_zoo.language.gradients import FlatSum, buckets
 from slapo_zoo.model.step_guard import StepGuard
 from slapo_zoo.parallel.collectives import all_reduce_, summed
+from slapo_zoo.parallel.gradient_buckets import FlatSum, buckets
 
 
 class Bucket:

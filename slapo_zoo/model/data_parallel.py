@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from slapo_zoo.language import gradients
 from slapo_zoo.model.completion import Completion, others
+from slapo_zoo.parallel import gradient_buckets
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.pipeline.runtime import pipeline_step
 
@@ -77,7 +78,7 @@ class DataParallel:
         """Sum the gradients that are partial over a group beside dp, unless the backward did it."""
         parameters = [named[name] for name in names if name in named]
         if parameters and not self.completion.over_tp:
-            gradients.all_reduce_gradients(parameters, group)
+            gradient_buckets.all_reduce_gradients(parameters, group)
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
         """Sum all gradients over dp, where the backward has not done it."""

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from slapo_zoo.errors import MeshError
 from slapo_zoo.hf.models import stays_wide
-from slapo_zoo.language import gradients
 from slapo_zoo.model.data_parallel import DataParallel, Whole, use_engine
 from slapo_zoo.model.gathered import Group, Shards
 from slapo_zoo.model.whole_blocks import Blocks
+from slapo_zoo.parallel import gradient_buckets
 from slapo_zoo.parallel.local_tensors import is_divided
 from slapo_zoo.parallel.mesh import Mesh
 
@@ -69,9 +69,9 @@ class Sharded(DataParallel):
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
         """Over copies of the divided ones, and over dp of what is not sharded (adapters)."""
-        gradients.all_reduce_gradients(filter(is_divided, parameters), self.shards.copies)
+        gradient_buckets.all_reduce_gradients(filter(is_divided, parameters), self.shards.copies)
         rest = [p for p in parameters if not is_divided(p)]
-        gradients.all_reduce_gradients(rest, mesh.group("dp") if rest else None)
+        gradient_buckets.all_reduce_gradients(rest, mesh.group("dp") if rest else None)
 
     def tensors(self, model: Any, grads: bool = False) -> dict[str, Tensor]:
         """Parameters (or their gradients) and buffers, whole over dp."""

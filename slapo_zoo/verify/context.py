@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from slapo_zoo.language import gradients
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel import gather as consolidate
+from slapo_zoo.parallel import gradient_buckets
 from slapo_zoo.parallel.agreement import together
 from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.parallel.random_stream import drawn_from
@@ -223,7 +223,7 @@ def _full_gradients(sch: Schedule) -> dict[str, Tensor]:
         state.sequence_gradients if state.forward.tokens_divided else set()
     )
     partial = [named[n] for n in sorted(names) if n in named]
-    gradients.all_reduce_gradients(partial, mesh.group("tp") if partial else None)
+    gradient_buckets.all_reduce_gradients(partial, mesh.group("tp") if partial else None)
     specs, local = [], {}
     for name, p in named.items():
         placed = state.placed.get(name)

@@ -3,7 +3,11 @@
 import json
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,3 +41,57 @@ def test_a_day_that_ran_out_of_time_goes_on_where_it_stopped(tmp_path):
     merged = day(tmp_path, "--merge", str(tmp_path / "next"))
     assert merged.returncode == 1
     assert "nothing to merge" in merged.stdout
+
+
+def of_this_day(folder):
+    """Processes that have the folder on their command line, but for the driver."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (place / "cmdline").read_bytes().decode().split("\0")
+            if str(folder) in words and any(word.endswith("gpu_cases.py") for word in words):
+                found.append(int(place.name))
+    return found
+
+
+def until(condition, seconds=60.0):
+    """Wait for it."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="processes are read from /proc")
+def test_a_killed_driver_takes_its_case_along(tmp_path):
+    """And a torn last line is no line: the next call, into another folder, does its case."""
+    command = [sys.executable, str(ROOT / "ci" / "gpu_day.py"), "--fake", "--out", str(tmp_path)]
+    driver = subprocess.Popen([*command, "--stage", "masks"], stdout=subprocess.DEVNULL)
+    until(lambda: of_this_day(tmp_path))
+    driver.kill()
+    driver.wait()
+    until(lambda: not of_this_day(tmp_path), 20.0)
+    (tmp_path / "cache" / "kernels").mkdir(parents=True)
+    (tmp_path / "cache" / "kernels" / "fake.json").write_text("{}")
+    (tmp_path / "results.jsonl").write_text('{"case": "env:device", "status": "ok"}\n{"case": "ma')
+    later = tmp_path / "later"
+    after = day(later, "--stage", "masks", "--resume", str(tmp_path))
+    assert after.returncode == 0, after.stdout + after.stderr
+    lines = [json.loads(line) for line in (later / "results.jsonl").read_text().splitlines()]
+    assert [line["case"] for line in lines] == ["env:device", "masks:bits"]
+    assert (later / "cache" / "kernels" / "fake.json").exists()
+
+
+def test_a_failed_case_is_tried_twice(tmp_path):
+    """What failed once, from a full device for example, may pass later; what fails twice is left."""
+    (tmp_path / "state.json").write_text(
+        json.dumps({"done": {"masks:bits": "timeout"}, "tries": {"masks:bits": 1}})
+    )
+    assert day(tmp_path, "--stage", "masks").returncode == 0
+    state = json.loads((tmp_path / "state.json").read_text())
+    assert state["done"] == {"masks:bits": "ok"}
+    state |= {"done": {"masks:bits": "failed"}, "tries": {"masks:bits": 2}}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    left = day(tmp_path, "--stage", "masks")
+    assert left.returncode == 1
+    assert "failed: masks:bits" in left.stdout

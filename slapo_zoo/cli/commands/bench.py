@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
+from slapo_zoo.cli.arguments import AsJson, Device, DpOrAll, MicroBatches, Order, PipelineRanks, Tp
 from slapo_zoo.cli.errors import stdout_for_json
 
 Model = Annotated[
     str, typer.Argument(help='A checkpoint folder, a model id of the Hub, or "kernels".')
 ]
-Order = Annotated[str, typer.Option(help="Of the pipeline: a name, or a .csv file.")]
 Trace = Annotated[
     Path | None, typer.Option(help="Write trace.json (Chrome) and trace.png of one step here.")
 ]
@@ -24,18 +24,18 @@ Beside = Annotated[
 
 def bench(
     model: Model,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="Pipeline ranks.")] = 1,
-    dp: Annotated[int | None, typer.Option(min=1, help="Copies of the model.")] = None,
+    tp: Tp = 1,
+    pp: PipelineRanks = 1,
+    dp: DpOrAll = None,
     pipeline_order: Order = "1f1b",
-    micro_batches: Annotated[int | None, typer.Option(min=1, help="Per step and copy.")] = None,
+    micro_batches: MicroBatches = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per step and copy.")] = 8,
     seq_len: Annotated[
         int | None, typer.Option(min=2, help="Tokens per row; none: 128, or what the model takes.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps, after two to warm up.")] = 5,
     pipeline_trace: Trace = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", metavar="NAME")] = "auto",
+    device: Device = "auto",
     beside: Beside = None,
     only: Annotated[str, typer.Option(help="Of kernels: those whose name begins so.")] = "",
     quick: Annotated[bool, typer.Option(help="Of kernels: small sizes, nothing is kept.")] = False,
@@ -43,7 +43,7 @@ def bench(
         Path | None, typer.Option(help="Of kernels: folder of the table; else the user's cache.")
     ] = None,
     resume: Annotated[bool, typer.Option(help="Of kernels: only rows that it lacks.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time training steps (forward and backward) of a checkpoint on random input.
 

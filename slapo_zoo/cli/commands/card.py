@@ -6,26 +6,33 @@ from typing import Annotated
 
 import typer
 
+from slapo_zoo.cli.arguments import (
+    AsJson,
+    CheckpointRatio,
+    Dp,
+    Head,
+    Model,
+    Pp,
+    SequenceParallel,
+    Tp,
+)  # fmt: skip
 from slapo_zoo.cli.errors import stdout_for_json
 from slapo_zoo.cli.waiting import waiting
 
 app = typer.Typer(no_args_is_help=True, help="Schedule cards: a schedule as data, to share.")
 Name = Annotated[str, typer.Argument(help="A card: a folder, or org/name@revision.")]
 Folder = Annotated[Path, typer.Argument(help="The folder of a card.")]
-Model = Annotated[str, typer.Argument(help="A family (its default config), a folder, or a Hub id.")]
-Head = Annotated[str | None, typer.Option("--auto-class", help="Which head.")]
-AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 
 @app.command()
 def make(
     model: Model,
     folder: Folder,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
-    dp: Annotated[int, typer.Option(min=1, help="Copies of the model.")] = 1,
-    sequence_parallel: Annotated[bool, typer.Option(help="Divide the tokens too.")] = False,
-    checkpoint_ratio: Annotated[float, typer.Option(help="Share of recomputed blocks.")] = 0.0,
+    tp: Tp = 1,
+    pp: Pp = 1,
+    dp: Dp = 1,
+    sequence_parallel: SequenceParallel = False,
+    checkpoint_ratio: CheckpointRatio = 0.0,
     any_size: Annotated[bool, typer.Option(help="For every size with as many blocks.")] = False,
     auto_class: Head = None,
 ) -> None:

@@ -6,10 +6,12 @@ from typing import Annotated
 
 import typer
 
+from slapo_zoo.cli.arguments import AsJson
+
 
 def check(
     folder: Annotated[Path, typer.Argument(help="What save_pretrained or save_checkpoint wrote.")],
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare every tensor and file of a checkpoint with its checksums; exit code 2 names damages."""
     from slapo_zoo.cli.errors import report, stdout_for_json

@@ -5,9 +5,8 @@ from typing import Annotated
 
 import typer
 
+from slapo_zoo.cli.arguments import Model
 from slapo_zoo.cli.waiting import waiting
-
-Model = Annotated[str, typer.Argument(help="A family (its default config), a folder, or a Hub id.")]
 
 
 def derive(

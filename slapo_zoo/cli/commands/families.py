@@ -1,15 +1,15 @@
 """`slapo-zoo list`: the families of the zoo."""
 
 import json
-from typing import Annotated
 
 import typer
 
+from slapo_zoo.cli.arguments import AsJson
 from slapo_zoo.cli.errors import stdout_for_json
 
 
 def list_families(
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print the families that have a table, and what each table offers."""
     with stdout_for_json(as_json):

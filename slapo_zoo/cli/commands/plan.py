@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from slapo_zoo.cli.arguments import AsJson, CheckpointRatio, Dp, Order, PipelineRanks, Tp
 from slapo_zoo.cli.errors import stdout_for_json
 
 Model = Annotated[
@@ -18,16 +19,15 @@ Training = Annotated[
     bool | None, typer.Option("--training/--no-training", help="Cost and memory of a step, alone.")
 ]
 SEARCH = "With --gpus"
-Order = Annotated[str, typer.Option(help="Of the pipeline: a name, or a .csv file.")]
 
 
 def plan(
     model: Model,
     weights: Weights = None,
     training: Training = None,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="Pipeline ranks.")] = 1,
-    dp: Annotated[int, typer.Option(min=1, help="Copies of the model.")] = 1,
+    tp: Tp = 1,
+    pp: PipelineRanks = 1,
+    dp: Dp = 1,
     dp_shard: Annotated[
         int, typer.Option(min=1, help="Copies that divide weights and states among them.")
     ] = 1,
@@ -39,7 +39,7 @@ def plan(
     seq_len: Annotated[
         int | None, typer.Option("--seq-len", "--seq", min=1, help="Tokens per row.")
     ] = None,
-    checkpoint_ratio: Annotated[float, typer.Option(help="Share of recomputed blocks.")] = 0.0,
+    checkpoint_ratio: CheckpointRatio = 0.0,
     gpus: Annotated[
         int | None, typer.Option(min=1, help="Search: which layout of so many?")
     ] = None,
@@ -59,7 +59,7 @@ def plan(
     explain: Annotated[
         bool, typer.Option(help="Why others do not fit.", rich_help_panel=SEARCH)
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: AsJson = False,
     write: Annotated[
         Path | None, typer.Option(help="The winner's schedule.json.", rich_help_panel=SEARCH)
     ] = None,

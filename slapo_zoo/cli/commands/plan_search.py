@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from slapo_zoo.cli.arguments import Device
 from slapo_zoo.cli.errors import check_new_file, stdout_for_json
 
 
@@ -64,7 +65,7 @@ def _mesh(best: Any) -> str:
 
 def calibrate(
     output: Annotated[Path, typer.Argument(help="JSON file to write.")],
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", metavar="NAME")] = "auto",
+    device: Device = "auto",
     ranks: Annotated[int, typer.Option(min=1, help="Local ranks that talk to each other.")] = 2,
 ) -> None:
     """Measure this machine once: matrix products, memory, launches and links, for `plan`."""

@@ -5,20 +5,16 @@ from typing import Annotated, Any
 
 import typer
 
+from slapo_zoo.cli.arguments import AsJson, Device, Dp, Head, Model, Pp, SequenceParallel, Tp
 from slapo_zoo.cli.errors import stdout_for_json
-
-Model = Annotated[str, typer.Argument(help="A family (its default config), a folder, or a Hub id.")]
-Head = Annotated[
-    str | None, typer.Option("--auto-class", help="Which head, e.g. AutoModelForCausalLM.")
-]
 
 
 def show(
     model: Model,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
-    dp: Annotated[int, typer.Option(min=1, help="Copies of the model.")] = 1,
-    sequence_parallel: Annotated[bool, typer.Option(help="Divide the tokens too.")] = False,
+    tp: Tp = 1,
+    pp: Pp = 1,
+    dp: Dp = 1,
+    sequence_parallel: SequenceParallel = False,
     auto_class: Head = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")] = 1,
     seq_len: Annotated[
@@ -27,8 +23,8 @@ def show(
     kernels: Annotated[
         list[str] | None, typer.Option(help="auto, reference, or the names of kernels.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", metavar="NAME")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    device: Device = "auto",
+    as_json: AsJson = False,
 ) -> None:
     """Print the program, shapes and bytes per rank, and collectives per step; no weight is read."""
     with stdout_for_json(as_json):

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from slapo_zoo.cli.arguments import Device, DpOrAll, MicroBatches, Pp, Tp
 from slapo_zoo.cli.training.options import TrainOptions
 
 Model = Annotated[
@@ -21,7 +22,7 @@ Checkpoint = Annotated[
     Path | None,
     typer.Option(help="Checkpoint folder; training resumes from it if it exists."),
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", metavar="NAME")]
+Device = Device
 DEFAULT = TrainOptions("")
 
 
@@ -31,14 +32,14 @@ def train(
     config: Config = None,
     sets: Sets = None,
     data: Data = None,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = DEFAULT.tp,
-    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = DEFAULT.pp,
-    dp: Annotated[int | None, typer.Option(min=1, help="Copies of the model.")] = DEFAULT.dp,
+    tp: Tp = DEFAULT.tp,
+    pp: Pp = DEFAULT.pp,
+    dp: DpOrAll = DEFAULT.dp,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = DEFAULT.steps,
     batch_size: Annotated[
         int, typer.Option(min=1, help="Rows per step, all copies together.")
     ] = DEFAULT.batch_size,
-    micro_batches: Annotated[int | None, typer.Option(min=1, help="Per step and copy.")] = None,
+    micro_batches: MicroBatches = None,
     seq_len: Annotated[
         int | None, typer.Option(min=2, help="Tokens per row; none: 128, or what the model takes.")
     ] = None,

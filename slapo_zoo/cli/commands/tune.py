@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from slapo_zoo.cli.arguments import AsJson
 from slapo_zoo.cli.errors import stdout_for_json
 
 SYMBOL = "NAME=V,V,... : values to try; may be given many times."
@@ -35,7 +36,7 @@ def tune(
     card: Annotated[Path | None, typer.Option(help="Card folder: the best goes to its tuning.json.")] = None,
     plan: Annotated[bool, typer.Option(help="Let the planner order and prune.")] = True,
     seed: Annotated[int, typer.Option(help="Of random searches.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Search for the fastest configuration of a model, or of a training script (--config).
 

@@ -5,11 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
+from slapo_zoo.cli.arguments import Dp, Head, Model, Pp, SequenceParallel, Tp
 from slapo_zoo.cli.errors import stdout_for_json
 from slapo_zoo.cli.waiting import waiting
 
-Model = Annotated[str, typer.Argument(help="A family (its default config), a folder, or a Hub id.")]
-Head = Annotated[str | None, typer.Option("--auto-class", help="Which head.")]
 AsJson = Annotated[bool, typer.Option("--json", help="verify.json, for programs.")]
 WithCard = Annotated[str | None, typer.Option("--schedule", help="A card; none: the zoo's own.")]
 # heads whose loss is known, to take where the model names none
@@ -21,10 +20,10 @@ HEADS = (
 
 def verify(
     model: Model,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
-    dp: Annotated[int, typer.Option(min=1, help="Copies of the model.")] = 1,
-    sequence_parallel: Annotated[bool, typer.Option(help="Divide the tokens too.")] = False,
+    tp: Tp = 1,
+    pp: Pp = 1,
+    dp: Dp = 1,
+    sequence_parallel: SequenceParallel = False,
     schedule: WithCard = None,
     auto_class: Head = None,
     full: Annotated[bool, typer.Option(help="The model as it is, not a small one.")] = False,

@@ -3,17 +3,17 @@
 import json
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated
 
 import typer
 
+from slapo_zoo.cli.arguments import AsJson
 from slapo_zoo.cli.errors import stdout_for_json
 
 PACKAGES = ("slapo-zoo", "torch", "transformers", "safetensors", "triton", "deepspeed", "xformers")
 
 
 def show_version(
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print the versions of the package and of what it stands on."""
     with stdout_for_json(as_json):

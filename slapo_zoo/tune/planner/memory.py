@@ -7,7 +7,7 @@ sums over dp; the optimizer's step. The largest counts.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slapo_zoo.language.gradients import BUCKET_BYTES
+from slapo_zoo.parallel.gradient_buckets import BUCKET_BYTES
 from slapo_zoo.tune.planner.hardware import Hardware
 from slapo_zoo.tune.planner.layout import Layout
 from slapo_zoo.tune.planner.profile import Profile, Unit

@@ -1,0 +1,126 @@
+"""The stages of `gpu-day` that need a model whole: masks, several ranks on one device, loading and saving."""
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CASES = ("masks:bits", "ranks:group", "ranks:tp2", "ranks:pp2", "ranks:dp2", "load:files")
+LAYOUTS = {"group": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {"dp": 2}}
+CLOSE = 1e-4  # of a loss in fp32 with dropout: the masks are the same, the order of sums is not
+
+
+def device() -> str:
+    """Where a case runs."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def masks(what: str, out: Path, fake: bool) -> dict[str, Any]:
+    """Seeds and masks of the device are those of the host, bit for bit; a part of a row draws its part."""
+    from slapo_zoo.kernels.dropout import dropout
+    from slapo_zoo.parallel.device_seeds import later
+    from slapo_zoo.parallel.random_stream import RandomStream, hashed_cells
+
+    compared = 0
+    for p in (0.1, 0.5):
+        for shape in ((3, 8, 24),) if fake else ((8, 512, 768), (4, 1000, 1024), (16, 128, 3072)):
+            stream = RandomStream(seed=7)
+            host, there = (torch.ones(shape, device=on) for on in ("cpu", device()))
+            seeds = torch.as_tensor(stream.seeds(host, "site"), dtype=torch.int64)
+            kept = hashed_cells(host, p, seeds)
+            found = dropout(there, seeds=seeds.to(device()), p=p)
+            half = hashed_cells(
+                host[:, shape[1] // 2 :], p, later(seeds, host[0, : shape[1] // 2].numel())
+            )
+            for ours, wanted in (
+                (torch.as_tensor(stream.seeds(there, "site"), dtype=torch.int64).cpu(), seeds),
+                (hashed_cells(there, p, seeds).cpu(), kept),
+                (found.cpu() != 0, kept != 0),
+                (half, kept[:, shape[1] // 2 :]),
+            ):
+                if not torch.equal(ours, wanted):
+                    raise RuntimeError(f"masks {shape} p={p}: device and host differ")
+                compared += 1
+    return {"compared": compared}
+
+
+def ranks(what: str, out: Path, fake: bool) -> dict[str, Any]:
+    """Two ranks on one device through gloo, or the group of one rank, against no group at all; dropout on."""
+    from slapo_zoo.parallel.launch import run_local
+
+    layout = LAYOUTS[what]
+    nprocs = max([1, *layout.values()])
+    wanted = train({})
+    # a device of its own per rank takes nccl; with fewer devices, gloo carries CUDA tensors
+    each = run_local(train, nprocs, (layout,), timeout=100, start="spawn", threads=1)
+    found = [
+        max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True)) for losses in each
+    ]
+    if not max(found) <= CLOSE:
+        raise RuntimeError(f"{what}: losses {each} for {wanted}")
+    return {"error": max(found)}
+
+
+def train(layout: dict[str, int]) -> list[float]:
+    """Losses of GPT-2 and BERT in three steps each."""
+    return [
+        loss for family in ("GPT2LMHeadModel", "BertForMaskedLM") for loss in _train(family, layout)
+    ]
+
+
+def _train(family: str, layout: dict[str, int]) -> list[float]:
+    from gpu_cases import _batch, _config  # pyright: ignore[reportMissingImports]
+
+    from slapo_zoo import AutoScheduledModel
+
+    torch.manual_seed(0)
+    config = _config(family, tiny=True, dropout="default")
+    model: Any = AutoScheduledModel.from_config(config, seed=0, device=device(), **layout)
+    model.train()
+    batch = _batch(config, 4, 12)
+    dp, at = model.mesh.dp, model.mesh.coord("dp")
+    mine = {name: x[at * 4 // dp : (at + 1) * 4 // dp] for name, x in batch.items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        losses.append(float(model.train_step(mine)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def load(what: str, out: Path, fake: bool) -> dict[str, Any]:
+    """From a safetensors file to the device, GB/s, and for how long an asynchronous save holds the training up."""
+    from transformers import GPT2Config
+
+    from slapo_zoo import AutoScheduledModel
+    from slapo_zoo.model.checkpoint import async_save_checkpoint
+
+    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 101} if fake else {"n_embd": 1600, "n_head": 25, "n_layer": 24}  # fmt: skip
+    config = GPT2Config(**sizes, n_positions=1024, architectures=["GPT2LMHeadModel"])
+    with tempfile.TemporaryDirectory(dir=out) as folder:
+        model: Any = AutoScheduledModel.from_config(config, seed=0, device=device())
+        model.save_pretrained(folder)
+        seconds, model = _timed(lambda: AutoScheduledModel.from_pretrained(folder, device=device()))
+        size = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+        stall, saving = _timed(lambda: async_save_checkpoint(model, Path(folder) / "step"))
+        whole, _ = _timed(saving.result)
+    return {
+        "bytes": size,
+        "load GB/s": size / seconds / 1e9,
+        "stall ms": 1e3 * stall,
+        "save s": stall + whole,
+    }
+
+
+def _timed(function: Callable[[], Any]) -> tuple[float, Any]:
+    if device() == "cuda":
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    result = function()
+    if device() == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin, result
