@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.dispatch.registry import kernel
-from slapo_zoo.kernels.blocked_attention import attention
+from slapo_zoo.kernels.blocked_attention import attention, cannot
 from slapo_zoo.kernels.dropout_mask import dropout_of, hides_only_padding, keys_of, mask_like
 
 SHAPES = [
@@ -94,7 +94,7 @@ def _forward(
 
 @kernel(
     "local_causal_attention", reference, inputs, SHAPES, cpu="blocks of the band",
-    serves={"GPTNeoSelfAttention": _forward},
+    serves={"GPTNeoSelfAttention": _forward}, limits=cannot,
 )  # fmt: skip
 def local_causal_attention(
     q: Tensor,

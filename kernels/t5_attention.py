@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.dispatch.registry import kernel, runs_triton
-from slapo_zoo.kernels.blocked_attention import attention, in_one_piece
+from slapo_zoo.kernels.blocked_attention import attention, cannot, in_one_piece
 from slapo_zoo.kernels.dropout_mask import hides_only_padding, keys_of, mask_like, new_seeds
 
 SHAPES = [(1, 2, 5, 5, 16, False), (2, 3, 37, 37, 8, True), (1, 2, 150, 150, 16, False),
@@ -141,7 +141,7 @@ def _dropout(module: Any, q: Tensor, k: Tensor) -> dict[str, Any]:
 
 @kernel(
     "t5_attention", reference, inputs, SHAPES, cpu="blocks of queries",
-    serves={"T5Attention": _forward, "MT5Attention": _forward},
+    serves={"T5Attention": _forward, "MT5Attention": _forward}, limits=cannot,
 )  # fmt: skip
 def t5_attention(
     q: Tensor,

@@ -1,6 +1,6 @@
 """Kernel registry: what `replace(name)` may put into a module, and which path runs on a device."""
 
-import importlib
+import importlib.util
 import os
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +18,7 @@ from slapo_zoo.errors import ScheduleError
 
 NAMESPACE = "slapo_zoo"  # of the operators, in torch.ops
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton runs on the CPU, slowly
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # sums are fp32: too coarse for fp64
 
 
@@ -38,6 +39,7 @@ class Kernel:
         sites: paths of a model's modules that it is for; None takes all whose class it serves.
         runs_inside: it runs all modules inside the one that it serves, and so their kernels.
         innermost: every kernel runs the modules that it serves, as modules.
+        limits: why its Triton path cannot serve a tensor of this dtype and last axis, or "".
     """
 
     name: str
@@ -52,6 +54,17 @@ class Kernel:
     sites: Callable[[Any], list[str]] | None = None
     runs_inside: bool = False
     innermost: bool = False
+    limits: Callable[[Tensor], str] = lambda x: ""
+
+    def falls_back(self, dtype: torch.dtype, size: int, device: str) -> str:
+        """Why it runs as torch operations on a GPU, whatever was measured, or the empty string."""
+        if device == "cpu":
+            return ""
+        if not HAS_TRITON:
+            return "Triton is not installed"
+        if dtype not in TRITON_DTYPES:
+            return f"{str(dtype)[6:]} has no Triton kernel"
+        return self.limits(torch.empty(1, size, dtype=dtype, device="meta"))
 
     def runs(self, device: str) -> tuple[str, str]:
         """The path on a device ("cpu", or the name of a GPU), and why."""
@@ -88,6 +101,7 @@ def kernel(
     cannot: Callable[[Any], str] = lambda module: "",
     cpu: str = "torch",
     sites: Callable[[Any], list[str]] | None = None,
+    limits: Callable[[Tensor], str] = lambda x: "",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the fast path of `reference`.
 
@@ -100,6 +114,7 @@ def kernel(
         cannot: why a module of such a class cannot be served, or the empty string.
         cpu: what the entry runs on a CPU, in a word or two.
         sites: paths of a model's modules that it is for; None takes all whose class it serves.
+        limits: why its Triton path cannot serve a tensor of this dtype and last axis, or "".
     """
     forwards = dict(serves or {})
 
@@ -116,7 +131,7 @@ def kernel(
     def register(entry: Callable[..., Any]) -> Callable[..., Any]:
         register_kernel(
             name, refuses, serves=forwards, entry=entry, reference=reference, inputs=inputs,
-            shapes=tuple(shapes), paths={"cpu": cpu, "cuda": "triton"}, sites=sites,
+            shapes=tuple(shapes), paths={"cpu": cpu, "cuda": "triton"}, sites=sites, limits=limits,
         )(install)  # fmt: skip
         return entry
 
@@ -178,7 +193,7 @@ def force(path: str) -> Iterator[None]:
 
 def runs_triton(name: str, x: Tensor) -> bool:
     """Whether the Triton path of a kernel runs for x: where it was measured not to be slower."""
-    if x.dtype not in TRITON_DTYPES:
+    if x.dtype not in TRITON_DTYPES or not HAS_TRITON:
         return False
     if INTERPRETED or x.device.type == "cpu":
         return INTERPRETED
@@ -197,7 +212,7 @@ def _decided(name: str, dtype: str, size: int, device: str, tables: int) -> bool
 
 def in_triton(x: Tensor) -> bool:
     """Whether an operator's body, once it was called, uses Triton for x."""
-    return x.dtype in TRITON_DTYPES and (x.is_cuda or INTERPRETED)
+    return HAS_TRITON and x.dtype in TRITON_DTYPES and (x.is_cuda or INTERPRETED)
 
 
 def bucket(name: str, x: Tensor) -> str:

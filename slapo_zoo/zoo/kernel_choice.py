@@ -12,7 +12,7 @@ import torch
 
 from slapo_zoo.dispatch.benchmark import quick_table
 from slapo_zoo.dispatch.registry import Kernel, load_kernels
-from slapo_zoo.dispatch.tables import decide, keep
+from slapo_zoo.dispatch.tables import PRIOR, decide, keep
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.primitives import Replace
 from slapo_zoo.language.schedule import Schedule
@@ -133,15 +133,22 @@ def _verdict(
     reasons = (kernel.refuses(sch.state.modules[path]) for path in paths)
     if refusal := next(filter(None, reasons), ""):
         return False, refusal
-    return (True, ASKED) if names is not None else measured(sch, kernel, device)
+    if names is None:
+        return measured(sch, kernel, device)
+    instead = kernel.falls_back(_dtype(sch), _size(sch.model.config, kernel), device)
+    return True, f"{ASKED}, but torch operations run: {instead}" if instead else ASKED
 
 
 def measured(sch: Schedule, kernel: Kernel, device: str) -> tuple[bool, str]:
     """Whether a kernel was measured, or is estimated, not to lose on a device for a model's size."""
-    computes = sch.state.compute_dtype or next(sch.model.parameters()).dtype
-    dtype = str(computes).removeprefix("torch.")
-    found = decide(kernel.name, dtype, _size(sch.model.config, kernel), device)
-    return found.runs, found.reason
+    dtype, size = _dtype(sch), _size(sch.model.config, kernel)
+    found = decide(kernel.name, str(dtype).removeprefix("torch."), size, device)
+    instead = kernel.falls_back(dtype, size, device) if kernel.name not in PRIOR else ""
+    return (False, instead) if found.runs and instead else (found.runs, found.reason)
+
+
+def _dtype(sch: Schedule) -> torch.dtype:
+    return sch.state.compute_dtype or next(sch.model.parameters()).dtype
 
 
 def _size(config: Any, kernel: Kernel) -> int:

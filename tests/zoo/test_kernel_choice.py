@@ -10,8 +10,9 @@ from heads import HEADS
 from parity import LAYOUTS, Case, batch_of, checkpoint, compare, references, scheduled, tiny_config
 from refusals import refused
 from slapo_zoo import AutoScheduledModel, Mesh, SlapoError
-from slapo_zoo.dispatch import tables
+from slapo_zoo.dispatch import registry, tables
 from slapo_zoo.dispatch.benchmark import SHAPES
+from slapo_zoo.zoo import kernel_choice
 from slapo_zoo.zoo.kernel_choice import choose
 from slapo_zoo.zoo.outline import Outline
 
@@ -136,6 +137,38 @@ def test_a_gpu_that_nobody_measured_gets_what_needs_no_timing(case, least, monke
     assert found.keys() >= least
     assert all(c.reason.startswith("estimated: ") for c in found.values())
     assert not any(c.accepted for c in choose(sch, "auto", "Some device of 1999"))
+
+
+@pytest.mark.parametrize(
+    ("case", "kernel", "dtype", "sizes", "said"),
+    [
+        (BERT, "bias_gelu", torch.float64, {}, "float64 has no Triton kernel"),
+        (CASES["t5"], "t5_attention", torch.bfloat16, {"d_kv": 512}, "heads of 512 columns spill"),
+        (CASES["t5"], "t5_attention", torch.float32, {}, "float32 has no products on tensor cores"),
+        (CASES["t5"], "t5_attention", torch.bfloat16, {}, ""),
+        (BERT, "bias_gelu", torch.bfloat16, {"without": True}, "Triton is not installed"),
+    ],
+)
+def test_what_a_device_cannot_run_is_said_before_the_launch(
+    case, kernel, dtype, sizes, said, monkeypatch
+):
+    """The kernel that was asked for stays, as torch operations, with the reason; "auto" leaves it out."""
+    sizes = dict(sizes)
+    monkeypatch.setattr(registry, "HAS_TRITON", not sizes.pop("without", False))
+    config, cls = tiny_config(case)
+    config.update(sizes)
+    sch = Outline(config, cls, Mesh(), dtype).schedule
+    on = "NVIDIA H100 80GB HBM3"
+    asked = next(c for c in choose(sch, kernel, on) if c.kernel == kernel)
+    assert asked.accepted
+    assert asked.reason.startswith(
+        f"asked for, but torch operations run: {said}" if said else "asked for"
+    )
+    assert bool(said) == ("torch operations" in asked.reason)
+    assert "torch operations" not in str(choose(sch, kernel, "cpu"))
+    monkeypatch.setattr(kernel_choice, "decide", lambda *key: tables.Decision(True, "measured"))
+    auto = next(c for c in choose(sch, "auto", on) if c.kernel == kernel)
+    assert (auto.accepted, said in auto.reason) == (not said, True)
 
 
 def measured_by_rank_0(folder, cache):
