@@ -1,10 +1,16 @@
-"""The cards of hub_cards/: one per family, at the layout of one node of eight devices."""
+"""The cards of hub_cards/: one per family, at the layout of one node of eight devices.
 
+`card_collection.py --verify` also runs each card whose program was not verified yet on eight emulated
+ranks, beside plain transformers (half a minute each), and writes the outcome into its verify.json.
+"""
+
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from slapo_zoo.cards.card import Card, read_card
+from slapo_zoo.cards.check import verify_card
 from slapo_zoo.cards.make import zoo_card
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.zoo.arguments import config_of
@@ -35,6 +41,15 @@ def write_all(folder: Path) -> list[Path]:
     return written
 
 
+def is_verified(place: Path) -> bool:
+    """Whether the very program of a card was run and found right."""
+    card = read_card(place)
+    return card.verify.get("verdict") == "verified" and card.verify["program"] == card.program.hash
+
+
 if __name__ == "__main__":
     for path in write_all(Path("hub_cards")):
-        print(path)
+        verdict = ""
+        if "--verify" in sys.argv and not is_verified(path):
+            verdict = verify_card(path, config_of(read_card(path).base_model)[0])["verdict"]
+        print(path, verdict, flush=True)

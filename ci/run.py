@@ -262,7 +262,7 @@ def soak(python: str, rest: list[str]) -> int:
 
 
 def cards(python: str, rest: list[str]) -> int:
-    """Write the cards of hub_cards/ anew, one per family."""
+    """Write the cards of hub_cards/ anew, one per family; --verify: and run those that were not yet."""
     return call(python, "ci/card_collection.py", *rest)
 
 

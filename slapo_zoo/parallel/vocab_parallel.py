@@ -1,7 +1,7 @@
 """Logits whose vocabulary axis is sharded over tp, and the cross-entropy that needs no gather.
 
-The unmodified loss code of `transformers` runs on them: `view(-1, V)`, slices and casts act on the
-local columns, `cross_entropy` runs in parallel, and every other operation gathers first.
+The unmodified loss code of `transformers` runs on them: `view(-1, V)`, slices, casts, scales, caps and
+constant biases act on the local columns, `cross_entropy` runs in parallel, and every other operation gathers first.
 """
 
 from typing import Any
@@ -19,7 +19,15 @@ from slapo_zoo.parallel.placement import Placement
 _ELEMENTWISE = {
     torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.Tensor.bfloat16,
     torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.clone,
-    torch.Tensor.detach,
+    torch.Tensor.detach, torch.Tensor.tanh, torch.tanh,
+}  # fmt: skip
+_WITH_ANOTHER = {  # that is a number, or a tensor without a gradient
+    getattr(where, name)
+    for where, names in (
+        (torch, ("add", "sub", "mul", "div")),
+        (torch.Tensor, ("add", "sub", "mul", "div", "__add__", "__radd__", "__sub__", "__mul__", "__rmul__", "__truediv__")),
+    )
+    for name in names
 }  # fmt: skip
 _TENSOR: Any = torch.Tensor  # its attributes are descriptors, which type checkers do not know
 _SHAPE = _TENSOR.shape.__get__
@@ -95,6 +103,9 @@ def _on_local(func: Any, x: VocabLogits, rest: tuple, kwargs: dict) -> tuple[Ten
     local = x.local()
     if func in _ELEMENTWISE:
         return (func(local, *rest, **kwargs),)
+    if func in _WITH_ANOTHER and len(rest) == 1 and not kwargs:
+        other = _beside(x, rest[0])
+        return None if other is None else (func(local, other),)
     if func in (torch.Tensor.view, torch.Tensor.reshape) and not kwargs:
         sizes = tuple(rest[0]) if isinstance(rest[0], tuple | list) else rest
         if all(isinstance(s, int) for s in sizes) and sizes[-1:] == (x.vocab_size,):
@@ -102,6 +113,27 @@ def _on_local(func: Any, x: VocabLogits, rest: tuple, kwargs: dict) -> tuple[Ten
     if func is torch.Tensor.__getitem__ and keeps_last_axis(rest[0], local.ndim):
         return (func(local, *rest),)
     return None
+
+
+def _beside(x: VocabLogits, other: Any) -> Any:
+    """What stands beside the local columns for an operand of logits [..., V]; None where it needs all.
+
+    A tensor with a gradient is left to gathered logits: its gradient would be that of some columns.
+    """
+    if isinstance(other, int | float):
+        return other
+    if isinstance(other, VocabLogits):
+        return other.local() if other.vocab_size == x.vocab_size else None
+    if not isinstance(other, Tensor) or other.requires_grad:
+        return None
+    if other.ndim == 0 or other.shape[-1] == 1:
+        return other
+    if other.shape[-1] != x.vocab_size:
+        return None
+    n, r = collectives.group_size(x.group), collectives.group_rank(x.group)
+    runs = Placement(0, pad=True).runs(x.vocab_size, n, r)
+    start, stop = runs[0] if runs else (0, 0)
+    return functional.pad(other[..., start:stop], (0, _SHAPE(x)[-1] - (stop - start)))
 
 
 def keeps_last_axis(index: Any, ndim: int) -> bool:

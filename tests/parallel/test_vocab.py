@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from parity import EPS, LEARNING_RATE, ROWS, Case, batch_of, checkpoint, tiny_config
+from sharded_logits import wrapped
 from slapo_zoo import AutoScheduledModel, Mesh
 from slapo_zoo.errors import RankError
 from slapo_zoo.parallel.placement import Placement
@@ -24,17 +25,6 @@ def world():
 
 
 # --- the logits ---------------------------------------------------------------------------------
-
-
-def wrapped(full):
-    """This rank's columns of full logits, with a gradient; padding holds huge values."""
-    n, r, size = dist.get_world_size(), dist.get_rank(), full.shape[-1]
-    share = -(-size // n)
-    columns = full[..., r * share : (r + 1) * share]
-    padding = share - columns.shape[-1]
-    local = functional.pad(columns, (0, padding), value=1e9).requires_grad_()
-    group = dist.group.WORLD if n > 1 else None
-    return local, VocabLogits.wrap(local, size, group)
 
 
 BEHAVIOURS = {
@@ -76,6 +66,12 @@ BEHAVIOURS = {
     "logsumexp": lambda x: torch.logsumexp(x, -1),
     "gather": lambda x: x.gather(-1, torch.tensor([[[0], [4], [2]]] * 2)),
     "arithmetic": lambda x: (x * 2 + 1 - x / 3).exp(),
+    "scaled": lambda x: (2 * x, x * torch.tensor(2.0), x / torch.full((2, 3, 1), 3.0), x.mul(3)),
+    "capped": lambda x: torch.tanh(x / 30.0) * 30.0,
+    "biased": lambda x: (x + torch.arange(x.shape[-1]), torch.add(x, torch.ones(1, x.shape[-1]))),
+    "biased_and_learned": lambda x: x + torch.ones(x.shape[-1], requires_grad=True),
+    "more_rows": lambda x: x - torch.ones(2, 1, 1, x.shape[-1]),
+    "alpha": lambda x: x.add(1.0, alpha=2.0),
     "reversed": lambda x: 1 - x,
     "two": lambda x: x + x,
     "cat": lambda x: torch.cat([x, x], 1),
