@@ -8,6 +8,7 @@ import torch
 
 from slapo_zoo.errors import MeshError
 from slapo_zoo.hf.attention_backends import require_backend
+from slapo_zoo.language.missing_sums import warn_of_missing_sums
 from slapo_zoo.model.data_parallel import use_hooks
 from slapo_zoo.model.dp_shard import Shards, shard_over_dp
 from slapo_zoo.model.mixin import Runtime, scheduled_class
@@ -69,6 +70,7 @@ class Assembly(Outline):
     def finish(self, ledger: Any, micro_batches: int | None, folder: Path | None) -> Any:
         """Make the class of the model a scheduled one."""
         model = self.model
+        warn_of_missing_sums(self.schedule)
         runtime = Runtime(
             schedule=self.schedule, specs=self.specs, own_forward=computing_forward(self.cls.forward),
             pipeline=self.pipeline, keys=self.keys, ledger=ledger,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_zoo.errors import ScheduleError
+from slapo_zoo.language.missing_sums import warn_of_missing_sums
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.model.dialects import init_target_engine
 from slapo_zoo.parallel.local_tensors import local_part
@@ -83,6 +84,7 @@ def build(
         init_weights: whether (or by which function) parameters on meta get values.
         **kwargs: for the engine.
     """
+    warn_of_missing_sums(sch)
     if init_weights and any(p.is_meta for p in sch.model.parameters()):
         given = init_weights if callable(init_weights) else None
         consolidate_model(sch, target or "torch", given)

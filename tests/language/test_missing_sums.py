@@ -1,0 +1,95 @@
+"""A schedule that forgets a sum over tp is told so before it trains."""
+
+import warnings
+
+import pytest
+import torch
+import transformers
+
+from heads import HEADS
+from parity import tiny_config
+from slapo_zoo import AutoScheduledModel, Mesh, Schedule
+from slapo_zoo.language.missing_sums import ScheduleWarning, missing_sums
+from slapo_zoo.zoo.outline import Outline
+
+CONFIG = transformers.GPT2Config(
+    n_embd=8, n_head=2, n_layer=2, vocab_size=11, n_positions=8, bos_token_id=0, eos_token_id=0,
+    architectures=["GPT2LMHeadModel"],
+)  # fmt: skip
+
+
+def gpt2(tp=2):
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(CONFIG)
+    return Schedule(model, Mesh(tp=tp))
+
+
+def whole(sch):
+    """A feed-forward with both sums."""
+    sch["**.mlp"].sync("bwd_post", "all_reduce")
+    sch["**.mlp.c_fc"].shard("weight", 1).shard("bias", 0)
+    sch["**.mlp.c_proj"].shard("weight", 0).sync("fwd_post", "all_reduce")
+
+
+def without_forward(sch):
+    sch["**.mlp"].sync("bwd_post", "all_reduce")
+    sch["**.mlp.c_fc"].shard("weight", 1).shard("bias", 0)
+    sch["**.mlp.c_proj"].shard("weight", 0)
+
+
+def without_backward(sch):
+    sch["**.mlp.c_fc"].shard("weight", 1).shard("bias", 0)
+    sch["**.mlp.c_proj"].shard("weight", 0).sync("fwd_post", "all_reduce")
+
+
+def summed_around(sch):
+    sch["**.mlp"].sync("both", "all_reduce")
+    sch["**.mlp.c_fc"].shard("weight", 1).shard("bias", 0)
+    sch["**.mlp.c_proj"].shard("weight", 0)
+
+
+def summed_by_a_function(sch):
+    whole_without = sch["**.mlp.c_proj"].shard("weight", 0)
+    whole_without.sync("fwd_post", lambda module, args, y: y)
+
+
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        (whole, []),
+        (summed_around, []),
+        (summed_by_a_function, []),
+        (without_forward, ["transformer.h.0.mlp.c_proj (and 1 more): its output is a part"]),
+        (without_backward, ["transformer.h.0.mlp.c_fc (and 1 more): the gradient of its input"]),
+    ],
+)
+def test_what_is_said(write, said):
+    sch = gpt2()
+    write(sch)
+    found = missing_sums(sch)
+    assert len(found) == len(said)
+    assert all(a.startswith(b) for a, b in zip(found, said, strict=True)), found
+    alone = gpt2(tp=1)
+    write(alone)
+    assert not missing_sums(alone)
+
+
+@pytest.mark.parametrize("family", HEADS)
+def test_no_table_forgets_one(family):
+    config, cls = tiny_config(HEADS[family][0])
+    assert not missing_sums(Outline(config, cls, Mesh(tp=2), torch.float32).schedule)
+
+
+def built(write):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ScheduleWarning)
+        AutoScheduledModel.from_config(CONFIG, tp=2, schedule=write)
+    return [str(each.message) for each in caught if each.category is ScheduleWarning]
+
+
+def test_a_model_is_built_with_a_word_of_it(ranks):
+    for found in ranks.run(built, 2, without_forward):
+        (text,) = found
+        assert "transformer.h.0.mlp.c_proj" in text
+        assert 'sync("fwd_post", "all_reduce")' in text
+    assert ranks.run(built, 2, whole) == [[], []]
