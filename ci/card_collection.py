@@ -12,6 +12,7 @@ from pathlib import Path
 from slapo_zoo.cards.card import Card, read_card
 from slapo_zoo.cards.check import verify_card
 from slapo_zoo.cards.make import zoo_card
+from slapo_zoo.errors import SlapoError
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.zoo.arguments import config_of
 from slapo_zoo.zoo.table import families
@@ -51,5 +52,8 @@ if __name__ == "__main__":
     for path in write_all(Path("hub_cards")):
         verdict = ""
         if "--verify" in sys.argv and not is_verified(path):
-            verdict = verify_card(path, config_of(read_card(path).base_model)[0])["verdict"]
+            try:
+                verdict = verify_card(path, config_of(read_card(path).base_model)[0])["verdict"]
+            except SlapoError as error:  # the other cards are none the worse for it
+                verdict = str(error)
         print(path, verdict, flush=True)

@@ -177,7 +177,7 @@ def save_row(folder: Path, out: Path, size: int, largest: int) -> dict[str, Any]
 
 def plan_rows(folder: Path) -> list[dict[str, Any]]:
     """Plan a sparse 70B on meshes of growing size, in a process of its own."""
-    from slapo_zoo.zoo.read_plan import plan_weights
+    from slapo_zoo.zoo.load_forecast import plan_weights
 
     config, rows = checkpoints.llama_70b(), []
     size = checkpoints.write_checkpoint(folder, config, "5GB", sparse=True)

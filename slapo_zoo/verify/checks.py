@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from slapo_zoo.verify.compare import Comparison, Tolerance, largest_of, replicas
+from slapo_zoo.verify.compare import FLOOR, Comparison, Tolerance, largest_of, replicas
 from slapo_zoo.verify.runs import RankResult, Result, tensors_of
 from slapo_zoo.verify.subject import Subject
 from slapo_zoo.zoo.survey import survey
@@ -19,10 +19,12 @@ def dropout(into: Comparison, found: Sequence[RankResult], truth: Result, plain:
 
     The masks are drawn by us for every layout alike, so loss and gradients are those of one rank.
     """
-    near = Tolerance(truth, [plain])
+    near, largest = Tolerance(truth, [plain]), largest_of(truth.grads)
+    errors = [near.own_error(lambda r, n=name: r.grads[n]) for name in truth.grads]
+    # the error of one number may be small by luck: gradients tell how far rounding is amplified
+    scale = abs(truth.loss) * max(errors, default=0.0) / (largest or 1.0) / FLOOR
     for rank, result in enumerate(found):
-        near.check(into, "dropout", "loss", result.loss, lambda r: r.loss, rank=rank)
-    largest = largest_of(truth.grads)
+        near.check(into, "dropout", "loss", result.loss, lambda r: r.loss, scale, rank)
     for name in truth.grads.keys() & found[0].grads.keys():
         near.check(into, "dropout", name, found[0].grads[name], lambda r, n=name: r.grads[n], largest)  # fmt: skip
     replicas(into, found, "dropout")  # those that drop differently come apart

@@ -116,6 +116,8 @@ class _Verification:
         truth, plains = references(subject)
         saved = self.scratch / "saved"
         found = on_mesh(scheduled, subject, self.changes, torch.float32, saved)
+        for result in found:
+            result.rename(truth.tied)
         compare(into, found, truth, plains)
         if truth.grads:
             replicas(into, found)

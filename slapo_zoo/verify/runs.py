@@ -30,6 +30,12 @@ class Result:
     norm: float = 0.0
     weights: dict[str, Tensor] = field(default_factory=dict)
     events: dict[Any, Any] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)  # another name of a parameter --> its first
+
+    def rename(self, tied: Mapping[str, str]) -> None:
+        """Call tied parameters by the names that the plain model has for them."""
+        self.grads = {tied.get(name, name): x for name, x in self.grads.items()}
+        self.weights = {tied.get(name, name): x for name, x in self.weights.items()}
 
 
 @dataclass
@@ -84,6 +90,9 @@ def plain(subject: Subject, dtype: torch.dtype, attention: str, reverse: bool = 
     result.outputs = {k: v.flip(0) if reverse and v.ndim else v for k, v in outputs.items()}
     if not has_loss(subject.cls.__name__):
         return result
+    first = {id(p): name for name, p in model.named_parameters()}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        result.tied[name] = first[id(p)]
     optimizer = optimizer_of(model.train())
     loss = model(**batch).loss
     loss.backward()

@@ -30,8 +30,8 @@ LAYERS = (
 )  # fmt: skip
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
 SMALL = {
-    "embedding_size": 12, "sliding_window": 5, "window_size": 5, "image_size": 12, "patch_size": 4,
-    "state_size": 4, "time_step_rank": 3, "stem_channels": 8, "width_per_group": 96,
+    "embedding_size": 12, "sliding_window": 9, "window_size": 5, "image_size": 12, "patch_size": 4,
+    "state_size": 4, "time_step_rank": 3, "rotary_dim": 4, "stem_channels": 8, "width_per_group": 96,
 }  # fmt: skip
 PER_LAYER = ("layer_types", "attention_layers", "mlp_layer_types", "no_rope_layers")
 SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "sep_token_id")

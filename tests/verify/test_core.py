@@ -3,14 +3,17 @@
 import json
 
 import pytest
+import torch
 import transformers
 
 from slapo_zoo.cli.commands.verify import _head
 from slapo_zoo.errors import ArchitectureError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.verify.batch import example
 from slapo_zoo.verify.core import verify
-from slapo_zoo.verify.shrink import shrink
+from slapo_zoo.verify.runs import cast, tensors_of
+from slapo_zoo.verify.shrink import expressive, shrink
 from slapo_zoo.zoo.arguments import config_of
 from slapo_zoo.zoo.table import families
 
@@ -19,8 +22,8 @@ LAYOUTS = {
     "tp2-pp2": ((2, 2, 1), {}), "tp2-dp2": ((2, 1, 2), {}),
     "tp2-sp": ((2, 1, 1), {"sequence_parallel": True}),
 }  # fmt: skip
-IN_CI = [("gpt2", "tp2-pp2"), ("t5", "tp2"), ("mixtral", "tp2-sp"), ("albert", "pp2"),
-         ("albert", "tp2-dp2"), ("wideresnet", "tp2")]  # fmt: skip
+IN_CI = [("gpt2", "tp2-pp2"), ("t5", "tp2"), ("mixtral", "tp2-sp"), ("albert", "pp2"), ("bart", "tp2"),
+         ("camembert", "pp2"), ("albert", "tp2-dp2"), ("wideresnet", "tp2")]  # fmt: skip
 GRID = [
     pytest.param(family, layout, marks=() if (family, layout) in IN_CI else pytest.mark.slow)
     for family in families()
@@ -79,3 +82,20 @@ def test_every_family_shrinks(family):
     config, head = config_of(family)
     small = shrink(config, Mesh(4), num_stages=2)
     assert hf.count_parameters(small, _head(config, head)) < 3e6
+
+
+@pytest.mark.parametrize("family", families())
+def test_every_small_model_runs_in_float64(family):
+    """The truth of a verification is a number: rows see a real token, rotary columns fit a head."""
+    config, head = config_of(family)
+    small = shrink(config, Mesh(4), num_stages=2)
+    for name, value in expressive(small).items():
+        setattr(small, name, value)
+    small._experts_implementation = "eager"
+    cls = hf.resolve_class(small, _head(config, head))
+    model = cls._from_config(small, attn_implementation="eager").double().eval()
+    batch = cast(example(model, 4, 16, seed=100, tp=4), torch.float64)
+    with torch.no_grad():
+        outputs = tensors_of(model(**batch))
+    assert outputs
+    assert all(x.isfinite().all() for x in outputs.values() if x.is_floating_point())

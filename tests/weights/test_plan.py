@@ -11,7 +11,7 @@ from slapo_zoo import AutoScheduledModel
 from slapo_zoo.cli.main import main
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.weights.layout import CODES
-from slapo_zoo.zoo.read_plan import plan_weights, read_sources
+from slapo_zoo.zoo.load_forecast import plan_weights, read_sources
 
 TINY = {
     "GPT2LMHeadModel": {"n_layer": 3, "n_embd": 20, "n_head": 5, "vocab_size": 97, "n_positions": 8},

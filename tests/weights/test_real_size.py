@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from slapo_zoo.model.assemble import Assembly
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.weights.ledger import AnonymousPeak
+from slapo_zoo.zoo.load_forecast import plan_weights
 from slapo_zoo.zoo.options import BuildOptions
-from slapo_zoo.zoo.read_plan import plan_weights
 
 FILES, GIB = 30, 2**30
 

@@ -97,7 +97,7 @@ def plan(
 
 
 def _weights(model: str, tp: int, pp: int, dp: int) -> Any:
-    from slapo_zoo.zoo.read_plan import plan_weights
+    from slapo_zoo.zoo.load_forecast import plan_weights
 
     return plan_weights(model, tp, pp, dp)
 
