@@ -7,6 +7,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import gpu_day
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -82,16 +83,13 @@ def test_a_killed_driver_takes_its_case_along(tmp_path):
     assert (later / "cache" / "kernels" / "fake.json").exists()
 
 
-def test_a_failed_case_is_tried_twice(tmp_path):
+def test_a_failed_case_is_tried_twice(tmp_path, monkeypatch):
     """What failed once, from a full device for example, may pass later; what fails twice is left."""
-    (tmp_path / "state.json").write_text(
-        json.dumps({"done": {"masks:bits": "timeout"}, "tries": {"masks:bits": 1}})
-    )
-    assert day(tmp_path, "--stage", "masks").returncode == 0
-    state = json.loads((tmp_path / "state.json").read_text())
-    assert state["done"] == {"masks:bits": "ok"}
-    state |= {"done": {"masks:bits": "failed"}, "tries": {"masks:bits": 2}}
-    (tmp_path / "state.json").write_text(json.dumps(state))
-    left = day(tmp_path, "--stage", "masks")
-    assert left.returncode == 1
-    assert "failed: masks:bits" in left.stdout
+    ends = iter(["timeout", "failed", "never asked"])
+    monkeypatch.setattr(gpu_day.Day, "one", lambda *_: (next(ends), {"seconds": 0.0}))
+    for tries, status in ((1, "timeout"), (2, "failed"), (2, "failed")):
+        one_day = gpu_day.Day(tmp_path, None, True, 540.0)
+        assert one_day.run(["masks:bits"])
+        state = json.loads((tmp_path / "state.json").read_text())
+        assert (state["tries"], state["done"]) == ({"masks:bits": tries}, {"masks:bits": status})
+    assert next(ends) == "never asked"

@@ -74,10 +74,11 @@ def test_what_is_said(write, said):
     assert not missing_sums(alone)
 
 
-@pytest.mark.parametrize("family", HEADS)
-def test_no_table_forgets_one(family):
-    config, cls = tiny_config(HEADS[family][0])
-    assert not missing_sums(Outline(config, cls, Mesh(tp=2), torch.float32).schedule)
+def test_no_table_forgets_one():
+    for family, cases in HEADS.items():
+        config, cls = tiny_config(cases[0])
+        found = missing_sums(Outline(config, cls, Mesh(tp=2), torch.float32).schedule)
+        assert not found, family
 
 
 def built(write):
