@@ -10,6 +10,7 @@ import secrets
 import shutil
 import stat
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from slapo_zoo.errors import WeightsError
 from slapo_zoo.weights.carry import carry_over
 
 BLINK_S = 0.5
+TURN_S = 60.0  # another save's turn takes a moment; one that hangs is not waited for
 LEFT_S = 86400.0  # without locks, what is older was left by a save that was killed
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
@@ -40,34 +42,68 @@ class Staging:
     def create(self) -> None:
         """Refuse a bad target, remove what killed saves left behind, and make the folder."""
         self.target.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(self.target)
-        _check_target(self.target, self._mark)
-        self.path.mkdir()
-        self._lock = os.open(self.path, os.O_RDONLY)
-        with contextlib.suppress(OSError):  # some network file systems have no locks
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with _turn(self.target.parent):  # or another's sweep takes it before it has its lock
+            _sweep(self.target)
+            _check_target(self.target, self._mark)
+            self.path.mkdir()
+            self._lock = os.open(self.path, os.O_RDONLY)
+            _has_locked(self._lock)
 
     def publish(self) -> None:
         """Carry the old folder's other files over, then put the new folder in its place.
 
         At every moment a reader finds the whole old folder or the whole new one.
         """
-        if not self.target.exists():
-            _sync_tree(self.path)
-            os.rename(self.path, self.target)
-        else:
-            carry_over(self.target, self.path)
-            shutil.copymode(self.target, self.path)
-            _sync_tree(self.path)
-            _exchange(self.path, self.target)
-        _sync(self.target.parent)
+        _sync_tree(self.path)  # what is large, before others wait for us
+        with _turn(self.target.parent):  # or another's publication takes the old folder away
+            if not self.target.exists():
+                os.rename(self.path, self.target)
+            else:
+                carry_over(self.target, self.path)
+                shutil.copymode(self.target, self.path)
+                _sync_tree(self.path)
+                _exchange(self.path, self.target)
+            _sync(self.target.parent)
 
     def discard(self) -> None:
         """Remove what is not published: the new folder, or, after `publish`, the old one."""
         if self._lock >= 0:
-            os.close(self._lock)
+            _unlock(self._lock)
             self._lock = -1
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _turn(parent: Path) -> Iterator[None]:
+    """One save at a time beside each other: a lock on the folder that holds their targets.
+
+    Where there are no locks, or one save holds it for `TURN_S` seconds, the others go on.
+    """
+    lock, end = os.open(parent, os.O_RDONLY), time.monotonic() + TURN_S
+    try:
+        while not _has_locked(lock) and time.monotonic() < end:
+            time.sleep(0.01)
+        yield
+    finally:
+        _unlock(lock)
+
+
+def _has_locked(lock: int) -> bool:
+    """Whether the lock is ours now, or there are no locks here."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # some network file systems have none
+        return True
+    return True
+
+
+def _unlock(lock: int) -> None:
+    """Give a lock back, also where a child that was forked meanwhile still has it open."""
+    with suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    os.close(lock)
 
 
 def _sibling(target: Path, kind: str) -> Path:

@@ -5,12 +5,14 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import GPT2Config
 
 from slapo_zoo import AutoScheduledModel, load_checkpoint, save_checkpoint
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.weights import folder as folders
 from slapo_zoo.weights import snapshot
+from slapo_zoo.weights.staging import Staging
 
 CONFIG = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 16}
 
@@ -177,3 +179,34 @@ def test_ranks_beside_a_writer_take_the_same_save(ranks, tmp_path):
         found = ranks.run(save_and_load, 2, tmp_path / "out", 15)
     assert found[0] == found[1]
     assert all(len(seen) == 1 for seen in found[0])
+
+
+def test_saves_beside_each_other_take_nothing_of_each_other(tmp_path):
+    """Each makes its folder while others sweep; what a person keeps there is in every save."""
+    out, failed = tmp_path / "out", []
+    kept = {f"notes/{n}.txt": f"mine {n}" for n in range(20)}
+    (out / "notes").mkdir(parents=True)
+    save_file({"w": torch.zeros(1)}, out / "model.safetensors")
+    for name, text in kept.items():
+        (out / name).write_text(text)
+
+    def publish():
+        for _ in range(60):
+            staging = Staging(out)
+            try:
+                staging.create()
+                save_file({"w": torch.zeros(1)}, staging.path / "model.safetensors")
+                staging.publish()
+            except OSError as error:
+                failed.append(error)
+            finally:
+                staging.discard()
+
+    writers = [threading.Thread(target=publish) for _ in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert not failed
+    assert {name: (out / name).read_text() for name in kept} == kept
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
