@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from slapo_zoo.hf import models as hf
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.pipeline.busy import Busy
 from slapo_zoo.pipeline.dataflow import dry_run
 from slapo_zoo.pipeline.orders import StageMap
 from slapo_zoo.pipeline.stages import Cursor, Foreign, StageDone, StagePlan
@@ -47,11 +49,12 @@ class Pipeline:
         self._arrivals: dict[int, Any] = {}
         self._fake: Any = None
         self.spans: list[Span] | None = None
+        self.busy: Busy | None = None
         self.clock: Callable[[], float] = time.monotonic  # one that processes share
 
     def __getstate__(self) -> dict[str, Any]:
         """What a deep copy takes over: it makes a dry run of anew."""
-        return {**self.__dict__, "_plans": {}, "_fake": None}
+        return {**self.__dict__, "_plans": {}, "_fake": None, "busy": None}
 
     def plans(self, batch: Mapping[str, Any]) -> dict[int, StagePlan]:
         """What each of our stages does for batches of these shapes; dry-run once per shape."""
@@ -227,7 +230,7 @@ def pipeline_step(
     ends: dict[str, Any] = {}
     if pipeline.places.num_stages - 1 in plans:
         ends = {"target": torch.zeros(micro_batches, device=device), "losses": losses}
-    with quiet_schedules():
+    with quiet_schedules(), pipeline.busy.step() if pipeline.busy else nullcontext():
         schedule.step(**ends, **tensors)
     if sends is not None:
         sends.finish()
@@ -253,7 +256,7 @@ def _stage(
         input_args=_examples(plan, index),
         output_args=_examples(plan, index + 1) if index + 1 < places.num_stages else (scalar,),
         group=pipeline.schedule.mesh.group("pp"), units=plan.extent, spans=pipeline.spans, clock=pipeline.clock,
-        dw_builder=(lambda: lambda: None) if once else None, before_last=before_last,
+        dw_builder=(lambda: lambda: None) if once else None, busy=pipeline.busy, before_last=before_last,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from slapo_zoo.errors import SlapoError, StageError
 from slapo_zoo.parallel.process_group import is_lost_peer
+from slapo_zoo.pipeline.busy import Busy
 from slapo_zoo.pipeline.in_flight import InFlightStage
 from slapo_zoo.pipeline.timeline import (
     BACKWARD,
@@ -33,6 +34,7 @@ class Stage(InFlightStage):
         units: first and last unit of the stage, for the errors.
         spans: where times are noted, or None.
         clock: gives them.
+        busy: marks what a run's log says of each step, or None.
         before_last: called with the stage's outputs before the backward of the last micro-batch.
         kwargs: of PipelineStage.
     """
@@ -43,12 +45,13 @@ class Stage(InFlightStage):
         units: str,
         spans: list[Span] | None,
         clock: Callable[[], float],
+        busy: Busy | None = None,
         before_last: Callable[[Any], None] | None = None,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
         self.before_last = before_last
-        self.units, self.spans, self.clock = units, spans, clock
+        self.units, self.spans, self.clock, self.busy = units, spans, clock, busy
         self._whole: bool | None = None  # the same for all micro-batches of a step
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +100,8 @@ class Stage(InFlightStage):
     def _perform(self, kind: str, micro_batch: int, step: Callable[[], Any]) -> Any:
         begin = self._now()
         try:
-            return step()
+            with self.busy.action() if self.busy else nullcontext():
+                return step()
         except Exception as error:
             raise self._named(error, kind, micro_batch)  # noqa: B904 - it has its cause
         finally:

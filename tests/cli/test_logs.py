@@ -9,6 +9,7 @@ from cli_runs import run, write_gpt2
 from slapo_zoo.cli.training import logs
 from slapo_zoo.cli.training.config import ConfigError
 from slapo_zoo.cli.training.options import TrainOptions
+from slapo_zoo.pipeline.busy import Busy
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def test_a_line_a_step_also_after_a_kill(job, tmp_path):
     assert path.read_text().startswith(first)
     found = lines(path)
     assert [line["step"] for line in found] == [1, 2, 3, 4]
-    names = {"step", "loss", "grad_norm", "lr", "seconds", "tokens", "tokens_per_s", "memory", "mfu"}  # fmt: skip
+    names = {"step", "loss", "grad_norm", "lr", "seconds", "tokens", "tokens_per_s", "memory", "mfu", "bubble"}  # fmt: skip
     assert found[0].keys() == names
     assert found[1].keys() == found[3].keys() == names | {"eval_loss", "eval_accuracy"}
     assert {line["tokens"] for line in found} == {64}
@@ -78,3 +79,23 @@ def test_a_line_every_n_steps(job, capfd):
     run(*job, "--steps", 6, "--set", "log_every=2")
     found = [line for line in capfd.readouterr().out.splitlines() if line.startswith("training:")]
     assert [line.split()[2] for line in found] == ["2/6", "4/6", "6/6"]
+
+
+def test_the_bubble_of_a_pipeline(job, tmp_path):
+    """With one micro-batch no two stages ever compute at a time, so half or more is waited."""
+    path = tmp_path / "run.jsonl"
+    run(*job, "--steps", 2, "--pp", 2, "--set", "micro_batches=1", "--set", f"log_file={path}")
+    assert all(0.5 <= line["bubble"] < 1 for line in lines(path))
+
+
+def test_the_waits_of_each_rank_count(ranks):
+    """0.2 of 1 s and 0.4 of 0.9 s: of two ranks' second each, 0.6 s were computed."""
+    for found in ranks.run(_waited, 2):
+        assert found == [pytest.approx(0.7), None]
+
+
+def _waited():
+    busy, group = Busy(torch.device("cpu")), torch.distributed.group.WORLD
+    rank = torch.distributed.get_rank()
+    busy._actions, busy._steps = [(0.0, (0.2, 0.4)[rank])], [(0.0, (1.0, 0.9)[rank])]
+    return [busy.bubble(group), busy.bubble(group)]

@@ -15,6 +15,7 @@ from torch import Tensor
 from slapo_zoo.cli.training.config import ConfigError
 from slapo_zoo.cli.training.display import OnStep
 from slapo_zoo.cli.training.options import TrainOptions
+from slapo_zoo.pipeline.busy import Busy
 
 
 class Meter:
@@ -30,6 +31,9 @@ class Meter:
         self.parameters = None if model.config.is_encoder_decoder else per_token
         self.peak = peak_of(self.device)
         self.begin = time.perf_counter()
+        self.busy = None
+        if model._slapo.pipeline is not None:
+            self.busy = model._slapo.pipeline.busy = Busy(self.device)
 
     def start(self) -> None:
         """A step begins."""
@@ -40,13 +44,14 @@ class Meter:
     def measured(self, batch: Mapping[str, Tensor]) -> dict[str, float | None]:
         """Of the step that has ended: its loss was read, so the device has done it.
 
-        `mfu` counts 6 operations a parameter and token (arXiv:2204.02311, without attention).
+        `bubble` is that of all stages, so every rank asks together. `mfu` counts 6 operations a parameter and token (arXiv:2204.02311, without attention).
         """
         seconds = time.perf_counter() - self.begin
         names = ("input_ids", "labels") if self.parameters is None else ("input_ids",)
         tokens = sum(batch[name].numel() for name in names if name in batch) * self.mesh.dp
         found: dict[str, float | None] = {"seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds,
-                 "memory": peak_memory(self.device), "mfu": None}  # fmt: skip
+                 "memory": peak_memory(self.device), "mfu": None,
+                 "bubble": None if self.busy is None else self.busy.bubble(self.mesh.group("pp"))}  # fmt: skip
         if self.peak and self.parameters:
             used = 6 * self.parameters * tokens / seconds
             found["mfu"] = used / (self.peak * self.mesh.world_size)
