@@ -82,6 +82,20 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
             torch.set_default_dtype(before)
 
 
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Within it `transformers` shows no bars of files that it reads and writes."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def build_on_meta(cls: Any, config: Any, dtype: torch.dtype, own_attention: bool = True) -> Any:
     """The unmodified model of a class, without storage, its weights tied.
 

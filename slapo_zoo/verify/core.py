@@ -34,6 +34,7 @@ TIMEOUT_S = 30.0
 DTYPES = (torch.float64, torch.float32)  # the truth, and the same in the dtype under test
 
 
+@hf.no_progress_bars()
 def verify(
     config: Any, auto_class: Any = None, mesh: tuple[int, int, int] = (2, 1, 1),
     schedule: Any = "zoo", quick: bool = True, keep_layers: bool = False, seed: int = 0,

@@ -30,6 +30,7 @@ BYTES_PER_PARAMETER = 150  # measured: weights, gradients and steps of all runs,
 ENDS = {"divide_tokens": 0, "join_tokens": -1}  # at the first and the last block of any stretch
 
 
+@hf.no_progress_bars()
 def verify_layers(
     config: Any, auto_class: Any = None, mesh: tuple[int, int, int] = (2, 1, 1),
     schedule: Any = "zoo", seed: int = 0, **knobs: Any,

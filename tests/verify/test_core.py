@@ -48,7 +48,7 @@ def test_no_false_alarm(family, layout):
         assert "collectives" not in unmeasured
 
 
-def test_a_report_is_data_and_text():
+def test_a_report_is_data_and_text(capfd):
     config = transformers.GPT2Config(architectures=["GPT2LMHeadModel"])
     report = verify(config)
     document = json.loads(json.dumps(report.document()))
@@ -57,6 +57,8 @@ def test_a_report_is_data_and_text():
     assert document["software"].keys() == {"slapo-zoo", "torch", "transformers"}
     assert document["checks"]["gradients"]["compared"] > 25
     assert "every gradient" in str(report)
+    assert "%|" not in capfd.readouterr().err  # no bars of the files between
+    assert transformers.logging.is_progress_bar_enabled()
 
 
 @pytest.mark.parametrize(
