@@ -7,6 +7,7 @@ target counts. Whatever else is done with them makes the logits, once.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.nn import functional
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.parallel.known import IGNORED, known, places
+from slapo_zoo.parallel.stand_ins import as_read_now
 
 _TENSOR: Any = torch.Tensor  # its attributes are descriptors, which type checkers do not know
 _KNOWN = {
@@ -42,6 +44,8 @@ class Head:
         vocab_size: V.
         group: the ranks that divide the vocabulary, or None.
         summed: whether the gradient of the rows is summed over the group before the head already.
+        root: the module that `logits` reads weights of; None: `linear`.
+        within: makes contexts in which the root reads the casts and gathered weights of its forward.
     """
 
     linear: Any
@@ -50,11 +54,28 @@ class Head:
     vocab_size: int = 0
     group: Any = None
     summed: bool = False
+    root: Any = None
+    within: Callable[[], AbstractContextManager] | None = None
+
+    def __post_init__(self) -> None:
+        if self.within is None:
+            self.within = as_read_now(self.root or self.linear)
 
     def loss(
         self, rows: Tensor, target: Tensor, ignore_index: int, smoothing: float, items: Any
     ) -> Tensor:
         """The sum of the losses of rows [N, H] over `items`; None: over the number that counts."""
+        with self.reading():
+            return self._loss(rows, target, ignore_index, smoothing, items)
+
+    def reading(self) -> AbstractContextManager:
+        """Around all that is made of rows after the forward."""
+        assert self.within is not None  # noqa: S101 - set above
+        return self.within()
+
+    def _loss(
+        self, rows: Tensor, target: Tensor, ignore_index: int, smoothing: float, items: Any
+    ) -> Tensor:
         from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 
         if self.before is not None or self.group is not None:
@@ -124,7 +145,9 @@ class LogitsOnDemand(torch.Tensor):
     ) -> Tensor:  # fmt: skip
         """Logits that `make` makes of the rows, or of the parent's logits."""
         source = rows if parent is None else parent
-        return _Deferred.apply(source, head.linear.weight, rows, head, dtype, make, parent)  # pyright: ignore[reportReturnType]
+        with head.reading():
+            weight = head.linear.weight
+        return _Deferred.apply(source, weight, rows, head, dtype, make, parent)  # pyright: ignore[reportReturnType]
 
     def divided(self, vocab_size: int, group: Any) -> Tensor:
         """The same, of a head whose vocabulary is sharded and whose rows' gradient is summed."""
@@ -167,7 +190,8 @@ class LogitsOnDemand(torch.Tensor):
         return mine or (self.parent is not None and self.parent.changed())
 
     def _of_rows(self) -> Tensor:
-        return _whole(self.make(self.rows), self.head)
+        with self.head.reading():
+            return _whole(self.make(self.rows), self.head)
 
     def _of_parent(self, parent: "LogitsOnDemand") -> Tensor:
         """A copy that was asked for before the parent changed holds what the parent was then."""
@@ -181,7 +205,9 @@ class LogitsOnDemand(torch.Tensor):
         return self._of_rows() if self.parent is None else self.make(self.parent._as_before())
 
     def _require_same_weights(self) -> None:
-        if self.head.linear.weight._version != self.version:
+        with self.head.reading():
+            version = self.head.linear.weight._version
+        if version != self.version:
             hint = 'read them before optimizer.step(), or load with kernels="reference"'
             problem = "the weights have changed since, and they were not looked at before"
             raise SlapoError("output", "logits", problem, hint)
@@ -251,7 +277,7 @@ class _Deferred(torch.autograd.Function):
         else:  # a cast or a view asks for no values
             shape = (*parent.rows.shape[:-1], head.vocab_size)
             source = rows.new_empty(shape, dtype=ctx.dtype).requires_grad_()
-        with torch.enable_grad():
+        with torch.enable_grad(), head.reading():
             logits = _whole(make(source), head) if parent is None else make(source)
         torch.autograd.backward(logits, d_logits)  # the head's parameters get their share here
         return source.grad, *[None] * 6

@@ -65,7 +65,7 @@ def _forward(head: Any, hidden: Tensor, **kwargs: Any) -> Tensor:
     transform = HEADS[_known(head)](head)
     if not may_defer(head, hidden):
         return type(head).forward(head, hidden, **kwargs)
-    found = Head(head.decoder, lambda rows: head.decoder(transform(rows)), transform)
+    found = Head(head.decoder, lambda rows: head.decoder(transform(rows)), transform, root=head)
     with torch.no_grad():  # what is hooked to the decoder says how the vocabulary is sharded
         empty = head.decoder(hidden.new_empty((0, head.decoder.weight.shape[1])))
     found.vocab_size, found.group = empty.shape[-1], getattr(empty, "group", None)

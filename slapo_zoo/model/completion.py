@@ -252,6 +252,8 @@ class Completion:
             self._close()
         self.task, self.modes = -1, set()
         if not self.in_step:
+            engine = self.runtime.data_parallel
+            engine.own_backward_ended(self.parameters, self.mesh, self.paused)
             self.guard.complete(self.parameters)
 
     def _close(self) -> None:

@@ -84,6 +84,9 @@ class DataParallel:
         """Sum all gradients over dp, where the backward has not done it."""
         self.completion.finish()
 
+    def own_backward_ended(self, parameters: list[nn.Parameter], mesh: Mesh, paused: bool) -> None:
+        """The backward of a loop of one's own has come to its end; hooks have averaged over dp."""
+
     def clip_grad_norm_(self, model: Any, max_norm: float) -> Tensor:
         """Scale all gradients so that the global 2-norm is at most `max_norm`; returns the norm."""
         state, named = model._slapo.schedule.state, list(model.named_parameters())

@@ -31,9 +31,12 @@ class Sharded(DataParallel):
         self.shards, self.groups, self.blocks = shards, groups, blocks
 
     def reads(
-        self, model: nn.Module, dtype: torch.dtype | None
+        self, model: nn.Module, dtype: torch.dtype | None, in_own_loop: bool
     ) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        """(module, name, whole tensor) of what stays whole while a step runs."""
+        """(module, name, whole tensor) of what stays whole while a step runs; a forward begins."""
+        self.shards.averages = in_own_loop
+        if in_own_loop:
+            self.blocks.forget()  # a backward that failed left some
         whole: dict[int, Tensor] = {}
         for group in self.groups:
             made = group.traced(group.dtype_of(dtype))
@@ -66,6 +69,12 @@ class Sharded(DataParallel):
     def _sum_waiting(self) -> None:
         for group in self.groups if self.shards.stage == 1 else ():
             group.sum_waiting()
+
+    def own_backward_ended(self, parameters: list[nn.Parameter], mesh: Mesh, paused: bool) -> None:
+        """What is not sharded (adapters) is averaged here; whole blocks are forgotten."""
+        self.blocks.forget()
+        rest = [] if paused else [p for p in parameters if not is_divided(p)]
+        gradient_buckets.all_reduce_gradients(rest, mesh.group("dp") if rest else None, 1 / mesh.dp)
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
         """Over copies of the divided ones, and over dp of what is not sharded (adapters)."""

@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from slapo_zoo.parallel.compat import all_gather_single, new_group, reduce_scatter_single
 from slapo_zoo.parallel.live_bytes import counted_as
@@ -22,11 +24,14 @@ class Shards(RowsOfRank):
         copies: ranks of other such groups that hold the same rows, or None.
         stage: 1 sums whole gradients after the last micro-batch, 2 after each; 3 as 2, and a block is
             whole only while it runs.
+        averages: a forward that runs now is that of a loop of one's own: its backward averages over
+            all dp ranks, as DDP does, and leaves nothing to be summed.
     """
 
     group: Any
     copies: Any = None
     stage: int = 3
+    averages: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Shards":
         """Of a copied model: the process groups are this process's."""
@@ -51,6 +56,11 @@ class Shards(RowsOfRank):
                     copies = made if mesh.rank in ranks else copies
         return Shards(size, rank, group, copies, stage)
 
+    @property
+    def ranks(self) -> int:
+        """Of dp, copies too."""
+        return self.size * (1 if self.copies is None else dist.get_world_size(self.copies))
+
     def gather(self, parts: Sequence[Tensor], shapes: Sequence[Any], dtype: Any) -> list[Tensor]:
         """Whole tensors of parts, in one collective."""
         return self.finish(self.begin(parts, shapes, dtype), shapes)
@@ -71,9 +81,13 @@ class Shards(RowsOfRank):
         return [x.reshape(-1, *s[1:])[: s[0]] for x, s in zip(found, shapes, strict=True)]
 
     def scatter(
-        self, grads: Sequence[Tensor | None], shapes: Sequence[Any], like: Tensor
-    ) -> list[Any]:
-        """Our rows of the sums of whole gradients; None where no rank has one."""
+        self, grads: Sequence[Tensor | None], shapes: Sequence[Any], like: Tensor,
+        average: bool = False,
+    ) -> list[Any]:  # fmt: skip
+        """Our rows of the sums of whole gradients, or of the averages over all dp ranks.
+
+        None where no rank has one.
+        """
         sizes = [*(self.rows(s) * _inner(s) for s in shapes), len(grads)]
         flat = like.new_zeros(self.size, sum(sizes))
         *places, held = flat.split(sizes, 1)
@@ -84,6 +98,10 @@ class Shards(RowsOfRank):
                 place[r, : len(rows)].copy_(rows)
         out = flat.new_empty(flat.shape[1])
         reduce_scatter_single(out, flat.reshape(-1), group=self.group)
+        if average:
+            out.mul_(1.0 / self.ranks)
+            if self.copies is not None:
+                dist.all_reduce(out, group=self.copies)
         *sums, held = out.split(sizes)
         found: list[Any] = []
         for i, (grad, part, shape) in enumerate(zip(grads, sums, shapes, strict=True)):
@@ -167,16 +185,18 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group: Group, dtype: Any, *parts: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
+        ctx.group, ctx.averages = group, group.shards.averages
         ctx.set_materialize_grads(False)
         return tuple(group.whole(dtype))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         group: Group = ctx.group
         group.drop()
-        if group.shards.stage > 1:
-            sums = group.shards.scatter(grads, group.shapes, group.parameters[0].detach())
+        if group.shards.stage > 1 or ctx.averages:
+            like = group.parameters[0].detach()
+            sums = group.shards.scatter(grads, group.shapes, like, ctx.averages)
             return (None, None, *sums)
         for i, grad in enumerate(grads):
             if grad is not None:

@@ -16,13 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf.models import stays_wide
 from slapo_zoo.parallel.live_bytes import counted_as
 from slapo_zoo.parallel.local_tensors import is_divided
 from slapo_zoo.parallel.mesh import Mesh
 
-Reads = Callable[[nn.Module, "torch.dtype | None"], Iterable[tuple[nn.Module, str, Tensor]]]
+Reads = Callable[[nn.Module, "torch.dtype | None", bool], Iterable[tuple[nn.Module, str, Tensor]]]
 GROW_AFTER = 2000  # steps without overflow, as torch's GradScaler
 FIRST_SCALE = 2.0**12  # where a head computes its loss in fp16, 2**16 is infinite at once
 
@@ -62,13 +61,13 @@ class MixedPrecision:
 
         @contextmanager
         def again() -> Iterator[None]:
-            with self._reading(), block():
+            with self._reading(again=True), block():
                 yield
 
         return again
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
+    def _reading(self, again: bool = False) -> Iterator[None]:
         self._depth += 1
         try:
             if self._depth == 1:
@@ -80,7 +79,7 @@ class MixedPrecision:
             if not self._depth:
                 for module, name, _ in self._casts:
                     module.__dict__.pop(name, None)
-                if self.blocks and not self._in_step:
+                if self.blocks and not self._in_step and not again:
                     self.blocks.forget()
 
     @contextmanager
@@ -98,11 +97,7 @@ class MixedPrecision:
     def _cast(self, model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
         if self.reads is None:
             return list(_casts_of(model, self.dtype))
-        if model.training and torch.is_grad_enabled() and not self._in_step:
-            problem = "with dp_shard= a loop of one's own has no end of a step"
-            hint = "call model.train_step(batch); or leave dp_shard= out"
-            raise SlapoError("forward", "a training forward", problem, hint)
-        found = list(self.reads(model, self.dtype))
+        found = list(self.reads(model, self.dtype, not self._in_step))
         return found + list(_casts_of(model, self.dtype) if self.dtype is not None else ())
 
     def state(self) -> dict[str, float] | None:

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_zoo.errors import MeshError
 from slapo_zoo.model.scaler import GradScaler
+from slapo_zoo.parallel.local_tensors import is_divided
 from slapo_zoo.parallel.mesh import Mesh
 
 PROBES, ELEMENTS, ALIKE = 8, 64, 1e-4
@@ -38,6 +39,7 @@ class StepGuard:
 
     Attributes:
         interval: steps between looks, after the first; 0: none.
+        divides: whether ranks hold different gradients: over tp, pp or rows of `dp_shard=`.
         needed: False where an engine clips and steps by itself, rank by rank.
     """
 
@@ -45,7 +47,7 @@ class StepGuard:
         self.mesh, self.interval, self.steps = mesh, ALWAYS, 0
         self.probes: list[tuple[nn.Parameter, Tensor]] = []
         self.trained: Tensor | None = None  # ranks that have something to train; None: all
-        self.fresh, self.needed = False, True
+        self.fresh, self.needed, self.divides = False, True, mesh.tp * mesh.pp > 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StepGuard":
         return StepGuard(self.mesh)
@@ -63,6 +65,7 @@ class StepGuard:
         if not self.needed:
             return
         held = [p for p in parameters if p.grad is not None and not hasattr(p.grad, "full_tensor")]
+        self.divides = self.mesh.tp * self.mesh.pp > 1 or any(is_divided(p) for p in held)
         some = held[:: max(1, len(held) // PROBES)][:PROBES]
         self.probes = [(p, _sample(p)) for p in some]
         self.trained, self.fresh = trained, True
@@ -140,7 +143,7 @@ def _before_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
     guard = None
     for group in optimizer.param_groups:
         guard = next((_GUARDS[p]() for p in group["params"] if p in _GUARDS), guard)
-    if guard is None or guard.mesh.tp * guard.mesh.pp == 1:
+    if guard is None or not guard.divides:
         return
     _require_own_scaler()
     guard.before_step()

@@ -13,16 +13,16 @@ BUCKET_BYTES = 32 << 20  # large enough to amortise a collective, small beside a
 
 
 def all_reduce_gradients(
-    parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None
+    parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None, factor: float = 1.0
 ) -> None:
-    """Sum `.grad` over a group, in a few large collectives; a missing gradient counts as 0.
+    """Sum `.grad` times a factor over a group, in a few large collectives; a missing one counts as 0.
 
     One that every rank misses stays missing: an optimizer leaves its parameter alone, as it would in
     one process, where it would decay one whose gradient is 0.
     """
     if group is None:
         return
-    under_way = [FlatSum(bucket, group) for bucket in buckets(list(parameters))]
+    under_way = [FlatSum(bucket, group, factor) for bucket in buckets(list(parameters))]
     for one in under_way:
         one.finish()
 

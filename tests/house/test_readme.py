@@ -3,37 +3,16 @@
 import ast
 import importlib.util
 import json
-import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+from pages import ROOT, blocks, clean_environment, commands, page
 
-
-def blocks(language, page=README):
-    """(line number, text) of each fenced block of one language."""
-    for match in re.finditer(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
-        yield page[: match.start(1)].count("\n"), match[1]
-
-
-def commands(page=README):
-    """Every command line of the bash blocks, without comments and blank lines."""
-    for _, text in blocks("bash", page):
-        split = (shlex.split(line, comments=True) for line in text.splitlines())
-        yield from (words for words in split if words)
-
-
-def clean_environment():
-    """Offline, one thread, and no ranks: the examples start in one process."""
-    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    env = {name: value for name, value in os.environ.items() if name not in ranks}
-    return env | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+README = page("README.md")
 
 
 def execute(arguments, folder):
@@ -57,10 +36,10 @@ PAGES = ["README.md", "docs/tutorial.md", "docs/index.md", "docs/guide.md", "doc
 @pytest.mark.parametrize("name", PAGES)
 def test_python_blocks_run(name, tmp_path):
     """All in one process, in order: a later block may use the names of an earlier one."""
-    page = (ROOT / name).read_text(encoding="utf-8")
-    lines = [""] * page.count("\n")  # so that a traceback shows the line of the page
-    for start, text in blocks("python", page):
-        lines[start : start + text.count("\n")] = text.splitlines()
+    text = page(name)
+    lines = [""] * text.count("\n")  # so that a traceback shows the line of the page
+    for start, block in blocks("python", text):
+        lines[start : start + block.count("\n")] = block.splitlines()
     assert any(lines), f"{name} has no Python block"
     script = (tmp_path / Path(name).name).with_suffix(".py")
     script.write_text("\n".join(lines), encoding="utf-8")
@@ -72,12 +51,12 @@ def test_run_commands_exist():
     spec = importlib.util.spec_from_file_location("ci_run", ROOT / "ci" / "run.py")
     run = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(run)
-    named = {words[2] for words in commands() if words[:2] == ["python3", "ci/run.py"]}
+    named = {words[2] for words in commands(README) if words[:2] == ["python3", "ci/run.py"]}
     assert {"demo", "test"} <= named, "the README shows the two commands that do all the set-up"
     assert named <= set(run.COMMANDS)
 
 
-SLAPO_ZOO_LINES = [words[1:] for words in commands() if words[0] == "slapo-zoo"]
+SLAPO_ZOO_LINES = [words[1:] for words in commands(README) if words[0] == "slapo-zoo"]
 
 
 @pytest.mark.parametrize("words", SLAPO_ZOO_LINES, ids=" ".join)
@@ -95,11 +74,11 @@ SLOW_PAGES = [pytest.param(name, marks=pytest.mark.slow) for name in ("index.md"
 
 @pytest.mark.parametrize("name", ["cards.md", *SLOW_PAGES])
 def test_the_commands_of_a_page_run(name, tmp_path):
-    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    text = page(f"docs/{name}")
     if name == "index.md":  # its first block makes the checkpoint
-        _, first = next(blocks("python", page))
+        _, first = next(blocks("python", text))
         assert execute(["-c", first], tmp_path).returncode == 0
-    lines = list(commands(page))
+    lines = list(commands(text))
     assert lines
     for program, *words in lines:
         assert program == "slapo-zoo"
@@ -109,14 +88,14 @@ def test_the_commands_of_a_page_run(name, tmp_path):
 
 def test_the_training_page_runs(tmp_path):
     """Its Python makes model and data, its YAML is the configuration, its commands train."""
-    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-    ((_, first),) = blocks("python", page)
-    ((_, text),) = blocks("yaml", page)
+    whole = page("docs/training.md")
+    ((_, first),) = blocks("python", whole)
+    ((_, text),) = blocks("yaml", whole)
     result = execute(["-c", first], tmp_path)
     assert result.returncode == 0, result.stderr
     (tmp_path / "run.yaml").write_text(text)
     said = []
-    for _, *words in commands(page):
+    for _, *words in commands(whole):
         result = execute(["-m", "slapo_zoo.cli.main", *words], tmp_path)
         assert result.returncode == 0, f"{words}: {result.stderr}"
         said.append(result.stdout)
@@ -166,8 +145,7 @@ def test_internal_links_lead_somewhere():
 
 def test_messages_of_the_troubleshooting_page_are_ours():
     """What people search for is what the code says."""
-    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    messages = re.findall(r"^\| `([^`]+)` \|", page("docs/troubleshooting.md"), re.MULTILINE)
     assert len(messages) > 10
     files = (ROOT / "slapo_zoo").rglob("*.py")
     code = "\n".join(path.read_text(encoding="utf-8") for path in files)
@@ -176,10 +154,10 @@ def test_messages_of_the_troubleshooting_page_are_ours():
 
 def test_the_page_of_training_steps_tells_what_was_measured():
     spec = importlib.util.spec_from_file_location("step_page", ROOT / "ci" / "step_page.py")
-    page = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(page)
-    found = json.loads(page.MEASURED.read_text(encoding="utf-8"))
-    text = page.PAGE.read_text(encoding="utf-8")
-    assert page.rendered(text, found) == text, "run: python3 ci/step_page.py"
+    steps = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(steps)
+    found = json.loads(steps.MEASURED.read_text(encoding="utf-8"))
+    text = steps.PAGE.read_text(encoding="utf-8")
+    assert steps.rendered(text, found) == text, "run: python3 ci/step_page.py"
     found["steps"][0]["plain / ours"] = 99.99
-    assert "99.99" in page.rendered(text, found)
+    assert "99.99" in steps.rendered(text, found)

@@ -49,3 +49,21 @@ def test_a_loop(ranks, name, family, layout, root):
 @pytest.mark.parametrize("name", LOOPS, ids=lambda x: x.replace(" ", "-"))
 def test_every_loop(ranks, name, family, layout, root):
     check(ranks, name, family, layout, root)
+
+
+MORE = {
+    "copies of shards": {"dp": 4, "dp_shard": 2},
+    "beside tp": {"tp": 2, "dp": 2, "dp_shard": 2, "sequence_parallel": True},
+    "recomputed": {"dp": 2, "dp_shard": 2, "checkpoint_ratio": 1.0},
+    "recomputed whole": {"dp": 2, "dp_shard": 2, "zero_stage": 2, "checkpoint_ratio": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", ["hand log-probabilities", "accumulation no_sync"])
+@pytest.mark.parametrize("layout", MORE, ids=lambda x: x.replace(" ", "-"))
+def test_loops_over_shards(ranks, name, layout, root):
+    """`.grad` is this rank's rows of the average over dp, whatever divides them beside."""
+    sizes, folder = MORE[layout], folder_of("gpt2", root)
+    found = ranks.run(scheduled, sizes.get("tp", 1) * sizes["dp"], name, "gpt2", folder, sizes)
+    assert not any(isinstance(each, str) for each in found), found
+    assert_cell(found[0], name, "gpt2", folder)

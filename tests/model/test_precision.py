@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from torch.nn import functional
 
 from mixed_precision import BERT, CASES, COMPUTE, GPT2, LLAMA, T5, compare
 from parity import batch_of, checkpoint, scheduled
@@ -86,6 +87,30 @@ def test_a_loop_of_ones_own(root):
         assert torch.equal(p.grad, found[name]), name
     assert model(**batch_of(GPT2)).logits.dtype == torch.bfloat16
     assert model.generate(batch_of(GPT2)["input_ids"], max_new_tokens=2).shape[1] == 14
+
+
+def of_logits(output, batch):
+    return functional.cross_entropy(output.logits.float().flatten(0, 1), batch["labels"].flatten())
+
+
+@pytest.mark.parametrize("case", [GPT2, BERT, T5], ids=ids)
+def test_logits_that_are_read_after_the_forward(case, root):
+    """They are made of the casts of their forward, also where the weights have changed since."""
+    folder, batch = checkpoint(case, root), batch_of(case)
+    grads = {}
+    for precision, by_hand in (("fp32", False), ("bf16", False), ("bf16", True)):
+        model = AutoScheduledModel.from_pretrained(folder, precision=precision).train()
+        if by_hand:
+            output = model(**batch)
+            with torch.no_grad():
+                model.get_input_embeddings().weight.mul_(1.0)  # a new version of a tied weight
+            of_logits(output, batch).backward()
+        else:
+            model.train_step(batch, loss_fn=of_logits)
+        grads[precision, by_hand] = {n: p.grad for n, p in model.named_parameters()}
+    for name, truth in grads["fp32", False].items():
+        mine, own = ((grads["bf16", k][name] - truth).norm() for k in (True, False))
+        assert mine <= 1.5 * own + 1e-3 * truth.norm(), name
 
 
 def overflow(folder):

@@ -183,7 +183,7 @@ def clipping(t: Trainee) -> None:
 OWN_PART = "call model.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_"
 
 
-@loop("clip_grad_norm_ of torch", tp=OWN_PART, pp=OWN_PART)
+@loop("clip_grad_norm_ of torch", tp=OWN_PART, pp=OWN_PART, dp_shard=OWN_PART)
 def clipping_by_torch(t: Trainee) -> None:
     for step in range(STEPS):
         t.optimizer.zero_grad()
@@ -218,7 +218,7 @@ def overflow(t: Trainee) -> None:
 TAKE_OURS = "take slapo_zoo.GradScaler(model)"
 
 
-@loop("GradScaler of torch", tp=TAKE_OURS, pp=TAKE_OURS)
+@loop("GradScaler of torch", tp=TAKE_OURS, pp=TAKE_OURS, dp_shard=TAKE_OURS)
 def overflow_in_one_rank(t: Trainee) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     for step in range(STEPS):

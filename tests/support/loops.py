@@ -22,6 +22,7 @@ FAMILIES = {
 LAYOUTS = {
     "tp2": {"tp": 2}, "tp2-sp": {"tp": 2, "sequence_parallel": True}, "pp2": {"pp": 2}, "dp2": {"dp": 2},
     "tp2-pp2": {"tp": 2, "pp": 2}, "tp2-dp2": {"tp": 2, "dp": 2},
+    "dp2-shard": {"dp": 2, "dp_shard": 2}, "dp2-shard-zero1": {"dp": 2, "dp_shard": 2, "zero_stage": 1},
 }  # fmt: skip
 CALL_TRAIN_STEP = "call model.train_step(batch, loss_fn=...)"
 
