@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from slapo_zoo.model.build import create_schedule as create_schedule
     from slapo_zoo.model.checkpoint import async_save_checkpoint as async_save_checkpoint
     from slapo_zoo.model.checkpoint import save_checkpoint as save_checkpoint
-    from slapo_zoo.model.checkpoint_load import load_checkpoint as load_checkpoint
     from slapo_zoo.model.dialects import get_dialect_cls as get_dialect_cls
     from slapo_zoo.model.dialects import init_target_engine as init_target_engine
     from slapo_zoo.model.dialects import register_dialect as register_dialect
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from slapo_zoo.model.numerics import NumericsWatch as NumericsWatch
     from slapo_zoo.model.optimizers import OptimizerWarning as OptimizerWarning
     from slapo_zoo.model.optimizers import whole_matrices as whole_matrices
+    from slapo_zoo.model.resume import load_checkpoint as load_checkpoint
     from slapo_zoo.model.sampler import MeshSampler as MeshSampler
     from slapo_zoo.model.sampler import broadcast_batch as broadcast_batch
     from slapo_zoo.model.scaler import GradScaler as GradScaler
@@ -109,7 +109,7 @@ _HOME = {
     "consolidate_model": "model.build",
     "create_schedule": "model.build",
     "async_save_checkpoint": "model.checkpoint",
-    "load_checkpoint": "model.checkpoint_load",
+    "load_checkpoint": "model.resume",
     "save_checkpoint": "model.checkpoint",
     "get_dialect_cls": "model.dialects",
     "init_target_engine": "model.dialects",

@@ -16,8 +16,8 @@ from transformers import Trainer
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.model.checkpoint import save_checkpoint
-from slapo_zoo.model.checkpoint_load import load_checkpoint
 from slapo_zoo.model.precision import FIRST_SCALE
+from slapo_zoo.model.resume import load_checkpoint
 from slapo_zoo.model.scaler import GradScaler
 from slapo_zoo.model.trainer_options import refuse_options
 from slapo_zoo.model.trl_head import take_back_forward

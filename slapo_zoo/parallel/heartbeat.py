@@ -5,19 +5,21 @@ error. So a rank that is stopped can be named, and an error is known here also w
 holds the store is gone by the time it is asked for.
 """
 
+import atexit
 import json
 import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
-from weakref import WeakKeyDictionary, finalize
+from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import torch.distributed as dist
 
 from slapo_zoo.errors import RankError
 
 BEAT_S = 1.0
+LEAVE_S = 2.0  # longer, and the store does not answer
 ERROR_KEY = "slapo_zoo/first_error"
 ENDED = "ended"
 
@@ -41,6 +43,7 @@ class Heart:
         self._seen: dict[int, tuple[str, float]] = {}
         self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
         self._thread.start()
+        _ALIVE.add(self)
 
     def _work(self) -> None:
         count = 0
@@ -61,7 +64,7 @@ class Heart:
     def stop(self) -> None:
         """Leave, and wait until the others can see it."""
         self.leave()
-        self._thread.join(2 * BEAT_S)
+        self._thread.join(LEAVE_S)
 
     def arrive(self, place: str, number: int) -> None:
         """Tell where we wait, so that others can say for whom they wait."""
@@ -91,6 +94,22 @@ class Heart:
             if self.store.check([key]):
                 return self.store.get(key).decode()
         return default
+
+
+_ALIVE: WeakSet[Heart] = WeakSet()
+
+
+@atexit.register  # at the import of this file, so that it runs after all that leaves a process group
+def _stop_all() -> None:
+    """No thread is within the store when the interpreter ends: its C++ would abort the process.
+
+    A loop of one's own, or Accelerate, may have destroyed the process group before us.
+    """
+    hearts = list(_ALIVE)
+    for heart in hearts:
+        heart.leave()
+    for heart in hearts:
+        heart.stop()
 
 
 def _beat(rank: int) -> str:

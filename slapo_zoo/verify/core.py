@@ -29,6 +29,7 @@ from slapo_zoo.verify.subject import (
     one_rank,
     write_weights,
 )
+from slapo_zoo.zoo.table import families
 
 TIMEOUT_S = 30.0
 DTYPES = (torch.float64, torch.float32)  # the truth, and the same in the dtype under test
@@ -46,7 +47,8 @@ def verify(
         config: of `transformers`.
         auto_class: which head; None takes the config's own class.
         mesh: sizes of tp, pp and dp.
-        schedule: "zoo", a Schedule or its steps, or a function of the schedule.
+        schedule: "zoo", a Schedule or its steps, or a function of the schedule; "auto" is the zoo's
+            where it has a table, and refused elsewhere: a derived table was proven already.
         quick: on a small config of the same family; False takes the given one.
         keep_layers: the small config keeps the number of layers.
         seed: of weights, batch and dropout.
@@ -56,6 +58,7 @@ def verify(
     """
     begin = time.perf_counter()
     hf.register_models()
+    schedule = known_schedule(config, schedule)
     cls = hf.resolve_class(config, auto_class)
     stages = StageMap.make(
         knobs.get("pipeline_order", "1f1b"), mesh[1], knobs.get("stages_per_rank")
@@ -76,6 +79,21 @@ def verify(
         found.divergence, found.directives, found.error, seed,
         round(time.perf_counter() - begin, 2), software(),
     )  # fmt: skip
+
+
+def known_schedule(config: Any, schedule: Any) -> Any:
+    """The zoo's for "auto", where it has a table of the family.
+
+    Raises:
+        ArchitectureError: it has none.
+    """
+    if not (isinstance(schedule, str) and schedule == "auto"):
+        return schedule
+    if config.model_type in families():
+        return "zoo"
+    problem = f"a table of {config.model_type} is proven when it is derived"
+    hint = "slapo-zoo derive MODEL --tp N --pp N proves and prints it; with --write the zoo has it"
+    raise ArchitectureError("verify", 'schedule="auto"', problem, hint)
 
 
 @dataclass

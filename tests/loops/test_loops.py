@@ -59,7 +59,10 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("name", ["hand log-probabilities", "accumulation no_sync"])
+@pytest.mark.parametrize(
+    "name",
+    ["hand log-probabilities", pytest.param("accumulation no_sync", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("layout", MORE, ids=lambda x: x.replace(" ", "-"))
 def test_loops_over_shards(ranks, name, layout, root):
     """`.grad` is this rank's rows of the average over dp, whatever divides them beside."""

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -146,3 +147,31 @@ def test_torchrun_shows_the_error_of_one(sources, tmp_path):
     assert "ValueError: the disk of this node is on fire" in errors["1"]
     if "RankError" in errors["0"]:  # or torchrun was faster in stopping it
         assert "rank 1: train_step: " in errors["0"]
+
+
+LEAVES = """
+import torch.distributed as dist
+from slapo_zoo import init_distributed
+from slapo_zoo.parallel import heartbeat
+heartbeat.BEAT_S = 1e-5  # in the store nearly all the time
+init_distributed(device="cpu")
+dist.barrier()
+kept = [[] for _ in range(300_000)]  # the end of the interpreter takes a while
+assert heartbeat.current() is not None
+dist.destroy_process_group()
+"""
+
+
+def test_a_program_that_destroys_its_group_ends_in_peace(tmp_path):
+    """As loops of one's own and Accelerate do: no thread of ours is in the store when Python ends."""
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    started = [subprocess.Popen([sys.executable, "leaves.py"], cwd=tmp_path, stderr=subprocess.PIPE,
+                                env=os.environ | where | {"RANK": str(r), "LOCAL_RANK": str(r)})
+               for r in range(2)]  # fmt: skip
+    for process in started:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err.decode()

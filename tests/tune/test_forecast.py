@@ -104,8 +104,15 @@ def test_recomputation_trades_memory_for_operations():
     assert 1.15 < more <= 4 / 3
 
 
-@pytest.mark.parametrize("case", CASES[:4], ids=lambda case: case.cls)
-@pytest.mark.parametrize(("tp", "pp", "order"), [(1, 2, "1f1b"), (2, 1, "1f1b"), (1, 2, "gpipe")])
+LAYOUTS = [(1, 2, "1f1b"), (2, 1, "1f1b"), (1, 2, "gpipe")]
+ANSWERS = [  # a layout of each family at every run, all of them in the slow grid
+    pytest.param(case, *layout, marks=[pytest.mark.slow] * (j != i % 3), id=f"{case.cls}-{layout}")
+    for i, case in enumerate(CASES[:4])
+    for j, layout in enumerate(LAYOUTS)
+]
+
+
+@pytest.mark.parametrize(("case", "tp", "pp", "order"), ANSWERS)
 def test_both_commands_give_one_answer(case, tp, pp, order, tmp_path, capsys):
     """`plan` of a layout and `plan --gpus`, which looks at it among others: to the byte."""
     planner = planner_of(case)

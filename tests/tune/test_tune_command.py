@@ -168,6 +168,7 @@ TINY = (
 )
 
 
+@pytest.mark.slow
 def test_the_space_of_the_familys_table(tmp_path, capsys):
     changes = [word for field in TINY for word in ("--change", field)]
     words = ("tune", "gpt2", *changes, "--seq", 16, "--steps", 1, "--evaluations", 1)

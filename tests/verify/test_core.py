@@ -11,7 +11,7 @@ from slapo_zoo.errors import ArchitectureError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.verify.batch import example
-from slapo_zoo.verify.core import verify
+from slapo_zoo.verify.core import known_schedule, verify
 from slapo_zoo.verify.runs import cast, tensors_of
 from slapo_zoo.verify.shrink import expressive, shrink
 from slapo_zoo.zoo.arguments import config_of
@@ -101,3 +101,10 @@ def test_every_small_model_runs_in_float64(family):
         outputs = tensors_of(model(**batch))
     assert outputs
     assert all(x.isfinite().all() for x in outputs.values() if x.is_floating_point())
+
+
+def test_auto_is_the_zoos_or_proven_elsewhere():
+    small = transformers.GPT2Config(architectures=["GPT2LMHeadModel"])
+    assert known_schedule(small, "auto") == known_schedule(small, "zoo") == "zoo"
+    with pytest.raises(ArchitectureError, match="slapo-zoo derive MODEL"):
+        verify(transformers.ConvBertConfig(), "AutoModelForMaskedLM", schedule="auto")

@@ -12,7 +12,7 @@ from parity import EPS, FLOOR, LEARNING_RATE, Case, batch_of, checkpoint, own_er
 from slapo_zoo import AutoScheduledModel
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.model.checkpoint import save_checkpoint
-from slapo_zoo.model.checkpoint_load import load_checkpoint
+from slapo_zoo.model.resume import load_checkpoint
 
 ROWS, STEPS = 4, 4
 DROPOUT = Case("GPT2LMHeadModel", ("tokens",), dropout=0.1)

@@ -10,7 +10,9 @@ from slapo_zoo.cli.errors import stdout_for_json
 from slapo_zoo.cli.waiting import waiting
 
 AsJson = Annotated[bool, typer.Option("--json", help="verify.json, for programs.")]
-WithCard = Annotated[str | None, typer.Option("--schedule", help="A card; none: the zoo's own.")]
+WithCard = Annotated[
+    str | None, typer.Option("--schedule", help="A card; none, zoo or auto: the zoo's own.")
+]
 # heads whose loss is known, to take where the model names none
 HEADS = (
     "AutoModelForPreTraining", "AutoModelForCausalLM", "AutoModelForMaskedLM",
@@ -42,10 +44,12 @@ def verify(
     with stdout_for_json(as_json):
         from slapo_zoo.cards.use import load_card
         from slapo_zoo.cards.verify_subprocess import verify_apart
+        from slapo_zoo.verify.core import known_schedule
         from slapo_zoo.zoo.arguments import config_of
 
         config, head = config_of(model)
-        program = load_card(schedule).program if schedule else None
+        own = schedule in (None, "zoo", "auto") and known_schedule(config, schedule or "zoo")
+        program = None if own else load_card(str(schedule)).program
         cls = program.model_class if program else _head(config, auto_class or head)
         knobs: dict[str, Any] = {} if program else {"sequence_parallel": sequence_parallel}
         if program is None:

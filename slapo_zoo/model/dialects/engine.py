@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.model.checkpoint import Resumed, save_checkpoint
-from slapo_zoo.model.checkpoint_load import load_checkpoint
+from slapo_zoo.model.resume import load_checkpoint
 
 MakeOptimizer = Callable[[Iterable[Any]], Any]
 OF_MODEL = (
