@@ -132,6 +132,9 @@ def test_a_new_family(desk):
     desk.type("python made.py")
     table = desk.type("slapo-zoo derive made --tp 2")
     assert "Table(" in table
+    proof = json.loads(desk.type("slapo-zoo derive made --tp 2 --json"))
+    assert proof["source"] in table
+    assert 0 < proof["share"] < 1
     assert "slapo-zoo derive" in desk.type("slapo-zoo verify made --tp 2 --schedule auto", code=2)
     (desk.folder / "train.py").write_text(
         "import torch\nfrom slapo_zoo import AutoScheduledModel, emulate\n"

@@ -1,11 +1,13 @@
 """`slapo-zoo derive`: a table for a family that has none, proven, as source."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from slapo_zoo.cli.arguments import Model
+from slapo_zoo.cli.arguments import AsJson, Model
+from slapo_zoo.cli.errors import stdout_for_json
 from slapo_zoo.cli.waiting import waiting
 
 
@@ -17,6 +19,7 @@ def derive(
     write: Annotated[
         bool, typer.Option("--write", help="Write schedules/<model_type>.py.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Derive a table from a model's modules, prove it on a tiny model of that config, print its source.
 
@@ -29,15 +32,20 @@ def derive(
     from slapo_zoo.zoo.arguments import config_of
     from slapo_zoo.zoo.derivation.source import to_source
 
-    config, head = config_of(model)
-    cls = hf.resolve_class(config, _head(config, auto_class or head))
-    with waiting(f"derive {model} tp={tp} pp={pp}"):
-        proof = prove(config, cls, (tp, pp, 1))
+    with stdout_for_json(as_json):
+        config, head = config_of(model)
+        cls = hf.resolve_class(config, _head(config, auto_class or head))
+        with waiting(f"derive {model} tp={tp} pp={pp}"):
+            proof = prove(config, cls, (tp, pp, 1))
     source = to_source(proof.open_table, proof.per_rank)
-    typer.echo(source)
-    for line in proof.words():
-        typer.echo(f"# {line}")
+    if as_json:
+        typer.echo(json.dumps({**proof.document(), "source": source}, indent=1))
+    else:
+        typer.echo("\n".join([source, *(f"# {line}" for line in proof.words())]))
     if write:
         file = Path(__file__).parents[2] / "schedules" / f"{config.model_type}.py"
         file.write_text(source, encoding="utf-8")
-        typer.echo(f"# written: {file.name}; now its golden file and its tests (CONTRIBUTING.md)")
+        typer.echo(
+            err=as_json,
+            message=f"# written: {file.name}; now its golden file and its tests (CONTRIBUTING.md)",
+        )
