@@ -85,6 +85,7 @@ JSON_COMMANDS = {
         "slapo_zoo.cards.verify_subprocess.verify_apart", ["verify", "gpt2"],
         lambda: {"verdict": "verified", "text": "fine"},
     ),
+    "derive": ("slapo_zoo.verify.derived.derive", ["derive", "FOLDER"], None),
     "plan": (
         "slapo_zoo.tune.planner.search.Planner.search",
         ["plan", "FOLDER", "--gpus", "2", "--batch", "4"], None,

@@ -50,6 +50,7 @@ def test_no_false_alarm(family, layout):
 
 def test_a_report_is_data_and_text(capfd):
     config = transformers.GPT2Config(architectures=["GPT2LMHeadModel"])
+    transformers.logging.enable_progress_bar()  # a command that ran before may have put them out
     report = verify(config)
     document = json.loads(json.dumps(report.document()))
     assert document["verdict"] == "verified"
