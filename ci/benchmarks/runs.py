@@ -2,7 +2,7 @@
 
 import csv
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ class Run:
         seconds: of a step; 0 where only memory is known.
         memory: GiB of weights, gradients, states and activations; 0 where it is not known.
         node_network: bytes per second of a node to others.
+        same_memory: whether what was run holds as much as the planner's runtime would.
     """
 
     source: str
@@ -41,6 +42,7 @@ class Run:
     seconds: float
     memory: float = 0.0
     node_network: float = 200e9  # Selene: eight cards of 200 Gb/s
+    same_memory: bool = True
 
     @property
     def gpus(self) -> int:
@@ -93,20 +95,47 @@ MEGATRON = (  # width, blocks, heads, tp, pp, devices, rows, TFLOP/s of a device
 )  # fmt: skip
 
 
-def megatron() -> Iterator[Run]:
-    """arXiv:2104.04473, table 1. It does not say the micro-batch and the order: one row and 1F1B are assumed."""
-    for width, blocks, heads, tp, pp, gpus, rows, rate in MEGATRON:
-        dp = gpus // tp // pp
-        layout = Layout(tp, pp, dp, 1, rows // dp, checkpoint_ratio=1.0)
-        more = 1 + 2048 / (6 * width) + 51200 / (16 * blocks * width)
-        flops = 96 * rows * 2048 * blocks * width**2 * more  # the paper's equation 3
+TABLE_2 = (  # width, blocks, heads, tp, pp, devices, rows, TFLOP/s of a device
+    (12288, 96, 96, 8, 12, 384, 1536, 153), (12288, 96, 96, 8, 12, 768, 1536, 149),
+    (12288, 96, 96, 8, 12, 1536, 1536, 141), (20480, 105, 128, 8, 35, 560, 2240, 171),
+    (20480, 105, 128, 8, 35, 1120, 2240, 167), (20480, 105, 128, 8, 35, 2240, 2240, 159),
+)  # fmt: skip
+ZERO_3 = (  # width, blocks, heads, devices, rows of a micro-batch, TFLOP/s of a device
+    (12288, 96, 96, 384, 4, 144), (12288, 96, 96, 768, 2, 88), (12288, 96, 96, 1536, 1, 44),
+    (20480, 105, 128, 640, 4, 138), (20480, 105, 128, 1120, 2, 98), (20480, 105, 128, 2240, 1, 48),
+)  # fmt: skip
+
+
+def megatron(number: int, table: Any) -> Iterator[Run]:
+    """arXiv:2104.04473, tables 1 and 2. They do not say the order, and the first not the micro-batch: one row, 1F1B."""
+    for width, blocks, heads, tp, pp, gpus, rows, rate in table:
+        layout = Layout(
+            tp, pp, gpus // tp // pp, 1, rows // (gpus // tp // pp), checkpoint_ratio=1.0
+        )
         size = Size(width, blocks, heads, 2048, 51200)
-        yield Run("Megatron-LM 2021, table 1", size, layout, flops / gpus / rate / 1e12)
+        yield Run(
+            f"Megatron-LM 2021, table {number}", size, layout, _seconds(size, rows, gpus, rate)
+        )
+
+
+def zero_3() -> Iterator[Run]:
+    """The same, table 2: ZeRO-3 of DeepSpeed without tensor and pipeline parallelism, one micro-batch a step."""
+    for width, blocks, heads, gpus, rows, rate in ZERO_3:
+        size, layout = Size(width, blocks, heads, 2048, 51200), Layout(1, 1, gpus, rows, 1)
+        layout = replace(layout, checkpoint_ratio=1.0, dp_shard=gpus)
+        seconds = _seconds(size, rows * gpus, gpus, rate)
+        yield Run("ZeRO-3, Megatron-LM 2021, table 2", size, layout, seconds, same_memory=False)
+
+
+def _seconds(size: Size, rows: int, gpus: int, rate: float) -> float:
+    """Of a step, from TFLOP/s of a device: the paper's equation 3."""
+    more = 1 + 2048 / (6 * size.width) + 51200 / (16 * size.blocks * size.width)
+    return 96 * rows * 2048 * size.blocks * size.width**2 * more / gpus / rate / 1e12
 
 
 SOURCES: dict[str, Any] = {
     "single": lambda: vtrain("single_node"), "multi": lambda: vtrain("multi_node"), "korthikanti": korthikanti,
-    "megatron": megatron,
+    "megatron": lambda: megatron(1, MEGATRON), "megatron 2": lambda: megatron(2, TABLE_2), "zero 3": zero_3,
 }  # fmt: skip
 
 
@@ -126,8 +155,6 @@ def config_of(size: Size) -> Any:
 @lru_cache(maxsize=2)  # rows of a model stand together
 def planner_of(size: Size, node_network: float) -> Any:
     """The planner of a model on A100-80GB."""
-    from dataclasses import replace
-
     from slapo_zoo.tune.planner.hardware import HARDWARE, NETWORK
     from slapo_zoo.tune.planner.search import Planner
 

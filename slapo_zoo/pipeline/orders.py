@@ -111,7 +111,10 @@ class StageMap:
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages of a pp coordinate, in order."""
-        return [stage for stage in range(self.num_stages) if self.rank_of(stage) == rank]
+        if self.custom is not None:
+            return [s for s in range(self.num_stages) if self.rank_of(s) == rank]
+        back = self.pp - 1 - rank if self.order.v_shape else rank
+        return [turn * self.pp + (back if turn % 2 else rank) for turn in range(self.per_rank)]
 
     def check_micro_batches(self, count: int) -> None:
         """MeshError when the order cannot run with `count` micro-batches."""

@@ -58,8 +58,8 @@ def search(
 
 
 def _mesh(best: Any) -> str:
-    names = ("tp", "pp", "dp", "micro_batches", "pipeline_order", "stages_per_rank")
-    knobs = {name: value for name, value in best.layout.knobs().items() if name in names}
+    written = ("checkpoint_ratio", "checkpoint_policy", "sequence_parallel")  # the file has them
+    knobs = {name: value for name, value in best.layout.knobs().items() if name not in written}
     return ", ".join(f"{name}={value!r}" for name, value in knobs.items())
 
 

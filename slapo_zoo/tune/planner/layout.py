@@ -113,20 +113,22 @@ def layouts(
             continue
         for rows in (n for n in divisors(batch // dp) if n <= MOST_ROWS):
             count = batch // dp // rows
-            for order, virtual in _orders(pp, count, blocks, orders):
+            for order, virtual in orders_for(pp, count, blocks, orders):
                 for ratio, policy in RECOMPUTE:
                     yield Layout(
                         tp, pp, dp, rows, count, order, virtual, ratio, policy, sequence_parallel
                     )
 
 
-def _orders(pp: int, count: int, blocks: int, orders: Sequence[str]) -> Iterator[tuple[str, int]]:
+def orders_for(
+    pp: int, count: int, blocks: int, orders: Sequence[str]
+) -> Iterator[tuple[str, int]]:
     """(order, stages per rank) that can run with so many micro-batches."""
     if pp == 1:
         yield "1f1b", 1
         return
     for name in orders:
-        many = (2, 4) if name == "interleaved_1f1b" else (find_order(name).stages_per_rank,)
+        many = (2, 4) if find_order(name).many else (find_order(name).stages_per_rank,)
         for virtual in many if pp <= MOST_INTERLEAVED or many == (1,) else ():
             if pp * virtual <= blocks and _places(name, pp, virtual).admits(count):
                 yield name, virtual

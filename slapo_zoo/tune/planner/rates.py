@@ -36,21 +36,22 @@ def _tiled(batch: float, m: float, n: float, k: float, count: int, fill: float) 
     )  # fmt: skip
 
 
-def group_rate(hardware: Hardware, ranks: int, stride: int = 1) -> float:
+def group_rate(hardware: Hardware, ranks: int, stride: int = 1, cards: int | None = None) -> float:
     """Bytes per second of a ring over `ranks` devices that lie `stride` apart.
 
     Across nodes every node's share of the ring uses the network cards of its own devices, as the rings of
-    NCCL do: with eight members in a node eight cards carry one ring.
+    NCCL do: with eight members in a node eight cards carry one ring. `cards`: at most so many.
     """
     if ranks * stride <= hardware.per_node:
         return hardware.link
     members = max(1, hardware.per_node // stride)
-    return min(hardware.link, members * hardware.network)
+    return min(hardware.link, min(members, cards or members) * hardware.network)
 
 
 def collective_seconds(
-    hardware: Hardware, ranks: int, moved: float, count: float, stride: int = 1
-) -> float:
+    hardware: Hardware, ranks: int, moved: float, count: float, stride: int = 1,
+    cards: int | None = None,
+) -> float:  # fmt: skip
     """Of `count` collectives over a group.
 
     Args:
@@ -59,6 +60,7 @@ def collective_seconds(
         moved: bytes that a rank would send on a ring of very many ranks, all collectives together.
         count: of collectives.
         stride: distance of the group's neighbours.
+        cards: of a node that carry a ring; None for one of each member.
     """
     if ranks == 1:
         return 0.0
@@ -66,4 +68,4 @@ def collective_seconds(
     inside = ranks if nodes == 1 else max(1, hardware.per_node // stride)
     hops = inside + hardware.node_hops * math.log2(nodes)
     wait = hardware.latency_s + hardware.hop_s * hops
-    return count * wait + moved * (ranks - 1) / ranks / group_rate(hardware, ranks, stride)
+    return count * wait + moved * (ranks - 1) / ranks / group_rate(hardware, ranks, stride, cards)

@@ -20,6 +20,7 @@ class Runtime:
         accumulates: the product that makes a weight's gradient adds it to those of earlier micro-batches.
         scatters: a stage sends every tp rank's share of its output, and not the whole of it from each.
         fused_optimizer: the optimizer's step makes no temporary tensors.
+        overlaps: sums over dp run in buckets while the last micro-batch's backward does.
         even: stages have equally many blocks, whatever the embedding and the head cost.
     """
 
@@ -30,6 +31,7 @@ class Runtime:
     accumulates: bool = False
     scatters: bool = False
     fused_optimizer: bool = False
+    overlaps: bool = True
     even: bool = False
 
 
@@ -44,6 +46,7 @@ RUNTIMES = {
         accumulates=True,
         scatters=True,
         fused_optimizer=True,
+        overlaps=False,
         even=True,
     ),
 }

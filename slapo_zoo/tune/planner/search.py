@@ -27,8 +27,9 @@ from slapo_zoo.tune.planner.memory import (
     stage_memory,
 )
 from slapo_zoo.tune.planner.profile import Family, Profile
+from slapo_zoo.tune.planner.refine import refine
 from slapo_zoo.tune.planner.runtime import find_precision, find_runtime
-from slapo_zoo.tune.planner.timing import How, StageTime, StepTime, stage_time, step_time
+from slapo_zoo.tune.planner.timing import CLOSED, How, StageTime, StepTime, stage_time, step_time
 from slapo_zoo.zoo.apply import block_paths, spread
 from slapo_zoo.zoo.table import base_prefix
 
@@ -131,36 +132,47 @@ class Planner:
         """
         limit = self.hardware.memory - self.hardware.reserved
         fits, refused, looked_at = [], [], 0
-        best: dict[Any, Forecasted] = {}  # the least of those that do not fit, per division
+        least: dict[Any, tuple[float, Layout]] = {}  # of those that do not fit, per division
         for layout in self._candidates(gpus, batch, orders, refused):
             looked_at += 1
-            found = self.forecast(layout)
-            if found.memory > limit:
-                found = self._sharded(found, limit)
-            if found.memory <= limit:
-                fits.append(found)
+            layout, memory = self._least_zero(layout, limit)
+            if memory <= limit:
+                fits.append(self.forecast(layout))
                 continue
             key = layout.tp, layout.pp, layout.dp
-            if key not in best or found.memory < best[key].memory:
-                best[key] = found
+            least[key] = min(least.get(key, (memory, layout)), (memory, layout))
+        fits += self._refined(fits, limit, orders)
         if not looked_at:
             problem = f"found no way to divide {gpus} devices and {batch} rows"
             raise MeshError("plan", f"--gpus {gpus} --batch {batch}", problem, _near(gpus, batch))
         fitting = {(f.layout.tp, f.layout.pp, f.layout.dp) for f in fits}
-        short = sorted((f for key, f in best.items() if key not in fitting), key=lambda f: f.memory)
-        refused = [(str(f.layout), self.why(f)) for f in short] + refused
+        short = sorted(one for key, one in least.items() if key not in fitting)
+        refused = [(str(at), self.why(self.forecast(at))) for _, at in short] + refused
         fits.sort(key=lambda found: (found.step.seconds, found.memory, found.layout))
         return Found(fits, refused, looked_at, self.hardware, batch, self.seq_len,
                      self.family.total_parameters)  # fmt: skip
 
-    def _sharded(self, found: Forecasted, limit: float) -> Forecasted:
-        """The layout with as little ZeRO as makes it fit; the last tried where none does."""
-        layout = found.layout
+    def _refined(
+        self, fits: Sequence[Forecasted], limit: float, orders: Sequence[str] | None
+    ) -> list[Forecasted]:
+        """Faster ones near the fastest."""
+
+        def fit(layout: Layout) -> bool:
+            return self.most_memory(layout) <= limit
+
+        known = {found.layout for found in fits}
+        better = refine(self.forecast, fit, fits, len(self.family.blocks), orders)
+        return list({f.layout: f for f in better if f.layout not in known}.values())
+
+    def _least_zero(self, layout: Layout, limit: float) -> tuple[Layout, float]:
+        """(the layout with as little ZeRO as makes it fit, its bytes); the last tried where none does."""
+        memory = self.most_memory(layout)
         for stage in (1, 3) if layout.dp > 1 else ():
-            found = self.forecast(replace(layout, dp_shard=layout.dp, zero_stage=stage))
-            if found.memory <= limit:
+            if memory <= limit:
                 break
-        return found
+            layout = replace(layout, dp_shard=layout.dp, zero_stage=stage)
+            memory = self.most_memory(layout)
+        return layout, memory
 
     def _candidates(
         self, gpus: int, batch: int, orders: Sequence[str] | None, refused: list[tuple[str, str]]
@@ -180,25 +192,45 @@ class Planner:
     def forecast(self, layout: Layout) -> Forecasted:
         """What a layout takes."""
         stages, times = zip(*self.stages_of(layout), strict=True)
-        places = places_of(layout)
-        profile = self.profile(layout.tp, layout.sequence_parallel)
-        uses = zip(profile.units, profile.uses(layout.rows), strict=True)
-        scratch = self.hardware.scratch * max(use.output for unit, use in uses if unit.is_block)
-        ranks = []
-        for rank in range(layout.pp):
-            held = in_flight(layout.pipeline_order, layout.pp, layout.stages_per_rank,
-                             layout.micro_batches, rank)  # fmt: skip
-            mine = [stages[i] for i in places.stages_of(rank)]
-            found = rank_memory(mine, held, layout, self.precision, self.runtime, self.hardware)
-            ranks.append(
-                replace(found, total=found.total + scratch, working=found.working + scratch)
-            )
+        places, ranks = places_of(layout), self.ranks(layout)
         fullest = max(range(layout.pp), key=lambda rank: ranks[rank].total)
         parameters = [
             sum(stages[i].parameters for i in places.stages_of(r)) for r in range(layout.pp)
         ]
         step = step_time(times, layout, max(parameters), self.how(layout))
         return Forecasted(layout, step, ranks, fullest)
+
+    def ranks(self, layout: Layout) -> list[RankMemory]:
+        """Memory of every pipeline rank."""
+        stages, places = self.stages_of(layout), places_of(layout)
+        return [
+            self._rank(layout, rank, [stages[i][0] for i in places.stages_of(rank)])
+            for rank in range(layout.pp)
+        ]
+
+    def most_memory(self, layout: Layout) -> float:
+        """Bytes of the fullest rank; of ranks with like stages the first holds most in the usual orders."""
+        stages, places = self.stages_of(layout), places_of(layout)
+        seen: set[Any] = set()
+        most = 0.0
+        for rank in range(layout.pp):
+            mine = [stages[i][0] for i in places.stages_of(rank)]
+            like = tuple(map(id, mine)) if layout.pipeline_order in CLOSED else rank
+            if like not in seen:
+                seen.add(like)
+                most = max(most, self._rank(layout, rank, mine).total)
+        return most
+
+    def _rank(self, layout: Layout, rank: int, mine: list[StageMemory]) -> RankMemory:
+        held = in_flight(layout.pipeline_order, layout.pp, layout.stages_per_rank,
+                         layout.micro_batches, rank)  # fmt: skip
+        found = rank_memory(mine, held, layout, self.precision, self.runtime, self.hardware)
+        if not self.hardware.scratch:
+            return found
+        profile = self.profile(layout.tp, layout.sequence_parallel)
+        uses = zip(profile.units, profile.uses(layout.rows), strict=True)
+        scratch = self.hardware.scratch * max(use.output for unit, use in uses if unit.is_block)
+        return replace(found, total=found.total + scratch, working=found.working + scratch)
 
     def on(self, hardware: Hardware) -> "Planner":
         """The same model on other devices; what was found of it is shared."""
@@ -224,27 +256,43 @@ class Planner:
                 f" ({parts})")  # fmt: skip
 
     def stages_of(self, layout: Layout) -> list[tuple[StageMemory, StageTime]]:
-        """Memory and time of every stage, in order."""
-        key = (layout.tp, layout.sequence_parallel, layout.stages, layout.rows,
-               layout.checkpoint_ratio, layout.checkpoint_policy)  # fmt: skip
-        if key not in self._stages:
-            profile = self.profile(layout.tp, layout.sequence_parallel)
-            blocks = self.family.blocks
+        """Memory and time of every stage, in order; those of like units share one object."""
+        what = (layout.tp, layout.sequence_parallel, layout.rows, layout.checkpoint_ratio,
+                layout.checkpoint_policy)  # fmt: skip
+        if (what, layout.stages) not in self._stages:
+            profile, how = self.profile(layout.tp, layout.sequence_parallel), self.how(layout)
+            again, marks, known = self._marks(what, profile, layout)
+            found = self._stages[what, layout.stages] = []
+            for a, b in itertools.pairwise(self.edges(layout.stages)):
+                key = a > 0, b < len(marks), marks[a : b + 1]  # and what the next one receives
+                if key not in known:
+                    known[key] = (stage_memory(profile, a, b, layout.rows, again),
+                                  stage_time(profile, a, b, layout.rows, again, how))  # fmt: skip
+                found.append(known[key])
+        return self._stages[what, layout.stages]
+
+    def _marks(
+        self, what: Any, profile: Profile, layout: Layout
+    ) -> tuple[Recompute, tuple[int, ...], Any]:
+        """(what is recomputed, a mark for each unit that like units have too, stages known so far)."""
+        if what in self._stages:
+            return self._stages[what]
+        blocks, policy = self.family.blocks, layout.checkpoint_policy
+        apart = (layout.tp - 1) / layout.tp * self.runtime.parts
+        if isinstance(policy, str):
             chosen = frozenset(blocks[i] for i in spread(len(blocks), layout.checkpoint_ratio))
-            apart, policy = (
-                (layout.tp - 1) / layout.tp * self.runtime.parts,
-                layout.checkpoint_policy,
-            )
-            again, how = Recompute(chosen, policy, apart), self.how(layout)
-            if not isinstance(policy, str):
-                again = Recompute(each=dict(zip(blocks, policy, strict=True)), regathered=apart)
-            edges = self.edges(layout.stages)
-            self._stages[key] = [
-                (stage_memory(profile, a, b, layout.rows, again),
-                 stage_time(profile, a, b, layout.rows, again, how))
-                for a, b in itertools.pairwise(edges)
-            ]  # fmt: skip
-        return self._stages[key]
+            again = Recompute(chosen, policy, apart)
+        else:
+            again = Recompute(each=dict(zip(blocks, policy, strict=True)), regathered=apart)
+        tied = frozenset().union(*(names for _, names in profile.shared))
+        like: dict[Any, int] = {}
+        marks = tuple(
+            like.setdefault((id(use), again.of(unit.name), unit.parameters,
+                             unit.name if unit.name in tied else unit.is_block), len(like))
+            for unit, use in zip(profile.units, profile.uses(layout.rows), strict=True)
+        )  # fmt: skip
+        self._stages[what] = again, marks, {}
+        return self._stages[what]
 
     def edges(self, stages: int) -> list[int]:
         """Index of the first call of every stage, and the number of calls."""

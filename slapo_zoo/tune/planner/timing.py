@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from slapo_zoo.parallel.gradient_buckets import BUCKET_BYTES
 from slapo_zoo.pipeline.timeline import BACKWARD, FORWARD, makespan, simulate
 from slapo_zoo.tune.planner.hardware import Hardware
 from slapo_zoo.tune.planner.layout import Layout, places_of
@@ -67,6 +68,7 @@ class StageTime:
         flops: of both on one rank, what is recomputed included.
         comm: bytes that it sends over tp.
         received: bytes that enter.
+        units: number of its units; ZeRO gathers and sums each by itself.
     """
 
     forward_s: float
@@ -74,6 +76,7 @@ class StageTime:
     flops: float
     comm: float
     received: float
+    units: int
 
     @property
     def seconds(self) -> float:
@@ -133,7 +136,7 @@ def stage_time(
         flops += use.forward.flops * (1 + whole) + use.backward.flops
         comm += share * (use.forward.comm * (1 + whole) + use.backward.comm)
     received = profile.uses(rows)[begin].received if begin else 0.0
-    return StageTime(forward, backward, flops, comm, received)
+    return StageTime(forward, backward, flops, comm, received, end - begin)
 
 
 def step_time(stages: Sequence[StageTime], layout: Layout, parameters: float, how: How) -> StepTime:
@@ -152,7 +155,7 @@ def step_time(stages: Sequence[StageTime], layout: Layout, parameters: float, ho
     # every micro-batch adds its gradients to those of the ones before
     sums = (precision.weights + 2 * precision.gradients) * parameters / hardware.bandwidth
     run += 0.0 if how.runtime.accumulates else m * sums
-    gradients, dp_bytes = _gradients(parameters, layout, how, run / m)
+    gradients, dp_bytes = _gradients(parameters, layout, how, run / m, mine)
     states = STATE_PASSES * (precision.weights + precision.optimizer)
     states += GRADIENT_PASSES * precision.gradients
     optimizer = states * parameters / layout.dp_shard / hardware.bandwidth
@@ -209,24 +212,33 @@ def _transfer(received: float, layout: Layout, how: How) -> float:
 
 
 def _gradients(
-    parameters: float, layout: Layout, how: How, micro_batch_s: float
+    parameters: float, layout: Layout, how: How, micro_batch_s: float, mine: Sequence[StageTime]
 ) -> tuple[float, float]:
     """(seconds, bytes that a rank sends) of the sums over dp, and of what ZeRO gathers.
 
-    What is gathered and summed for every micro-batch hides behind it, and only what is longer is seen.
+    What is gathered and summed for every micro-batch hides behind it, and only what is longer is seen;
+    so do the sums behind the last backward, but for the last bucket.
     """
     precision, stage, shards = how.precision, layout.zero_stage, layout.dp_shard
     weights, gradients = parameters * precision.weights, parameters * precision.gradients
     hidden = (2 * weights * (stage == 3) + gradients * (stage > 1)) * (shards > 1)
+    times = (2 * (stage == 3) + (stage > 1)) * sum(part.units for part in mine)
     once = (weights * (stage < 3) + gradients * (stage == 1)) * (shards > 1)
 
     def seconds(moved: float, ranks: int, stride: int) -> float:
         return collective_seconds(how.hardware, ranks, moved, moved > 0, stride)
 
+    def of_parts(moved: float, count: float) -> float:
+        return collective_seconds(how.hardware, shards, moved, count, layout.tp, cards=1)
+
     m, copies = layout.micro_batches, layout.dp // shards
-    found = m * max(0.0, seconds(hidden, shards, layout.tp) - micro_batch_s)
-    found += seconds(once, shards, layout.tp)
-    found += seconds(2 * gradients / shards, copies, layout.tp * shards)
+    found = m * max(0.0, of_parts(hidden, times) - micro_batch_s)
+    found += of_parts(once, once > 0)
+    sums = 2 * gradients / shards
+    last = min(sums, 2.0 * BUCKET_BYTES)
+    backward = sum(part.backward_s for part in mine) * how.runtime.overlaps
+    behind = seconds(sums, copies, layout.tp * shards) - backward
+    found += max(behind, seconds(last, copies, layout.tp * shards))
     moved = (m * hidden + once) * (shards - 1) / shards + 2 * gradients / shards * (
         copies - 1
     ) / copies

@@ -115,7 +115,7 @@ def test_micro_batches_in_flight_are_those_of_the_order(order, virtual, micro_ba
 )
 def test_a_step_takes_as_long_as_its_order_played_through(order, virtual):
     """Equal stages, and nothing to send."""
-    stage = StageTime(1.0, 2.0, 1.0, 0.0, 0.0)
+    stage = StageTime(1.0, 2.0, 1.0, 0.0, 0.0, 1)
     layout = Layout(1, 4, 1, 1, 8, order, virtual)
     cost = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
     whole = simulate(places_of(layout).actions(8), lambda action: cost[action.kind])

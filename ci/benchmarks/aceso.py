@@ -1,0 +1,93 @@
+"""Aceso's measured GPT runs on V100 beside the planner's figures: simulated; not measured.
+
+Seconds of a step from the artifact of Aceso (EuroSys 2024; branch EuroSys24AE of microsoft/SuperScaler, README and
+scripts/plot_fig7a.py, plot_fig15a.py): Aceso's own plan, and the best of Megatron-LM's grid, whose times are Aceso's
+times the published ratio of their throughputs. The plans are not published, only the spaces that were searched.
+So each row is set beside the fastest layout of that space: Megatron's grid (tp, pp, dp, 1 to 8 rows of a
+micro-batch over all copies, all or nothing recomputed), and for Aceso any share of recomputation and any rows.
+Devices: V100-32GB, NVLink, and 100 Gb/s a node (assumed). No constant is fitted to these rows.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from benchmarks.runs import Size, config_of
+
+ROWS = 8  # of a micro-batch over all copies, in Megatron's grid
+
+
+class Setting(NamedTuple):
+    """One model on some devices.
+
+    Args:
+        size: of the GPT.
+        gpus: devices.
+        rows: of a step.
+        megabytes: that a device may hold.
+        aceso: seconds of a step of Aceso's plan.
+        megatron: of the best of Megatron's grid; 0 where both are one layout.
+    """
+
+    size: Size
+    gpus: int
+    rows: int
+    megabytes: int
+    aceso: float
+    megatron: float
+
+
+SETTINGS = (
+    Setting(Size(1024, 24, 16, 2048, 51200), 1, 1024, 28000, 190.58, 0.0),
+    Setting(Size(2048, 24, 32, 2048, 51200), 4, 1024, 28000, 100.28, 100.28 * 1.22),
+    Setting(Size(2560, 32, 32, 2048, 51200), 8, 1024, 28000, 84.6, 84.6 * 1.28),
+    Setting(Size(4096, 32, 32, 2048, 51200), 16, 1024, 28000, 85.82, 85.82 * 1.31),
+    Setting(Size(5120, 40, 40, 2048, 51200), 32, 1024, 28000, 86.57, 86.57 * 1.28),
+    Setting(Size(2048, 24, 32, 2048, 51200), 4, 512, 12000, 58.98, 512 / 6.98),
+)
+
+
+def space(setting: Setting, wide: bool) -> Iterator[Any]:
+    """Layouts of Megatron's grid; wide: those that Aceso may reach with one plan for all layers."""
+    from slapo_zoo.tune.planner.layout import Layout, divisors
+
+    shares = [i / 8 for i in range(9)] if wide else [0.0, 1.0]
+    for tp in (n for n in divisors(setting.gpus) if n <= 8):
+        for pp in divisors(setting.gpus // tp):
+            dp = setting.gpus // tp // pp
+            for rows in (n for n in (1, 2, 4, 8) if setting.rows % (dp * n) == 0):
+                if (wide or rows * dp <= ROWS) and setting.size.blocks % pp == 0:
+                    for share in shares:
+                        yield Layout(
+                            tp, pp, dp, rows, setting.rows // dp // rows, checkpoint_ratio=share
+                        )
+
+
+def fastest(planner: Any, setting: Setting, wide: bool) -> Any:
+    """The forecast of the fastest layout of a space that fits; of the smallest where none does."""
+    found = [planner.forecast(layout) for layout in space(setting, wide)]
+    if setting.gpus == 1:  # the one plan that is published
+        found = [f for f in found if f.layout.rows == 8 and f.layout.checkpoint_ratio == 1]
+    fits = [f for f in found if f.memory <= setting.megabytes * 1e6]
+    return min(fits, key=lambda f: f.step.seconds) if fits else min(found, key=lambda f: f.memory)
+
+
+def rows_of(setting: Setting) -> Iterator[dict[str, Any]]:
+    """One row per system."""
+    from slapo_zoo.tune.planner.hardware import GIB, data_sheet
+    from slapo_zoo.tune.planner.search import Planner
+
+    v100 = data_sheet("V100-32GB", 125e12, 0.9e12, 150e9, 12.5e9 / 8, 32 * GIB, 16e9, 80)
+    planner = Planner(config_of(setting.size), v100, setting.size.seq_len, "fp16", "megatron")
+    for system, measured in (("Megatron-LM", setting.megatron), ("Aceso", setting.aceso)):
+        if measured:
+            found = fastest(planner, setting, system == "Aceso")
+            yield {
+                "what": f"{system}: {setting.size.blocks} x {setting.size.width}, {setting.gpus} V100",
+                "measured s": measured, "simulated s": found.step.seconds,
+                "error": found.step.seconds / measured - 1, "simulated layout": str(found.layout),
+            }  # fmt: skip
+
+
+def table(quick: bool) -> list[dict[str, Any]]:
+    """All rows; quick: the one whose plan is published."""
+    return [row for setting in SETTINGS[: 1 if quick else None] for row in rows_of(setting)]
