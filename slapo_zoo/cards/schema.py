@@ -27,16 +27,19 @@ PUBLISHABLE: dict[str, tuple[str, ...]] = {
     "overlap": (),
     "replace": ("subgraph", "concrete_args", "target_ops"),
     "shard": (),
+    "shard_argument": (),
     "shard_attribute": (),
     "sum_gradient": (),
     "sync": (),
     "sync_batch_norm": (),
     "unfused": (),
+    "vocab_bias": (),
 }
 MAX_STEPS = 10_000
 # Where fewer integers make sense than there are.
 LEAST = {("shard", "axis"): 0, ("shard", "unit"): 1, ("shard", "together"): 1,
          ("shard_attribute", "unit"): 1, ("shard_attribute", "together"): 1,
+         ("shard_argument", "size"): 1, ("shard_argument", "axis"): 0,
          ("core_attention", "num_heads"): 1, ("core_attention", "together"): 1,
          ("cut_pipeline_stage", "call"): 0}  # fmt: skip
 END = r"$(?!\n)"  # `$` alone lets a line end through

@@ -14,6 +14,7 @@ from slapo_zoo.parallel.placement import HeldBy, TensorSpec
 # Spellings of old files (BERT of 2018) that `transformers` keeps when it saves.  (in files, in the model)
 OLDER = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias"))
 NUMBER = "{}"  # in the names of pieces: the index on axis 0; in whole keys: any number
+ANY = "*"  # in a part of a file's key: the number of any layer; it is written as it is (ESM-2)
 WHOLE = "^"  # begins both sides of a pair that are whole keys, not parts of one
 
 
@@ -72,7 +73,8 @@ class KeyMap:
 
     Args:
         renames: pairs (in files, in the model); each is a substring that is replaced, in order, or
-            a whole key: "^model.llm.layers.{}.wq.weight".
+            a whole key: "^model.llm.layers.{}.wq.weight". A `*` in files is the number of any
+            layer, of which all hold the same.
         pieces: tensors that files hold in pieces.
     """
 
@@ -161,10 +163,17 @@ class KeyMap:
 
 
 def _respell(key: str, old: str, new: str) -> str:
+    if ANY in old:
+        return _any_number(old).sub(lambda _: new, key)
     if not old.startswith(WHOLE):
         return key.replace(old, new)
     match = _numbered(old).fullmatch(key)
     return new[1:].format(*match.groups()) if match else key
+
+
+@cache
+def _any_number(part: str) -> re.Pattern[str]:
+    return re.compile(r"(?:\d+|\*)".join(map(re.escape, part.split(ANY))))
 
 
 @cache

@@ -152,7 +152,8 @@ def config_of(name: str) -> tuple[Any, str | None]:
 
     hf.register_models()
     if name in CONFIG_MAPPING and not Path(name).exists():
-        config = CONFIG_MAPPING[name]()
+        given = table_for(name).defaults if name in families() else {}
+        config = CONFIG_MAPPING[name](**given)
         mapping: Any = AutoModelForPreTraining._model_mapping
         has_head = type(config) in mapping
         return config, "AutoModelForPreTraining" if has_head else _last_head(config)

@@ -9,9 +9,11 @@ from slapo_zoo.language.primitives import (
     ExpertParallel,
     ForkRng,
     Shard,
+    ShardArgument,
     ShardAttribute,
     SumGradient,
     Sync,
+    VocabBias,
 )
 
 
@@ -44,7 +46,7 @@ def column(
         axis: output axis of the weight.
         unit: dim that stays whole (head_dim).
         groups: dims of parts that are sharded one by one (q|k|v).
-        together: dim: query heads per KV head.
+        together: dim: query heads per KV head; of groups, the first is that of the queries.
         kv: heads of keys or values: shared by neighbouring ranks when there are too few.
     """
     how: dict[str, Any] = {"unit": _dim(unit), "together": _dim(together), "replicate": kv}
@@ -72,14 +74,26 @@ def attention(num_heads: str, *attributes: tuple[str, str], together: str = "") 
     return (CoreAttentionSeam(_dim(num_heads), together=_dim(together)), *sizes(*attributes))
 
 
-def sizes(*attributes: tuple[str, str]) -> Rule:
+def sizes(*attributes: tuple[str, str], together: str = "") -> Rule:
     """Attributes that count heads, or columns of whole heads: ("embed_dim", "head_dim")."""
-    return tuple(ShardAttribute(name, unit=_dim(unit)) for name, unit in attributes)
+    return tuple(
+        ShardAttribute(name, unit=_dim(unit), together=_dim(together)) for name, unit in attributes
+    )
 
 
 def kv_groups(attribute: str, kv_heads: str) -> Rule:
     """Query heads per KV head, which shrink only with more ranks than KV heads."""
     return (ShardAttribute(attribute, keep=_dim(kv_heads)),)
+
+
+def heads_of(argument: str, num_heads: str) -> Rule:
+    """An argument made for the heads of all rows, on axis 0: each rank takes its heads."""
+    return (ShardArgument(argument, _dim(num_heads)),)
+
+
+def vocab_bias(linear: str) -> Rule:
+    """A head that adds a bias of its own to what its child `linear` makes, a `vocab_head`."""
+    return (Shard("bias", 0, pad=True), VocabBias(linear))
 
 
 def column_joined(axis: int = 0) -> Rule:

@@ -133,6 +133,12 @@ HEADS = {
         Case("ElectraForQuestionAnswering", SPAN, variant=("types",)),
         Case("ElectraForMultipleChoice", CHOICE, choices=2),
     ],
+    "esm": [
+        Case("EsmForMaskedLM", TOKENS),
+        Case("EsmForMaskedLM", TOKENS, (("position_embedding_type", "absolute"), ("emb_layer_norm_before", True)), variant=("bare", "twice")),
+        Case("EsmForSequenceClassification", CLASS, THREE),
+        Case("EsmForTokenClassification", TAGS, THREE),
+    ],
     "gptj": [
         Case("GPTJForCausalLM", TOKENS, variant=("bare", "twice")),
         Case("GPTJForSequenceClassification", CLASS, THREE),
@@ -162,7 +168,7 @@ HEADLESS = [
     for name in (
         "GPT2Model", "BertModel", "RobertaModel", "XLMRobertaModel", "CamembertModel", "AlbertModel", "GPTNeoModel", "OPTModel", "BartModel", "MBartModel", "M2M100Model", "T5Model",
         "T5EncoderModel", "MT5Model", "MT5EncoderModel", "UMT5Model", "UMT5EncoderModel", "LlamaModel",
-        "MistralModel", "Qwen3Model", "Qwen2Model", "GemmaModel", "Gemma2Model", "DistilBertModel", "ElectraModel", "GPTJModel",
+        "MistralModel", "Qwen3Model", "Qwen2Model", "GemmaModel", "Gemma2Model", "DistilBertModel", "ElectraModel", "EsmModel", "GPTJModel",
          "MixtralModel", "GPTNeoXModel", "MambaModel", "ViTModel",
     )
 ]  # fmt: skip

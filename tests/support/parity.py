@@ -128,6 +128,7 @@ TINY = {
         "max_position_embeddings": 20, "pad_token_id": 0,
     },
     "electra": {**BERT, "embedding_size": 14},
+    "esm": {**BERT, "mask_token_id": 32, "token_dropout": True, "position_embedding_type": "rotary"},
     "gptj": {
         "n_embd": 40, "n_head": 5, "n_layer": 3, "n_positions": 16, "rotary_dim": 4, "vocab_size": 99,
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,

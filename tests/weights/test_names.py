@@ -2,6 +2,7 @@
 
 import pytest
 
+from slapo_zoo.weights.keys import KeyMap
 from slapo_zoo.weights.names import match_names
 
 GPT2 = ["transformer.wte.weight", "transformer.h.0.attn.c_attn.bias", "transformer.ln_f.weight"]
@@ -98,3 +99,16 @@ def test_a_file_that_holds_a_tied_tensor_twice_says_so():
     names = match_names(HEAD, HEAD, "transformer", tied=TIED)
     assert names.doubles == [("transformer.wte.weight", "lm_head.weight")]
     assert match_names(HEAD, GPT2, "transformer", tied=TIED).doubles == []
+
+
+def test_what_every_layer_of_old_files_holds_is_one_tensor_of_the_model():
+    """ESM-2: written under a `*`, read from any layer."""
+    keys = KeyMap((("layer.*.rotary.", "rotary."),))
+    for key in (
+        "esm.layer.*.rotary.inv_freq",
+        "esm.layer.0.rotary.inv_freq",
+        "esm.layer.11.rotary.inv_freq",
+    ):
+        assert keys.to_model(key) == "esm.rotary.inv_freq"
+    assert keys.to_file("esm.rotary.inv_freq") == "esm.layer.*.rotary.inv_freq"
+    assert keys.to_model("esm.layer.0.key.weight") == "esm.layer.0.key.weight"

@@ -30,6 +30,10 @@ VARIANTS = {
     "roberta": [{"add_cross_attention": True, "is_decoder": True}],
     "xlm-roberta": [{"add_cross_attention": True, "is_decoder": True}],
     "electra": [{"add_cross_attention": True, "is_decoder": True}],
+    "esm": [
+        {"position_embedding_type": "absolute", "emb_layer_norm_before": True},
+        {"add_cross_attention": True, "is_decoder": True},
+    ],
     "camembert": [{"add_cross_attention": True, "is_decoder": True}],
     "opt": [{"word_embed_proj_dim": 14}],
     "t5": [{"feed_forward_proj": "gated-gelu"}, {"tie_word_embeddings": False}],

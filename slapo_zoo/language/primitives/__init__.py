@@ -16,6 +16,7 @@ from slapo_zoo.language.primitives.registry import register_primitive as registe
 from slapo_zoo.language.primitives.replace import Replace as Replace
 from slapo_zoo.language.primitives.replace_all import ReplaceAll as ReplaceAll
 from slapo_zoo.language.primitives.shard import Shard as Shard
+from slapo_zoo.language.primitives.shard_argument import ShardArgument as ShardArgument
 from slapo_zoo.language.primitives.shard_attribute import ShardAttribute as ShardAttribute
 from slapo_zoo.language.primitives.sum_gradient import SumGradient as SumGradient
 from slapo_zoo.language.primitives.sync import Sync as Sync
@@ -25,3 +26,4 @@ from slapo_zoo.language.primitives.sync_reshard import reshard as reshard
 from slapo_zoo.language.primitives.trace import Trace as Trace
 from slapo_zoo.language.primitives.trace_until import TraceUntil as TraceUntil
 from slapo_zoo.language.primitives.unfused import Unfused as Unfused
+from slapo_zoo.language.primitives.vocab_bias import VocabBias as VocabBias

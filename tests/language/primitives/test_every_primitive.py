@@ -23,6 +23,7 @@ from slapo_zoo.parallel.async_reduce import ColumnForward
 from slapo_zoo.parallel.local_tensors import local_part
 from slapo_zoo.zoo.apply import apply_table
 from slapo_zoo.zoo.table import table_for
+from small_modules import Biased, Fusable, Sloped
 from tiny_models import batch_for, tiny_model
 
 LAYER = "bert.encoder.layer.0"
@@ -60,20 +61,6 @@ def hf(family):
     return model
 
 
-class Fusable(nn.Module):
-    """In training it hands the weights of its children to one function, past their hooks."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6, bias=False)
-
-    def forward(self, x):
-        if self.training:
-            up = functional.linear(x, self.up.weight, self.up.bias)
-            return functional.linear(up.tanh(), self.down.weight)
-        return self.down(self.up(x).tanh())
-
-
 def seeded(make):
     torch.manual_seed(7)
     return make()
@@ -88,6 +75,8 @@ MODELS = {
     ),
     "norm": lambda: seeded(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))),
     "fusable": lambda: seeded(lambda: nn.Sequential(nn.Linear(6, 6), Fusable())),
+    "biased": lambda: seeded(lambda: nn.Sequential(nn.Linear(6, 6), Biased())),
+    "sloped": lambda: seeded(lambda: nn.Sequential(nn.Linear(6, 6), Sloped())),
 }
 
 
@@ -195,6 +184,18 @@ def fusable(sch):
     sch["1"].unfused()
 
 
+def biased(sch):
+    sch["1"].shard("bias", 0, pad=True).vocab_bias("decoder")
+    sch["1.decoder"].shard("weight", 0, pad=True)
+    sch["1.decoder"].sync("bwd_post", "all_reduce").sync("fwd_post", "vocab_logits")
+
+
+def sloped(sch):
+    sch["1.inner"].sync("bwd_post", "all_reduce").shard_argument("slopes", 8)
+    sch["1.inner.up"].shard("weight", 0).shard("bias", 0)
+    sch["1.inner.down"].shard("weight", 1).sync("fwd_post", "all_reduce")
+
+
 def forked(sch):
     sch["1"].fork_rng()
     sch["2"].sync("bwd_post", "all_reduce")
@@ -272,6 +273,8 @@ USES = [
         lambda sch: sch.replace_all("Conv3d", "gelu_of_tests"), "no module of type 'Conv3d'"),
     Use("shard", divide_mlp, halved(f"{INNER}.dense", "out_features", 48),
         lambda sch: sch[f"{INNER}.dense"].shard("weight", 2), "found axis 2, expected 0..1"),
+    Use("shard_argument", sloped, lambda sch: sch.mesh.tp == 1 or len(sch["1.inner"].mod._forward_pre_hooks) == 2,
+        lambda sch: Schedule(MODELS["sloped"](), Mesh(tp=4))["1.inner"].shard_argument("slopes", 3), "3 units of 1 cannot be sharded over tp=4", model="sloped"),
     Use("shard_attribute", table("gpt2"), halved("transformer.h.0.attn", "num_heads", 4),
         lambda sch: sch["transformer.h.0.attn"].shard_attribute("nobody"), "expected an integer attribute 'nobody'", model="gpt2"),
     Use("sum_gradient", tokens_divided, lambda sch: sch.mesh.tp == 1 or f"{LAYER}.output.LayerNorm.bias" in sch.state.partial_gradients,
@@ -286,6 +289,8 @@ USES = [
         lambda sch: sch.trace_until("bert.nobody"), "no module 'bert.nobody' below it"),
     Use("unfused", fusable, lambda sch: sch.mesh.tp == 1 or "forward" in vars(sch["1"].mod),
         lambda sch: Schedule(nn.Sequential(nn.Dropout(0.1)))["0"].unfused(), "found a dropout", model="fusable"),
+    Use("vocab_bias", biased, lambda sch: sch.mesh.tp == 1 or "forward" in vars(sch["1"].mod),
+        lambda sch: sch["1"].vocab_bias("decoder"), "its bias is not sharded", model="biased"),
 ]  # fmt: skip
 INDEX = {f"{use.primitive} {use.variant}".strip(): use for use in USES}
 OURS = {n for n, cls in PRIMITIVES.items() if cls.__module__.startswith("slapo_zoo.")}

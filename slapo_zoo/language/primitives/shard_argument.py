@@ -1,0 +1,59 @@
+"""shard_argument: a module gets this rank's heads of what was made for all of them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from slapo_zoo.language.directive import Directive, Site, primitive
+from slapo_zoo.parallel import collectives
+from slapo_zoo.parallel.placement import Placement
+
+
+@primitive("shard_argument")
+@dataclass(frozen=True)
+class ShardArgument(Directive):
+    """Keep this rank's part of an axis of an argument that is passed by name.
+
+    rewrite:  attention(x, alibi=a [B * H, 1, T])  -->  attention(x, alibi=a_r [B * H/n, 1, T])
+              the axis counts rows of `size` each, all of which are divided alike; da is summed
+    why:      BLOOM makes the biases of all heads once, before its blocks
+    errors:   fewer units than ranks; a call in which it is no tensor of such an axis
+
+    Args:
+        argument: its name.
+        size: global number of units in a row (heads).
+        axis: of the tensor.
+        mesh_dim: the mesh dim.
+    """
+
+    argument: str
+    size: int
+    axis: int = 0
+    mesh_dim: str = "tp"
+
+    def check(self, site: Site) -> None:
+        n = site.mesh.size(self.mesh_dim)
+        if problem := Placement(0).problem(self.size, n):
+            raise self.fail(site, problem, f"legal sizes of {self.mesh_dim}: 1..{self.size}")
+
+    def apply(self, site: Site) -> None:
+        n, r = site.mesh.size(self.mesh_dim), site.mesh.coord(self.mesh_dim)
+        if n == 1:
+            return
+        (run,) = Placement(0).runs(self.size, n, r)
+
+        def mine(_module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+            x = kwargs.get(self.argument)
+            if not isinstance(x, Tensor) or x.shape[self.axis] % self.size:
+                found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                problem = (
+                    f"{self.argument!r} is {found}: axis {self.axis} has no rows of {self.size}"
+                )
+                raise self.fail(site, problem, "pass it by name, for all heads")
+            x = collectives.reduce_backward(x, site.group(self)) if x.requires_grad else x
+            rows = x.unflatten(self.axis, (-1, self.size))
+            part = rows.narrow(self.axis + 1, run.start, run.stop - run.start)
+            return args, kwargs | {self.argument: part.flatten(self.axis, self.axis + 1)}
+
+        site.module.register_forward_pre_hook(mine, with_kwargs=True)

@@ -1,0 +1,60 @@
+"""vocab_bias: a bias that a head adds to its logits is added to each rank's columns."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from slapo_zoo.language.directive import Directive, Site, primitive
+
+
+@primitive("vocab_bias")
+@dataclass(frozen=True)
+class VocabBias(Directive):
+    """Let a sharded bias be added where the logits are made, before they are known by all columns.
+
+    rewrite:  y = linear(x) + b  -->  y_r = (linear_r(x) + b_r) + 0
+    why:      ESM-2 keeps the bias of its logits beside the linear; a part of it fits no whole logits
+    errors:   no such child; the bias is not sharded; the module's forward was replaced
+
+    Args:
+        linear: the child that makes the logits; this directive comes before its `vocab_logits`.
+        param_name: name of the bias.
+        mesh_dim: the mesh dim.
+    """
+
+    linear: str
+    param_name: str = "bias"
+    mesh_dim: str = "tp"
+
+    def check(self, site: Site) -> None:
+        if self.linear not in dict(site.module.named_children()):
+            has = ", ".join(name for name, _ in site.module.named_children()) or "none"
+            raise self.fail(site, f"no child {self.linear!r}", f"it has: {has}")
+        if site.placed(self.param_name) is None:
+            hint = f"shard({self.param_name!r}, 0, pad=True) first"
+            raise self.fail(site, f"its {self.param_name} is not sharded", hint)
+        if "forward" in vars(site.module):
+            raise self.fail(site, "its forward was replaced", "put this directive first")
+
+    def apply(self, site: Site) -> None:
+        if site.mesh.size(self.mesh_dim) == 1:
+            return
+        head: Any = site.module
+        rest, own = _Without(head, self.param_name), type(head).forward
+        head.get_submodule(self.linear).register_forward_hook(
+            lambda _m, _a, y: y + getattr(head, self.param_name)
+        )
+        head.forward = lambda *args, **kwargs: own(rest, *args, **kwargs)
+
+
+class _Without:
+    """A module as its forward sees it, with 0 for one parameter."""
+
+    def __init__(self, module: nn.Module, param_name: str):
+        self._module, self._param_name = module, param_name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return 0.0 if name == self._param_name else getattr(self._module, name)
