@@ -29,7 +29,8 @@ class Placement:
         pad: every rank holds ceil(units / n) units; what lies beyond the end is zeros.
         replicate: with fewer units than ranks, neighbouring ranks hold the same unit (KV heads).
         together: units that share a KV head: a rank holds whole runs of that many units, or, with
-            more ranks than such runs, an equal part of one.
+            more ranks than such runs, an equal part of one. It counts in the first group (q); the
+            others (k, v) hold one unit for each such run, and then no run is divided.
     """
 
     axis: int
@@ -56,7 +57,8 @@ class Placement:
         if self.pad and len(groups) > 1:
             return "only an axis of one group can be padded"
         if self.together > 1:
-            return self._together_problem(self.units(size)[0], n)
+            first, *others = self.units(size)
+            return self._together_problem(first, n) or self._beside_problem(first, others, n)
         fewest = min(self.units(size))
         if fewest < n and not self.pad and not self.replicate:
             return f"{fewest} units of {self.unit} cannot be sharded over {self.mesh_dim}={n}"
@@ -72,11 +74,20 @@ class Placement:
             )
         return ""
 
+    def _beside_problem(self, units: int, others: list[int], n: int) -> str:
+        runs = units // self.together
+        if any(other != runs for other in others):
+            return f"groups of {others} units beside {runs} runs of {self.together}"
+        if others and runs < n:
+            return f"{runs} units of {self.unit} cannot be sharded over {self.mesh_dim}={n}"
+        return ""
+
     def runs(self, size: int, n: int, r: int) -> list[Run]:
         """The global indices that rank `r` holds, in local order; padding is not among them."""
         runs, start = [], 0
         for group, units in zip(self.groups or (size,), self.units(size), strict=True):
-            first, last = self._share(units, n, r)
+            beside = start > 0 and self.together > 1
+            first, last = _balanced(units, n, r) if beside else self._share(units, n, r)
             runs.append(Run(start + first * self.unit, start + last * self.unit))
             start += group
         return [run for run in runs if run.stop > run.start]

@@ -89,8 +89,8 @@ def test_unknown_architecture(folders):
     assert all(name in text for name in families())
     assert "schedules/mobilebert.py" in text
     assert "CONTRIBUTING.md" in text
-    with pytest.raises(ArchitectureError, match="schedules/bloom"):
-        AutoScheduledModel.from_config(transformers.BloomConfig())
+    with pytest.raises(ArchitectureError, match="schedules/mpt"):
+        AutoScheduledModel.from_config(transformers.MptConfig())
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,15 @@ def test_query_heads_stay_with_their_kv_head(kv_heads, together, unit, n):
         ]
 
 
+def test_keys_of_a_fused_projection_stay_beside_their_queries():
+    """Phi-3: [q | k | v] of 6 query heads over 3 KV heads, each of 2 columns."""
+    fused = Placement(0, groups=(12, 6, 6), unit=2, together=2)
+    assert [fused.runs(24, 2, r) for r in range(2)] == [
+        [(0, 8), (12, 16), (18, 22)],
+        [(8, 12), (16, 18), (22, 24)],
+    ]
+
+
 @pytest.mark.parametrize(
     ("placement", "size", "n", "problem"),
     [
@@ -121,6 +130,8 @@ def test_query_heads_stay_with_their_kv_head(kv_heads, together, unit, n):
         (Placement(0, together=4), 6, 2, "6 units are not a multiple of 4 that belong together"),
         (Placement(0, together=4), 8, 3, "2 runs of 4 units cannot be sharded over tp=3"),
         (Placement(0, groups=(4, 4), pad=True), 8, 2, "only an axis of one group can be padded"),
+        (Placement(0, groups=(8, 2, 2), together=4), 12, 4, "2 units of 1 cannot be sharded over tp=4"),
+        (Placement(0, groups=(8, 8, 8), together=4), 24, 2, "groups of [8, 8] units beside 2 runs of 4"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_divided(placement, size, n, problem):

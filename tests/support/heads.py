@@ -117,6 +117,7 @@ HEADS = {
     ),
     "gemma": usual("Gemma")[:3],
     "gemma2": usual("Gemma2")[:3],
+    "phi3": [*usual("Phi3")[:3], Case("Phi3ForCausalLM", TOKENS, (("tie_word_embeddings", True), ("sliding_window", 5)), variant=("bare", "twice"))],
     "distilbert": [
         Case("DistilBertForMaskedLM", TOKENS),
         Case("DistilBertForSequenceClassification", CLASS, THREE, variant=("bare", "twice")),
@@ -168,7 +169,7 @@ HEADLESS = [
     for name in (
         "GPT2Model", "BertModel", "RobertaModel", "XLMRobertaModel", "CamembertModel", "AlbertModel", "GPTNeoModel", "OPTModel", "BartModel", "MBartModel", "M2M100Model", "T5Model",
         "T5EncoderModel", "MT5Model", "MT5EncoderModel", "UMT5Model", "UMT5EncoderModel", "LlamaModel",
-        "MistralModel", "Qwen3Model", "Qwen2Model", "GemmaModel", "Gemma2Model", "DistilBertModel", "ElectraModel", "EsmModel", "GPTJModel",
+        "MistralModel", "Qwen3Model", "Qwen2Model", "GemmaModel", "Gemma2Model", "Phi3Model", "DistilBertModel", "ElectraModel", "EsmModel", "GPTJModel",
          "MixtralModel", "GPTNeoXModel", "MambaModel", "ViTModel",
     )
 ]  # fmt: skip

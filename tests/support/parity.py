@@ -123,6 +123,7 @@ TINY = {
     "qwen2": {k: v for k, v in LLAMA.items() if k != "head_dim"},
     "gemma": LLAMA,
     "gemma2": {**LLAMA, "query_pre_attn_scalar": 4, "sliding_window": 9},
+    "phi3": {**LLAMA, "head_dim": 6, "hidden_size": 40, "num_attention_heads": 10, "num_key_value_heads": 5, "original_max_position_embeddings": 20},
     "distilbert": {
         "dim": 30, "n_heads": 5, "n_layers": 3, "hidden_dim": 70, "vocab_size": 99,
         "max_position_embeddings": 20, "pad_token_id": 0,
@@ -147,8 +148,7 @@ CHANGES = {"Mixtral": {"experts_implementation": "eager"}}
 DROPOUTS = (
     "resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_dropout", "classifier_dropout",
     "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob", "dropout",
-    "attention_dropout", "resid_dropout", "embed_dropout", "dropout_rate", "activation_dropout",
-    "seq_classif_dropout", "qa_dropout",
+    "attention_dropout", "resid_dropout", "embed_dropout", "dropout_rate", "activation_dropout", "seq_classif_dropout", "qa_dropout",
 )  # fmt: skip
 
 

@@ -16,19 +16,19 @@ from slapo_zoo.zoo.options import BuildOptions
 from slapo_zoo.zoo.table import families
 
 SMALL = {k: v for k, v in LLAMA.items() if k != "head_dim"} | {"hidden_size": 32}
-WITHOUT_PLAN = ("bloom", "convbert", "pegasus")  # transformers has no plan for them
+WITHOUT_PLAN = ("mpt", "convbert", "pegasus")  # transformers has no plan for them
 DERIVED = {
     "arcee": Case("ArceeForCausalLM", ("tokens",), (("tie_word_embeddings", True),)),
     "cwm": Case("CwmForCausalLM", ("tokens",), (("head_dim", 4),)),
     "olmo": Case("OlmoForCausalLM", ("tokens",)),
     "starcoder2": Case("Starcoder2ForCausalLM", ("tokens",)),
-    "phi3": Case("Phi3ForCausalLM", ("tokens",), (("intermediate_size", 64),)),
-    "bloom": Case("BloomForCausalLM", ("tokens",)),
+    "glm": Case("GlmForCausalLM", ("tokens",), (("head_dim", 4), ("intermediate_size", 64))),
+    "mpt": Case("MptForCausalLM", ("tokens",)),
     "convbert": Case("ConvBertForMaskedLM", ("tokens",)),
     "pegasus": Case("PegasusForConditionalGeneration", ("tokens",)),
     "arcee-classes": Case("ArceeForSequenceClassification", ("class",), (("num_labels", 3),)),
 }  # fmt: skip
-TINY.setdefault("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99})
+TINY.setdefault("mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 99})
 TINY.setdefault(
     "convbert",
     {
@@ -125,11 +125,11 @@ def test_without_auto_the_hint_names_it(root):
 @pytest.mark.slow  # the process that proves it imports torch and transformers anew
 def test_a_first_load_proves_and_a_second_reads_the_proof(tmp_path):
     home_of(tmp_path)
-    config = transformers.BloomConfig(vocab_size=99, hidden_size=32, n_layer=2, n_head=4)
+    config = transformers.MptConfig(vocab_size=99, d_model=32, n_layers=2, n_heads=4)
     first, second = (emulate(load_on_two, config, mesh=(2, 1, 1))[0] for _ in range(2))
     assert first == second
     (file,) = (tmp_path / "slapo_zoo" / "derived").iterdir()
-    assert file.name.startswith("bloom-")
+    assert file.name.startswith("mpt-")
 
 
 def load_on_two(config):
@@ -140,7 +140,7 @@ def load_on_two(config):
 
 
 def test_one_rank_needs_no_proof():
-    config = transformers.BloomConfig(vocab_size=99, hidden_size=32, n_layer=2, n_head=4)
+    config = transformers.MptConfig(vocab_size=99, d_model=32, n_layers=2, n_heads=4)
     model = AutoScheduledModel.from_config(config, schedule="auto", auto_class="AutoModelForCausalLM")  # fmt: skip
     assert not model.schedule.state.placed
     assert model.train_step({"input_ids": torch.ones(1, 4).long(), "labels": torch.ones(1, 4).long()}) > 0  # fmt: skip

@@ -1,9 +1,13 @@
 """shard_attribute: a size that the forward reads becomes this rank's size."""
 
+import copy
 from dataclasses import dataclass
+from typing import Any
 
 from slapo_zoo.language.directive import Directive, Site, primitive
 from slapo_zoo.parallel.placement import Placement
+
+OF_CONFIG = "config."
 
 
 @primitive("shard_attribute")
@@ -16,7 +20,8 @@ class ShardAttribute(Directive):
     why:      GPT-2, GPT-Neo, OPT and T5 reshape by such attributes; OPT is silently wrong without
 
     Args:
-        attribute: its name.
+        attribute: its name; of "config.num_attention_heads", the module gets a config of its own
+            (Phi-3 slices by it), so a directive that changes the model's config comes before.
         unit: length of a run that stays whole; `split_size` counts columns, so its unit is head_dim.
         together: units that share a KV head (see `shard`).
         replicate: ranks share a unit when there are fewer units than ranks.
@@ -33,7 +38,7 @@ class ShardAttribute(Directive):
     mesh_dim: str = "tp"
 
     def check(self, site: Site) -> None:
-        size = getattr(site.module, self.attribute, None)
+        size = getattr(self._holder(site), self._leaf, None)
         if not isinstance(size, int):
             problem = f"found {size!r}, expected an integer attribute {self.attribute!r}"
             raise self.fail(site, problem, "name an attribute that the module's __init__ sets")
@@ -43,9 +48,22 @@ class ShardAttribute(Directive):
             raise self.fail(site, problem, f"legal sizes of {self.mesh_dim}: {legal}")
 
     def apply(self, site: Site) -> None:
-        size, n = getattr(site.module, self.attribute), self._ranks(site)
-        r = site.mesh.coord(self.mesh_dim) % n
-        setattr(site.module, self.attribute, self._placement.local_size(size, n, r))
+        holder, n = self._holder(site), self._ranks(site)
+        size, r = getattr(holder, self._leaf), site.mesh.coord(self.mesh_dim) % n
+        local = self._placement.local_size(size, n, r)
+        if holder is not site.module and local != size:
+            module: Any = site.module
+            module.config = holder = copy.copy(holder)
+        setattr(holder, self._leaf, local)
+
+    @property
+    def _leaf(self) -> str:
+        return self.attribute.removeprefix(OF_CONFIG)
+
+    def _holder(self, site: Site) -> Any:
+        """The module, or its config."""
+        of_config = self.attribute.startswith(OF_CONFIG)
+        return getattr(site.module, "config", None) if of_config else site.module
 
     @property
     def _placement(self) -> Placement:

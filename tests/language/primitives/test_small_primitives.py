@@ -244,3 +244,18 @@ def test_a_dropout_within_draws_per_rank_where_it_is_told_to(per_rank):
         sch["0"].fork_rng(per_rank=per_rank)
         masks.append(sch.model.train()(torch.ones(4, 50)))
     assert torch.equal(*masks) is not per_rank
+
+
+def test_an_attribute_of_the_config_is_the_modules_own():
+    """The model's config keeps its number of heads, and so do modules without a directive."""
+    from types import SimpleNamespace
+
+    model, config = net(), SimpleNamespace(heads=6, name="shared")
+    model[0].config = model[1].config = config
+    sch = Schedule(model, Mesh(tp=4, rank=1))
+    sch["0"].shard_attribute("config.heads")
+    assert (model[0].config.heads, model[0].config.name) == (2, "shared")
+    assert model[1].config is config
+    assert config.heads == 6
+    with pytest.raises(ScheduleError, match=r"expected an integer attribute 'config.heads'"):
+        sch["2"].shard_attribute("config.heads")
