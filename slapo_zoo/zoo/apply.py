@@ -60,6 +60,7 @@ def apply_table(
         num_stages: pipeline stages; None takes pp.
         tuned_kernels: what "auto" means where a search found it fastest for this very model.
     """
+    _require_needed(sch, table)
     blocks = block_paths(sch, table)
     cuts = place_cuts(sch, table, num_stages or sch.mesh.pp)
     rows = [(p, _with_backend(rule, options.attention)) for p, rule in table.rows(sch.model)]
@@ -75,6 +76,15 @@ def apply_table(
     for block, call in cuts:
         sch.do(block, CutPipelineStage(call))
     return sch
+
+
+def _require_needed(sch: Schedule, table: Table) -> None:
+    """ArchitectureError for a config whose forward the table does not divide."""
+    for name, needed in table.needs if sch.mesh.tp > 1 else ():
+        found = getattr(sch.model.config, name, needed)
+        if found != needed:
+            what, problem = f"{name} of {table.model_type}", f"found {found!r}, expected {needed!r}"
+            raise ArchitectureError("zoo", what, problem, f"pass {name}={needed!r}, or use tp=1")
 
 
 def block_policies(count: int, options: BuildOptions) -> list[str]:

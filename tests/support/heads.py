@@ -153,6 +153,10 @@ HEADS = {
         "GPTNeoX",
         Case("GPTNeoXForCausalLM", TOKENS, (("use_parallel_residual", False), ("attention_bias", False)), variant=("bare", "twice")),
     ),
+    "bloom": usual(
+        "Bloom",
+        Case("BloomForCausalLM", TOKENS, (("apply_residual_connection_post_layernorm", True),), variant=("bare", "twice")),
+    ),
     "mamba": [
         Case("MambaForCausalLM", TOKENS),
         Case("MambaForCausalLM", TOKENS, (("use_bias", True), ("tie_word_embeddings", False)), variant=("bare", "twice")),
@@ -170,7 +174,7 @@ HEADLESS = [
         "GPT2Model", "BertModel", "RobertaModel", "XLMRobertaModel", "CamembertModel", "AlbertModel", "GPTNeoModel", "OPTModel", "BartModel", "MBartModel", "M2M100Model", "T5Model",
         "T5EncoderModel", "MT5Model", "MT5EncoderModel", "UMT5Model", "UMT5EncoderModel", "LlamaModel",
         "MistralModel", "Qwen3Model", "Qwen2Model", "GemmaModel", "Gemma2Model", "Phi3Model", "DistilBertModel", "ElectraModel", "EsmModel", "GPTJModel",
-         "MixtralModel", "GPTNeoXModel", "MambaModel", "ViTModel",
+         "MixtralModel", "GPTNeoXModel", "BloomModel", "MambaModel", "ViTModel",
     )
 ]  # fmt: skip
 ELSEWHERE = {

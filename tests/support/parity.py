@@ -115,6 +115,7 @@ TINY = {
         "intermediate_size": 70, "max_position_embeddings": 20, "bos_token_id": 1,
         "eos_token_id": 2, "pad_token_id": 0, "rotary_pct": 0.5,
     },
+    "bloom": {"hidden_size": 30, "n_head": 5, "n_layer": 3, "vocab_size": 99, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
     "mamba": {
         "hidden_size": 31, "num_hidden_layers": 3, "vocab_size": 99, "state_size": 4, "expand": 2,
         "time_step_rank": 3, "residual_in_fp32": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -148,7 +149,7 @@ CHANGES = {"Mixtral": {"experts_implementation": "eager"}}
 DROPOUTS = (
     "resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_dropout", "classifier_dropout",
     "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob", "dropout",
-    "attention_dropout", "resid_dropout", "embed_dropout", "dropout_rate", "activation_dropout", "seq_classif_dropout", "qa_dropout",
+    "attention_dropout", "resid_dropout", "embed_dropout", "dropout_rate", "activation_dropout", "seq_classif_dropout", "qa_dropout", "hidden_dropout",
 )  # fmt: skip
 
 

@@ -197,6 +197,14 @@ def test_a_table_may_extend_another():
         extend("llama", "other", "nowhere", without=("layers.*.ffn",))
 
 
+def test_what_a_table_does_not_divide_is_refused_over_tp():
+    """BLOOM's exact path reads the weights of its rows past their sums."""
+    model = on_meta("bloom", slow_but_exact=True, pretraining_tp=2)
+    assert scheduled(model, "bloom", Mesh(pp=2)).history
+    with pytest.raises(ArchitectureError, match="slow_but_exact of bloom"):
+        scheduled(on_meta("bloom", slow_but_exact=True), "bloom", Mesh(tp=2))
+
+
 def test_diff_shows_what_changed():
     family = "gpt2"
     a = scheduled(on_meta(family), family, Mesh(tp=2, pp=2), ratio=0.0)

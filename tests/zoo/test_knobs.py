@@ -119,7 +119,7 @@ def test_eager_attention(family, layout, root, ranks):
     for (result, _), used in results:
         assert used in ({"eager"}, set())  # a stage may hold no attention of a shared block
         assert result.losses == pytest.approx(results[0][0][0].losses, rel=1e-6)
-    assert results[0][1] or family == "gpt_neo"
+    assert results[0][1] or not table_for(family).seam
     compare(results[0][0][0], plains, truth)
 
 
