@@ -16,8 +16,8 @@ PHI3 = register(
             "num_heads": "num_attention_heads",
             "per_kv": "num_attention_heads // num_key_value_heads",
             "head_dim": lambda config: getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            "q_dim": lambda config: PHI3.dims["head_dim"](config) * config.num_attention_heads,
-            "kv_dim": lambda config: PHI3.dims["head_dim"](config) * config.num_key_value_heads,
+            "q_dim": "num_attention_heads * head_dim",
+            "kv_dim": "num_key_value_heads * head_dim",
             "ffn": "intermediate_size",
         },
         without=(

@@ -17,7 +17,7 @@ from slapo_zoo.hf import models as hf
 from slapo_zoo.language.directive import Directive
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.zoo.expressions import Named
+from slapo_zoo.zoo.expressions import Named, names_in, parse
 from slapo_zoo.zoo.outline import Outline
 from slapo_zoo.zoo.table import Table, table_for
 
@@ -119,6 +119,8 @@ def _value(value: Any, used: set[str]) -> Any:
 
 def _numbers(table: Table, config: Any, used: set[str]) -> dict[str, str]:
     """How the numbers that steps name follow from a config; what a function computes is fixed."""
-    dims = {name: of for name, of in table.dims.items() if name in used}
-    texts = {n: str(of(config)) if callable(of) else of for n, of in dims.items()}
-    return {n: text for n, text in texts.items() if text != n}
+    texts = {n: str(of(config)) if callable(of) else of for n, of in table.dims.items()}
+    wanted = set(used)
+    for name in reversed(texts):  # a number may be made of those before it
+        wanted |= names_in(parse(texts[name])) if name in wanted else set()
+    return {n: text for n, text in texts.items() if n in wanted and text != n}

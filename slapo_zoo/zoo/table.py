@@ -9,6 +9,7 @@ import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 from slapo_zoo.errors import ArchitectureError
@@ -27,7 +28,7 @@ class Table:
     Args:
         model_type: as in the config of `transformers`.
         source: what the table was written from.
-        dims: name -> config attribute, arithmetic of some, or a function of the config.
+        dims: name -> config attribute, arithmetic of some and of dims before it, or a function of the config.
         body: rows below the base model (`transformer.`, `bert.`), for all head classes.
         heads: rows for modules outside the base model.
         blocks: patterns of the repeated blocks, below the base model; cuts fall between them.
@@ -77,7 +78,9 @@ class Table:
         """All rows with full patterns and resolved numbers, for one model."""
         prefix = base_prefix(model)
         body = [(prefix + pattern, rule) for pattern, rule in self.body]
-        dims = {name: _number(of, model.config) for name, of in self.dims.items()}
+        dims: dict[str, int] = {}
+        for name, of in self.dims.items():
+            dims[name] = _number(of, model.config, dims)
         rows = [*body, *self.heads]
         return [(p, tuple(_resolve(d, dims) for d in rule)) for p, rule in rows]
 
@@ -94,21 +97,21 @@ def base_prefix(model: Any) -> str:
     return f"{name}." if name and hasattr(model, name) else ""
 
 
-def _number(of: str | Callable[[Any], int], config: Any) -> int:
+def _number(of: str | Callable[[Any], int], config: Any, before: Mapping[str, int]) -> int:
     if callable(of):
         return of(config)
     found = getattr(config, of, None)
-    return evaluate(of, ConfigNumbers(config)) if found is None else found
+    return evaluate(of, ConfigNumbers(config, before)) if found is None else found
 
 
 class ConfigNumbers(Mapping[str, int]):
-    """The integers of a config, by name; names of the family's own or the usual ones."""
+    """The integers of a config, by name, and those made of them; names of the family's own or the usual ones."""
 
-    def __init__(self, config: Any):
-        self.config = config
+    def __init__(self, config: Any, made: Mapping[str, int] = MappingProxyType({})):
+        self.config, self.made = config, made
 
     def __getitem__(self, name: str) -> int:
-        found = getattr(self.config, name, None)
+        found = self.made.get(name, getattr(self.config, name, None))
         if type(found) is not int:
             raise KeyError(name)
         return found
