@@ -9,6 +9,20 @@ def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="write tests/golden/ anew")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
+def pytest_collection_modifyitems(items):
+    """`one_in(n)`: of each n cases of a test one runs always, the first of the first n, the second of the next; the others are slow."""
+    seen = {}
+    for item in items:
+        mark = item.get_closest_marker("one_in")
+        if mark and not item.get_closest_marker("slow"):
+            test = item.nodeid.split("[")[0]
+            turn, place = divmod(seen.setdefault(test, 0), n := mark.args[0])
+            seen[test] += 1
+            if place != turn % n:  # a diagonal: not the same column of a grid each time
+                item.add_marker(pytest.mark.slow)
+
+
 def pytest_terminal_summary(terminalreporter):
     """The grid that ran: cells passed of cells run, families by layouts."""
     counts, refused = {}, 0

@@ -76,6 +76,7 @@ def test_large_files_go_by_lfs(hub, published):
     assert any(path.startswith("/lfs/") for _, path in hub.requests)
 
 
+@pytest.mark.slow
 def test_a_fresh_process_loads_by_sha_and_by_tag(loaded, published):
     found, said = loaded
     assert found["same"]

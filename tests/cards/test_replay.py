@@ -37,6 +37,7 @@ def with_card(case, folder, layout, card):
     return scheduled(case, folder, layout, schedule=card, verify="off")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("layout", [(2, 2, 1), (1, 2, 2)])
 def test_a_card_of_tp4_pp2_trains_on_another_mesh(name, layout, tmp_path, ranks):
@@ -79,6 +80,7 @@ def test_another_size_or_class_is_refused_unless_the_card_is_for_any_size(tmp_pa
     )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", families())
 def test_the_zoo_s_card_is_the_zoo_s_schedule(family, tmp_path):
     """Written, read, resolved and replayed: the same program, of every family."""

@@ -25,6 +25,7 @@ def day(out, *arguments):
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_day_that_ran_out_of_time_goes_on_where_it_stopped(tmp_path):
     """Nothing fits a budget of a second; a later call runs it, and a third has nothing left."""
     first = day(tmp_path, "--stage", "correct", "--only", "rms_norm", "--budget", "1")

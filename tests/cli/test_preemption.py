@@ -62,6 +62,7 @@ def asked_to_stop(job, out, number, *more):
     return text, child.returncode
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("number", "code", "more"),
     [

@@ -163,6 +163,7 @@ def assert_same(found, expected):
             assert mine[name] == pytest.approx(theirs[name], rel=2e-5), (name, mine["step"])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("task", "layout"), GRID)
 def test_a_layout_is_one_process_and_goes_on_where_another_stood(task, layout, whole, tmp_path):
     folder, expected = whole(task)

@@ -86,6 +86,7 @@ def test_the_commands_of_a_page_run(name, tmp_path):
         assert result.returncode == 0, f"{words}: {result.stderr}"
 
 
+@pytest.mark.slow
 def test_the_training_page_runs(tmp_path):
     """Its Python makes model and data, its YAML is the configuration, its commands train."""
     whole = page("docs/training.md")

@@ -37,6 +37,7 @@ def check(bench, launch, label, chip):
     assert odd or row["load_bytes"] >= WIDE, row
 
 
+@pytest.mark.slow
 def test_every_branch_compiles_for_hopper(bench):
     """Masks that a scheduled model passes, an odd vocabulary and a head of 128 among them."""
     kinds = {}

@@ -29,6 +29,7 @@ def test_cpu_path(name, shape, dtype):
     check_reference(name, shape, dtype)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "dtype",
     [*dtype_ids("fp32"), pytest.param(DTYPES["fp16"], id="fp16", marks=pytest.mark.slow)],
@@ -45,6 +46,7 @@ def test_strided_inputs(interpreter, name):
     interpreter.run(check_strided, name, shape, torch.float32)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", KERNEL_NAMES)
 def test_deterministic(interpreter, name):
     shape = KERNELS[name].shapes[1]
@@ -52,6 +54,7 @@ def test_deterministic(interpreter, name):
     interpreter.run(check_deterministic, name, shape)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", KERNEL_NAMES)
 def test_opcheck(interpreter, name):
     if name in COMPOSED:
@@ -61,6 +64,7 @@ def test_opcheck(interpreter, name):
     assert interpreter.run(check_operators, name, shape), "no operator of ours ran"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=pytest.mark.slow if "attention" in n else ()) for n in KERNEL_NAMES],

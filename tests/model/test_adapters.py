@@ -139,6 +139,7 @@ def plain(case, folder, adapter, dtype, attention):
     return Result(torch.tensor(losses[0]), {"logits": output}, grads, norms[0], losses, weights)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "layout"), SIDE_BY_SIDE, ids=str)
 def test_trains_as_plain_peft(ranks, root, tmp_path, name, layout):
     case = CASES[name]

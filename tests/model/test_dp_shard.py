@@ -223,6 +223,7 @@ IN_STAGES = [pytest.param(name, "interleaved_1f1b", marks=[pytest.mark.slow] * (
              for name in RECOMPUTED]  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("recomputed", "order"), [(name, "") for name in RECOMPUTED] + IN_STAGES)
 def test_a_block_is_whole_only_while_it_runs(recomputed, order, root, ranks):
     for two, three in ranks.run(stages_of_zero, 4 if order else 2, checkpoint(DEEP, root), recomputed, order):  # fmt: skip

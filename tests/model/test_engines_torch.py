@@ -22,6 +22,7 @@ def root(tmp_path_factory):
     return tmp_path_factory.mktemp("engines")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", CASES)
 def test_equals_one_process(family, layout, root, ranks):

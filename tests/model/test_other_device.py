@@ -85,6 +85,7 @@ def _on_both(family, layout, folder):
     return on_cpu, found, dict(watch.collectives)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "family, layout",
     [("gpt2", (2, 1, 2)), ("t5", (1, 2, 1)), ("bert", (2, 1, 1, True)),

@@ -55,6 +55,7 @@ def forms(folder, case, layout, by_hand):
     return [count / calls for *_, count in found]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "layout", "by_hand"),
     [

@@ -85,6 +85,7 @@ def assert_same(found, expected):
         torch.testing.assert_close(found[2][name], want.detach(), atol=5e-6, rtol=1e-5, msg=name)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("layout", "accumulation"),
     [
@@ -341,6 +342,7 @@ def in_fp16(folder, out, layout, rows_each, given, clip):
     return [(*rest, scaler and scaler.get_scale()) for *rest, scaler in found]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 @pytest.mark.parametrize(
     "given", [{}, {"compute_loss_func": squared}], ids=["its loss", "own loss"]

@@ -60,6 +60,7 @@ def undisturbed_and_killed(tmp_path, steps, kills):
     return starts
 
 
+@pytest.mark.slow
 def test_a_killed_rank_costs_one_step(tmp_path):
     assert undisturbed_and_killed(tmp_path, 4, ["2:1"]) == [2]
 

@@ -34,6 +34,7 @@ def train(tp=1, pp=1, dp=1, **options):
     return losses, model.consolidated_state_dict()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("tp", "pp", "dp", "options"),
     [(2, 1, 1, {}), (1, 2, 1, {}), (2, 2, 1, {}), (2, 1, 2, {}), (4, 1, 1, {}),

@@ -60,6 +60,7 @@ def sabotage(model, how):
         blocks[-1].mlp.register_full_backward_hook(hook)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", ["forward", "backward"])
 @pytest.mark.parametrize(
     ("tp", "pp", "guilty"), [(2, 1, 1), (1, 2, 0), (1, 2, 1), (2, 2, 1), (2, 2, 2)]
@@ -127,6 +128,7 @@ train_until_it_fails(sys.argv[1])
 """
 
 
+@pytest.mark.slow
 def test_torchrun_shows_the_error_of_one(sources, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

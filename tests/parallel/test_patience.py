@@ -114,6 +114,7 @@ def stalled(rank, place, seconds):
     return found
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("place", ["start", "before", "first"])
 def test_a_stall_beyond_the_limit_of_a_collective(place):
     found = as_by_srun(stalled, 2, place, 4.0)

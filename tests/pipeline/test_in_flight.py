@@ -45,6 +45,7 @@ def as_file(folder, order, pp, count):
     return str(path)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("order", ["zbv", "a file"])
 def test_memory_forgets_the_micro_batches(order, root, ranks):
     names = [as_file(root, "1f1b", 2, n) if order == "a file" else order for n in (4, 32)]

@@ -61,6 +61,7 @@ def grid():
                                    id=f"{family.cls}-{order}-{layout}")  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("case", "order", "layout"), list(grid()))
 def test_equals_plain_transformers(case, order, layout, root, ranks):
     folder = checkpoint(case, root)

@@ -62,6 +62,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("case", "layout", "options"), RUNS)
 def test_stages_train_as_one_process(case, layout, options, root, ranks):
     """Dropout, recomputation, four lengths, accumulated gradients, and evaluation between steps."""

@@ -112,6 +112,7 @@ ANSWERS = [  # a layout of each family at every run, all of them in the slow gri
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("case", "tp", "pp", "order"), ANSWERS)
 def test_both_commands_give_one_answer(case, tp, pp, order, tmp_path, capsys):
     """`plan` of a layout and `plan --gpus`, which looks at it among others: to the byte."""

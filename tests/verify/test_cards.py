@@ -55,6 +55,7 @@ def load_unverified(card):
     return load(card, verify="off")
 
 
+@pytest.mark.slow
 def test_a_right_card_is_replayed(tmp_path, ranks):
     zoo_card(CONFIG, None, Mesh(2), "gpt2").write(tmp_path / "card")
     assert all(said.isdigit() for said in ranks.run(load, 2, str(tmp_path / "card")))
@@ -79,6 +80,7 @@ def test_the_outcome_is_written_into_the_card(tmp_path, capsys):
     assert "every gradient" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_command_as_data(capsys):
     assert run("verify", "bert", "--tp", "2", "--json") == 0
     found = json.loads(capsys.readouterr().out)

@@ -32,6 +32,7 @@ GRID = [
 OPTIONAL = {"dropout", "collectives"}  # a family without dropout; one rank of tp
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("family", "layout"), GRID)
 def test_no_false_alarm(family, layout):
     config, head = config_of(family)

@@ -198,6 +198,7 @@ def test_a_tower_that_cannot_be_cut_is_held_as_a_whole(searches, monkeypatch):
         assert search.run().table.blocks == ("decoder.layers.*",)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "name", ["camembert", "convnext", "youtu", "jetmoe", "qwen2_audio", "ctrl"]
 )

@@ -43,6 +43,7 @@ def test_the_corpus_is_large():
     assert len({mutant.cls for mutant in MUTANTS}) >= 10
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("mutant", every_other(MUTANTS), ids=label)
 def test_is_caught_and_named(mutant):
     report = verified(mutant)

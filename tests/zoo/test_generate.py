@@ -95,6 +95,7 @@ def cells():
             yield pytest.param(name, layout, marks=marks, id=label)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "layout"), [*cells()])
 def test_equals_plain_transformers(name, layout, root, ranks):
     """Tokens and logits of greedy search, sampling, beams, both caches and none, on every rank."""

@@ -49,6 +49,7 @@ def cells():
                 )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("family", "layout"), [*cells()])
 def test_all_kernels_equal_plain_transformers(family, layout, root, ranks):
     """Outputs, loss, every gradient and four steps, with all kernels that apply switched on."""

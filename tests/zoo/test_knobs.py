@@ -99,6 +99,7 @@ def test_a_space_has_only_knobs():
 QUICK = ("bert", "t5", "llama")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("family", "layout"),
     [

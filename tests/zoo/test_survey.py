@@ -138,6 +138,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", OPTIONS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
 def test_collectives_are_those_that_run(case, how, root, ranks):

@@ -57,6 +57,7 @@ def test_not_one_bit_differs(case, root, ranks):
     assert_same_numbers(checkpoint(case, root), case, ranks, tp=2)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "options",
     [
