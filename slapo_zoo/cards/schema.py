@@ -32,6 +32,7 @@ PUBLISHABLE: dict[str, tuple[str, ...]] = {
     "sum_gradient": (),
     "sync": (),
     "sync_batch_norm": (),
+    "sync_rms_norm": (),
     "unfused": (),
     "vocab_bias": (),
 }

@@ -13,6 +13,7 @@ from slapo_zoo.language.primitives import (
     ShardAttribute,
     SumGradient,
     Sync,
+    SyncRMSNorm,
     VocabBias,
 )
 
@@ -94,6 +95,11 @@ def heads_of(argument: str, num_heads: str) -> Rule:
 def vocab_bias(linear: str) -> Rule:
     """A head that adds a bias of its own to what its child `linear` makes, a `vocab_head`."""
     return (Shard("bias", 0, pad=True), VocabBias(linear))
+
+
+def norm_of_heads(unit: str, together: str = "", kv: bool = False) -> Rule:
+    """RMSNorm of the columns of all heads at once, which a `column` of the same arguments made."""
+    return (*column(0, unit, together=together, kv=kv), SyncRMSNorm())
 
 
 def column_joined(axis: int = 0) -> Rule:

@@ -5,8 +5,9 @@ import functools
 import pytest
 import torch
 
-from parity import TINY, Case, batch_of, checkpoint
+from parity import Case, batch_of, checkpoint
 from slapo_zoo import AutoScheduledModel
+from tiny_configs import TINY
 
 GPT2 = Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 8),), dropout=0.2)
 T5 = Case(

@@ -1,4 +1,4 @@
-"""Modules of a few lines, each with one habit that a primitive is made for."""
+"""Modules of a few lines, each with one habit that a primitive is made for, and the schedule of each, as module 1."""
 
 import torch
 from torch import nn
@@ -48,3 +48,48 @@ class Inner(nn.Module):
 
     def forward(self, x, slopes):
         return self.down(self.up(x).tanh() * slopes.view(len(x), -1))
+
+
+class Normed(nn.Module):
+    """Columns that are normalised all together, between two linears."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(6, 8), SquareNorm(8), nn.Linear(8, 6, bias=False)
+
+    def forward(self, x):
+        return self.down(self.norm(self.up(x)).tanh())
+
+
+class SquareNorm(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.randn(size)), 1e-6
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+def fusable(sch):
+    sch["1.up"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
+    sch["1.down"].shard("weight", 1).sync("fwd_post", "all_reduce")
+    sch["1"].unfused()
+
+
+def biased(sch):
+    sch["1"].shard("bias", 0, pad=True).vocab_bias("decoder")
+    sch["1.decoder"].shard("weight", 0, pad=True)
+    sch["1.decoder"].sync("bwd_post", "all_reduce").sync("fwd_post", "vocab_logits")
+
+
+def normed(sch):
+    sch["1"].sync("bwd_post", "all_reduce")
+    sch["1.up"].shard("weight", 0).shard("bias", 0)
+    sch["1.norm"].shard("weight", 0).sync_rms_norm("eps")
+    sch["1.down"].shard("weight", 1).sync("fwd_post", "all_reduce")
+
+
+def sloped(sch):
+    sch["1.inner"].sync("bwd_post", "all_reduce").shard_argument("slopes", 8)
+    sch["1.inner.up"].shard("weight", 0).shard("bias", 0)
+    sch["1.inner.down"].shard("weight", 1).sync("fwd_post", "all_reduce")

@@ -4,12 +4,12 @@ import pytest
 import torch
 import transformers
 
-from parity import TINY
 from slapo_zoo import AutoScheduledModel, Mesh, MeshError
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.model.assemble import Assembly
 from slapo_zoo.weights.initialize import initialize_weights
 from slapo_zoo.zoo.options import BuildOptions
+from tiny_configs import TINY
 
 
 def bart(**changes):

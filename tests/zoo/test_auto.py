@@ -5,7 +5,7 @@ import torch
 import transformers
 from huggingface_hub import constants
 
-from parity import LAYOUTS, LLAMA, TINY, Case, checkpoint, compare, references, scheduled
+from parity import LAYOUTS, Case, checkpoint, compare, references, scheduled
 from refusals import refused
 from slapo_zoo import ArchitectureError, AutoScheduledModel
 from slapo_zoo.model import derived
@@ -14,6 +14,7 @@ from slapo_zoo.verify.derived import derive
 from slapo_zoo.zoo.arguments import changed_config
 from slapo_zoo.zoo.options import BuildOptions
 from slapo_zoo.zoo.table import families
+from tiny_configs import LLAMA, TINY
 
 SMALL = {k: v for k, v in LLAMA.items() if k != "head_dim"} | {"hidden_size": 32}
 WITHOUT_PLAN = ("mpt", "convbert", "pegasus")  # transformers has no plan for them

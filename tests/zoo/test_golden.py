@@ -12,7 +12,6 @@ import torch
 import transformers
 
 import slapo_zoo.hf.own.wideresnet  # noqa: F401 - transformers has no such family
-from parity import TINY
 from slapo_zoo import Mesh, Schedule
 from slapo_zoo.errors import ArchitectureError
 from slapo_zoo.hf import models as hf
@@ -21,6 +20,7 @@ from slapo_zoo.parallel.paths import select
 from slapo_zoo.zoo.apply import apply_table
 from slapo_zoo.zoo.options import BuildOptions
 from slapo_zoo.zoo.table import base_prefix, extend, families, table_for
+from tiny_configs import TINY
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 # What switches on the modules that a family has only in some of its configs.

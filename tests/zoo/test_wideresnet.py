@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from parity import EPS, LAYOUTS, LEARNING_RATE, ROWS, STEPS, TINY, Result, assert_close, compare
+from parity import EPS, LAYOUTS, LEARNING_RATE, ROWS, STEPS, Result, assert_close, compare
 from slapo_zoo import AutoScheduledModel, Mesh, Schedule
 from slapo_zoo.errors import ArchitectureError, ScheduleError
 from slapo_zoo.hf import models as hf
@@ -15,6 +15,7 @@ from slapo_zoo.pipeline.orders import ORDERS
 from slapo_zoo.zoo.apply import apply_table
 from slapo_zoo.zoo.options import BuildOptions
 from slapo_zoo.zoo.table import table_for
+from tiny_configs import TINY
 
 GRID = [layout for layout in LAYOUTS if not layout.endswith("-sp")]
 

@@ -23,6 +23,7 @@ from slapo_zoo.language.primitives.sync import Sync as Sync
 from slapo_zoo.language.primitives.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from slapo_zoo.language.primitives.sync_ops import sync_op as sync_op
 from slapo_zoo.language.primitives.sync_reshard import reshard as reshard
+from slapo_zoo.language.primitives.sync_rms_norm import SyncRMSNorm as SyncRMSNorm
 from slapo_zoo.language.primitives.trace import Trace as Trace
 from slapo_zoo.language.primitives.trace_until import TraceUntil as TraceUntil
 from slapo_zoo.language.primitives.unfused import Unfused as Unfused

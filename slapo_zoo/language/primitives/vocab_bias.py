@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from slapo_zoo.language.directive import Directive, Site, primitive
+from slapo_zoo.language.primitives.seen import Seen
 
 
 @primitive("vocab_bias")
@@ -41,20 +40,8 @@ class VocabBias(Directive):
         if site.mesh.size(self.mesh_dim) == 1:
             return
         head: Any = site.module
-        rest, own = _Without(head, self.param_name), type(head).forward
+        rest, own = Seen(head, {self.param_name: 0.0}), type(head).forward
         head.get_submodule(self.linear).register_forward_hook(
             lambda _m, _a, y: y + getattr(head, self.param_name)
         )
         head.forward = lambda *args, **kwargs: own(rest, *args, **kwargs)
-
-
-class _Without:
-    """A module as its forward sees it, with 0 for one parameter."""
-
-    def __init__(self, module: nn.Module, param_name: str):
-        self._module, self._param_name = module, param_name
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return 0.0 if name == self._param_name else getattr(self._module, name)

@@ -23,7 +23,7 @@ from slapo_zoo.parallel.async_reduce import ColumnForward
 from slapo_zoo.parallel.local_tensors import local_part
 from slapo_zoo.zoo.apply import apply_table
 from slapo_zoo.zoo.table import table_for
-from small_modules import Biased, Fusable, Sloped
+from small_modules import Biased, Fusable, Normed, Sloped, biased, fusable, normed, sloped
 from tiny_models import batch_for, tiny_model
 
 LAYER = "bert.encoder.layer.0"
@@ -76,6 +76,7 @@ MODELS = {
     "norm": lambda: seeded(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))),
     "fusable": lambda: seeded(lambda: nn.Sequential(nn.Linear(6, 6), Fusable())),
     "biased": lambda: seeded(lambda: nn.Sequential(nn.Linear(6, 6), Biased())),
+    "normed": lambda: seeded(lambda: nn.Sequential(nn.Linear(6, 6), Normed())),
     "sloped": lambda: seeded(lambda: nn.Sequential(nn.Linear(6, 6), Sloped())),
 }
 
@@ -178,24 +179,6 @@ def tokens_divided(sch):
     norm.sum_gradient("weight").sum_gradient("bias")
 
 
-def fusable(sch):
-    sch["1.up"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
-    sch["1.down"].shard("weight", 1).sync("fwd_post", "all_reduce")
-    sch["1"].unfused()
-
-
-def biased(sch):
-    sch["1"].shard("bias", 0, pad=True).vocab_bias("decoder")
-    sch["1.decoder"].shard("weight", 0, pad=True)
-    sch["1.decoder"].sync("bwd_post", "all_reduce").sync("fwd_post", "vocab_logits")
-
-
-def sloped(sch):
-    sch["1.inner"].sync("bwd_post", "all_reduce").shard_argument("slopes", 8)
-    sch["1.inner.up"].shard("weight", 0).shard("bias", 0)
-    sch["1.inner.down"].shard("weight", 1).sync("fwd_post", "all_reduce")
-
-
 def forked(sch):
     sch["1"].fork_rng()
     sch["2"].sync("bwd_post", "all_reduce")
@@ -283,6 +266,8 @@ USES = [
         lambda sch: sch[ACT].sync("fwd_past", "all_reduce"), "found mode 'fwd_past'"),
     Use("sync_batch_norm", lambda sch: sch["1"].sync_batch_norm(), has_forward("1"),
         lambda sch: sch["0"].sync_batch_norm(), "expected BatchNorm2d", model="norm", mesh_dim="dp"),
+    Use("sync_rms_norm", normed, lambda sch: sch.mesh.tp == 1 or "forward" in vars(sch["1.norm"].mod),
+        lambda sch: sch["1.norm"].sync_rms_norm("eps"), "its weight is not sharded", model="normed"),
     Use("trace", traced(lambda part: None), lambda sch: isinstance(sch[INNER].mod, TracedModule),
         lambda sch: sch["bert.embeddings"].trace(leaves=(), example_inputs=()), "trace"),
     Use("trace_until", divided(lambda sch: sch.trace_until([LAYER])), lambda sch: isinstance(sch["bert.encoder"].mod, TracedModule),

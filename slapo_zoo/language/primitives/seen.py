@@ -1,0 +1,18 @@
+"""A module as its own forward sees it, where a primitive gives it other values."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+
+class Seen:
+    """`type(module).forward(Seen(module, {"eps": x}), ...)` runs with `self.eps` x, all else the module's."""
+
+    def __init__(self, module: nn.Module, values: Mapping[str, Any]):
+        self._module, self._values = module, values
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._values[name] if name in self._values else getattr(self._module, name)

@@ -1,0 +1,59 @@
+"""sync_rms_norm: the mean of squares over the columns of all ranks of a mesh dim."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.language.directive import Directive, Site, primitive
+from slapo_zoo.language.primitives.seen import Seen
+from slapo_zoo.parallel.collectives import reduce_backward, reduce_forward
+
+
+@primitive("sync_rms_norm")
+@dataclass(frozen=True)
+class SyncRMSNorm(Directive):
+    """Normalise sharded columns by the mean of squares of all of them.
+
+    rewrite:  y_r = w_r * x_r / sqrt(mean(x_r^2) + eps)  -->  y_r = w_r * x_r / sqrt(mean(x^2) + eps), x = x_0 .. x_(n-1)
+    why:      OLMo-2 normalises the queries (and keys) of all heads together, before they are heads
+    note:     the class's own forward runs, with an `eps` that adds what its mean lacks: every rounding of it stays.
+              Columns that several ranks hold (KV heads) count once
+    errors:   the weight is not sharded; no attribute `eps` that is a number; the module's forward was replaced
+
+    Args:
+        eps: the attribute that the forward adds to the mean.
+        mesh_dim: the mesh dim that divides the columns.
+    """
+
+    eps: str = "variance_epsilon"
+    mesh_dim: str = "tp"
+
+    def check(self, site: Site) -> None:
+        if site.placed("weight") is None:
+            raise self.fail(site, "its weight is not sharded", "shard('weight', 0) first")
+        if not isinstance(getattr(site.module, self.eps, None), float):
+            raise self.fail(
+                site, f"expected a number {self.eps!r}", "say what its forward adds to the mean"
+            )
+        if "forward" in vars(site.module):
+            raise self.fail(site, "its forward was replaced", "put this directive first")
+
+    def apply(self, site: Site) -> None:
+        n, placed = site.mesh.size(self.mesh_dim), site.placed("weight")
+        if n == 1 or placed is None:
+            return
+        module: Any = site.module
+        size, rank = placed.shape[0], site.mesh.coord(self.mesh_dim)
+        copies = placed.placement.replicas(size, n, rank)
+
+        def forward(x: Tensor) -> Tensor:
+            squares = x.to(torch.promote_types(x.dtype, torch.float32)).square()
+            part = squares.sum(-1, keepdim=True) / copies
+            group = site.group(self)
+            mean = reduce_backward(reduce_forward(part, group), group) / size
+            eps = mean - squares.mean(-1, keepdim=True) + getattr(module, self.eps)
+            return type(module).forward(Seen(module, {self.eps: eps}), x)
+
+        module.forward = forward
