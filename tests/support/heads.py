@@ -117,6 +117,7 @@ HEADS = {
     ),
     "gemma": usual("Gemma")[:3],
     "gemma2": usual("Gemma2")[:3],
+    "gemma3_text": [Case("Gemma3ForCausalLM", TOKENS), Case("Gemma3TextForSequenceClassification", CLASS, THREE)],
     "olmo2": [*usual("Olmo2")[:2], Case("Olmo2ForCausalLM", TOKENS, (("attention_bias", True), ("tie_word_embeddings", True)), variant=("bare", "twice"))],
     "olmo3": usual("Olmo3")[:2],
     "phi3": [*usual("Phi3")[:3], Case("Phi3ForCausalLM", TOKENS, (("tie_word_embeddings", True), ("sliding_window", 5)), variant=("bare", "twice"))],
@@ -175,7 +176,7 @@ HEADLESS = [
     for name in (
         "GPT2Model", "BertModel", "RobertaModel", "XLMRobertaModel", "CamembertModel", "AlbertModel", "GPTNeoModel", "OPTModel", "BartModel", "MBartModel", "M2M100Model", "T5Model",
         "T5EncoderModel", "MT5Model", "MT5EncoderModel", "UMT5Model", "UMT5EncoderModel", "LlamaModel",
-        "MistralModel", "Qwen3Model", "Qwen2Model", "GemmaModel", "Gemma2Model", "Olmo2Model", "Olmo3Model", "Phi3Model", "DistilBertModel", "ElectraModel", "EsmModel", "GPTJModel",
+        "MistralModel", "Qwen3Model", "Qwen2Model", "GemmaModel", "Gemma2Model", "Gemma3TextModel", "Olmo2Model", "Olmo3Model", "Phi3Model", "DistilBertModel", "ElectraModel", "EsmModel", "GPTJModel",
          "MixtralModel", "GPTNeoXModel", "BloomModel", "MambaModel", "ViTModel",
     )
 ]  # fmt: skip

@@ -64,6 +64,7 @@ TINY = {
     "qwen2": {k: v for k, v in LLAMA.items() if k != "head_dim"},
     "gemma": LLAMA,
     "gemma2": {**LLAMA, "query_pre_attn_scalar": 4, "sliding_window": 9},
+    "gemma3_text": {**LLAMA, "num_hidden_layers": 6, "query_pre_attn_scalar": 4, "sliding_window": 5},  # the sixth looks back all the way
     "olmo2": LLAMA,
     "olmo3": {**LLAMA, "num_hidden_layers": 4, "sliding_window": 5},  # the fourth looks back all the way
     "phi3": {**LLAMA, "head_dim": 6, "hidden_size": 40, "num_attention_heads": 10, "num_key_value_heads": 5, "original_max_position_embeddings": 20},

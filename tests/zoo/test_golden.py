@@ -49,11 +49,13 @@ def config_of(family, **changes):
 
 
 def classes_of(family):
-    """Every model class of the family that transformers has."""
-    module = type(config_of(family)).__module__.replace("configuration_", "modeling_")
+    """Every model class of the family that transformers has; Gemma 3's module has models of images too."""
+    config = config_of(family)
+    module = type(config).__module__.replace("configuration_", "modeling_")
     modeling = importlib.import_module(module)
     classes = [getattr(modeling, name) for name in modeling.__all__]
     models = [c for c in classes if hasattr(c, "base_model_prefix") and c.__init__ is not None]
+    models = [c for c in models if isinstance(config, c.config_class or object)]
     return [c for c in models if c.forward is not torch.nn.Module.forward]  # a base class has none
 
 

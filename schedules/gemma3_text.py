@@ -1,0 +1,17 @@
+"""Gemma 3 (its text models): Gemma 2's blocks, with norms of q and k that each head shares; most blocks look back a window only."""
+
+from slapo_zoo.zoo.rules import whole_on_heads
+from slapo_zoo.zoo.table import extend, register
+
+GEMMA3 = register(
+    extend(
+        "gemma2",
+        model_type="gemma3_text",
+        source="transformers 5.23.0, models/gemma3/modeling_gemma3.py",
+        body=(
+            # module                     rule               per rank
+            ("layers.*.self_attn.q_norm", whole_on_heads),  # [head_dim], dw summed over tp
+            ("layers.*.self_attn.k_norm", whole_on_heads),  # [head_dim], dw summed over tp
+        ),
+    )
+)
