@@ -16,13 +16,17 @@ from slapo_zoo.tune.outcome import OK, OUT_OF_MEMORY, Outcome
 from slapo_zoo.tune.surrogate import Surrogate, fits
 
 Known = Mapping[int, Outcome]
-WORTH = (
-    0.0005  # expected relative improvement below which another measurement is not worth its time
-)
+WORTH = 0.0005  # expected relative improvement below which no other measurement is worth its time
 ENOUGH = 2  # points that ran, before a model is asked
 FEWEST = 17  # measurements before a model may say so
-MORE_CARE = 0.5  # after each point in a row that ran out of memory, less is dared
-MORE_MEMORY = 0.15  # expected before anything is known: what takes all memory is so much faster
+MORE_CARE = 0.25  # after each point in a row that ran out of memory, less is dared
+MORE_MEMORY = (
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.3,
+)  # expected at first: what takes all memory is so much faster
 
 
 class Strategy(Protocol):
@@ -143,9 +147,9 @@ class Model:
     ):
         self.grid, self.start = grid, start
         self.coordinates = grid.coordinates()
-        self.prior = MORE_MEMORY * grid.memory_rank()
+        self.priors = [gain * grid.memory_rank() for gain in MORE_MEMORY]
         if prior is not None:
-            self.prior = np.log(np.maximum(np.asarray(prior, float), 1e-12))
+            self.priors = [np.log(np.maximum(np.asarray(prior, float), 1e-12))]
 
     def ask(self, known: Known, left: Sequence[int]) -> int | None:
         """The start; then where most is to be gained."""
@@ -198,14 +202,16 @@ class Model:
         return None
 
     def _gain(self, known: Known, ran: list[int]) -> np.ndarray:
-        """Expected improvement of log throughput at every point, weighted with the chance to run."""
+        """Expected improvement of log throughput at every point, weighted with the chance to run; the mean over all priors."""
         values = np.log([known[i].throughput for i in ran])
-        model = Surrogate(self.coordinates, ran, list(values - self.prior[ran]))
-        model.mean = model.mean + self.prior
+        gain = np.zeros(len(self.grid.points))
+        for prior in self.priors:
+            model = Surrogate(self.coordinates, ran, list(values - prior[ran]))
+            model.mean = model.mean + prior
+            gain += model.improvement(float(values.max())) / len(self.priors)
         failed = [i for i, outcome in known.items() if outcome.kind == OUT_OF_MEMORY]
         peaks = [known[i].peak_memory for i in ran]
-        chance = fits(self.grid, ran, peaks, failed) ** (1.0 + MORE_CARE * _in_a_row(known))
-        return model.improvement(float(values.max())) * chance
+        return gain * fits(self.grid, ran, peaks, failed) ** (1.0 + MORE_CARE * _in_a_row(known))
 
 
 def _in_a_row(known: Known) -> int:

@@ -10,10 +10,15 @@ import numpy as np
 
 from slapo_zoo.tune.grid import Grid
 
-CAUTION = 2.0  # how fast the chance to fit sinks on the way to what failed
+CAUTION = 2.0  # a power of the chance to fit: the higher, the less is dared
 KEPT = np.geomspace(0.1, 10.0, 25)  # of a row, beside its inputs: what recomputation may save
 LENGTHS, NOISES = (0.25, 0.5, 1.0), (1e-3, 1e-2)
-LINEAR, QUADRATIC, CONSTANT = 1.0, 0.25, 4.0  # prior variances of the trend, of scaled values
+LINEAR, QUADRATIC, CONSTANT, SMOOTH = (
+    1.0,
+    0.25,
+    4.0,
+    0.25,
+)  # prior variances of the trend, of scaled values
 
 
 class Surrogate:
@@ -44,7 +49,8 @@ class Surrogate:
         _, kernel, root, weights, length = best
         self.mean = self.middle + self.scale * (kernel @ weights)
         half = np.linalg.solve(root, kernel.T)
-        prior = np.array([_kernel(x[None], x[None], length)[0, 0] for x in coordinates])
+        squares = 4.0 * ((coordinates - 0.5) ** 2).sum(1)
+        prior = CONSTANT + LINEAR * squares + QUADRATIC * squares**2 + SMOOTH
         self.deviation = self.scale * np.sqrt(np.maximum(prior - (half**2).sum(0), 1e-12))
 
     def improvement(self, best: float) -> np.ndarray:
@@ -62,7 +68,7 @@ def _kernel(a: np.ndarray, b: np.ndarray, length: float) -> np.ndarray:
     inner = ca @ cb.T
     distance = ((a[:, None] - b[None]) ** 2).sum(-1)
     smooth = np.exp(-0.5 * distance / length**2)
-    return CONSTANT + LINEAR * 4.0 * inner + QUADRATIC * 16.0 * inner**2 + 0.25 * smooth
+    return CONSTANT + LINEAR * 4.0 * inner + QUADRATIC * 16.0 * inner**2 + SMOOTH * smooth
 
 
 def fits(
@@ -92,7 +98,7 @@ def fits(
     if len(ran) >= 3 and all(peaks) and failed:
         chance = _by_peaks(grid.memory_terms(), list(ran), peaks, list(failed), chance)
     chance[surely], chance[never] = 1.0, 0.0
-    return chance
+    return chance**CAUTION
 
 
 def _by_laws(grid: Grid, ran: Sequence[int], failed: Sequence[int]) -> np.ndarray:
@@ -126,4 +132,4 @@ def _by_peaks(
     low, high = memory[ran].max(), memory[failed].min()
     if high <= low:  # the estimate contradicts what happened
         return chance
-    return np.clip((high - memory) / (high - low), 0.0, 1.0) ** CAUTION
+    return np.clip((high - memory) / (high - low), 0.0, 1.0)
