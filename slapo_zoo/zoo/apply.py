@@ -120,8 +120,8 @@ def _with_backend(rule: Rule, attention: str | None) -> Rule:
 def _apply_rows(sch: Schedule, rows: list[Row]) -> None:
     for pattern, rule in rows:
         for directive in rule if sch[pattern].paths else ():
-            if _applies(sch, pattern, directive):
-                sch.do(pattern, directive)
+            for where in _where(sch, pattern, directive):
+                sch.do(where, directive)
 
 
 def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
@@ -158,12 +158,18 @@ def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
     return found
 
 
-def _applies(sch: Schedule, pattern: str, directive: Directive) -> bool:
+def _where(sch: Schedule, pattern: str, directive: Directive) -> list[str]:
+    """The pattern, or those of its modules that have the parameter: ModernBERT's first block has no norm."""
     if not isinstance(directive, Shard | SumGradient):
-        return True
-    modules = [sch.state.modules[path] for path in sch[pattern].paths]
-    name = directive.param_name
-    return all(m._parameters.get(name, m._buffers.get(name)) is not None for m in modules)
+        return [pattern]
+    name, modules = directive.param_name, sch.state.modules
+    paths = sch[pattern].paths
+    having = [
+        p
+        for p in paths
+        if modules[p]._parameters.get(name, modules[p]._buffers.get(name)) is not None
+    ]
+    return [pattern] if having == list(paths) else having
 
 
 def place_cuts(sch: Schedule, table: Table, num_stages: int) -> list[tuple[str, int]]:

@@ -117,6 +117,14 @@ HEADS = {
     ),
     "gemma": usual("Gemma")[:3],
     "gemma2": usual("Gemma2")[:3],
+    "modernbert": [
+        Case("ModernBertForMaskedLM", TOKENS),
+        Case("ModernBertForMaskedLM", TOKENS, (("norm_bias", True), ("attention_bias", True), ("mlp_bias", True)), variant=("bare", "twice")),
+        Case("ModernBertForSequenceClassification", CLASS, (*THREE, ("classifier_pooling", "mean"))),
+        Case("ModernBertForTokenClassification", TAGS, THREE),
+        Case("ModernBertForQuestionAnswering", SPAN),
+        Case("ModernBertForMultipleChoice", CHOICE, choices=2),
+    ],
     "gemma3_text": [Case("Gemma3ForCausalLM", TOKENS), Case("Gemma3TextForSequenceClassification", CLASS, THREE)],
     "olmo2": [*usual("Olmo2")[:2], Case("Olmo2ForCausalLM", TOKENS, (("attention_bias", True), ("tie_word_embeddings", True)), variant=("bare", "twice"))],
     "olmo3": usual("Olmo3")[:2],
@@ -176,7 +184,7 @@ HEADLESS = [
     for name in (
         "GPT2Model", "BertModel", "RobertaModel", "XLMRobertaModel", "CamembertModel", "AlbertModel", "GPTNeoModel", "OPTModel", "BartModel", "MBartModel", "M2M100Model", "T5Model",
         "T5EncoderModel", "MT5Model", "MT5EncoderModel", "UMT5Model", "UMT5EncoderModel", "LlamaModel",
-        "MistralModel", "Qwen3Model", "Qwen2Model", "GemmaModel", "Gemma2Model", "Gemma3TextModel", "Olmo2Model", "Olmo3Model", "Phi3Model", "DistilBertModel", "ElectraModel", "EsmModel", "GPTJModel",
+        "MistralModel", "Qwen3Model", "Qwen2Model", "GemmaModel", "Gemma2Model", "Gemma3TextModel", "ModernBertModel", "Olmo2Model", "Olmo3Model", "Phi3Model", "DistilBertModel", "ElectraModel", "EsmModel", "GPTJModel",
          "MixtralModel", "GPTNeoXModel", "BloomModel", "MambaModel", "ViTModel",
     )
 ]  # fmt: skip

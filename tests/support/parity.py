@@ -67,7 +67,7 @@ CHANGES = {"Mixtral": {"experts_implementation": "eager"}}
 DROPOUTS = (
     "resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_dropout", "classifier_dropout",
     "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob", "dropout",
-    "attention_dropout", "resid_dropout", "embed_dropout", "dropout_rate", "activation_dropout", "seq_classif_dropout", "qa_dropout", "hidden_dropout",
+    "attention_dropout", "resid_dropout", "embed_dropout", "dropout_rate", "activation_dropout", "seq_classif_dropout", "qa_dropout", "hidden_dropout", "embedding_dropout", "mlp_dropout",
 )  # fmt: skip
 
 

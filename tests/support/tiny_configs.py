@@ -64,6 +64,11 @@ TINY = {
     "qwen2": {k: v for k, v in LLAMA.items() if k != "head_dim"},
     "gemma": LLAMA,
     "gemma2": {**LLAMA, "query_pre_attn_scalar": 4, "sliding_window": 9},
+    "modernbert": {
+        "hidden_size": 40, "num_attention_heads": 5, "num_hidden_layers": 4, "vocab_size": 99, "intermediate_size": 70,
+        "max_position_embeddings": 20, "local_attention": 6, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        "cls_token_id": 1, "sep_token_id": 2,
+    },
     "gemma3_text": {**LLAMA, "num_hidden_layers": 6, "query_pre_attn_scalar": 4, "sliding_window": 5},  # the sixth looks back all the way
     "olmo2": LLAMA,
     "olmo3": {**LLAMA, "num_hidden_layers": 4, "sliding_window": 5},  # the fourth looks back all the way
