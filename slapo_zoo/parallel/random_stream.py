@@ -62,6 +62,16 @@ class RandomStream:
         finally:
             self.step, self.first_row, self.num_rows = before
 
+    @contextmanager
+    def without_rows(self) -> Iterator[None]:
+        """Draw for what has no batch rows: the same for every micro-batch, dp rank and packing."""
+        packed, self.real_tokens = self.real_tokens, None
+        try:
+            with self.at(self.step, 0, 0):
+                yield
+        finally:
+            self.real_tokens = packed
+
     def keep_mask(self, x: Tensor, p: float, site: str, heads: Sequence[int] = ()) -> Tensor:
         """A dropout mask for x, 0 or 1/(1-p), in the shape and dtype of x.
 

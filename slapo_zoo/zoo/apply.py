@@ -60,7 +60,7 @@ def apply_table(
         num_stages: pipeline stages; None takes pp.
         tuned_kernels: what "auto" means where a search found it fastest for this very model.
     """
-    _require_needed(sch, table)
+    _require_needed(sch, table, options.sequence_parallel)
     blocks = block_paths(sch, table)
     cuts = place_cuts(sch, table, num_stages or sch.mesh.pp)
     rows = [(p, _with_backend(rule, options.attention)) for p, rule in table.rows(sch.model)]
@@ -78,13 +78,19 @@ def apply_table(
     return sch
 
 
-def _require_needed(sch: Schedule, table: Table) -> None:
+def _require_needed(sch: Schedule, table: Table, tokens_divided: bool) -> None:
     """ArchitectureError for a config whose forward the table does not divide."""
-    for name, needed in table.needs if sch.mesh.tp > 1 else ():
+    for name, needed, *only in table.needs if sch.mesh.tp > 1 else ():
         found = getattr(sch.model.config, name, needed)
-        if found != needed:
-            what, problem = f"{name} of {table.model_type}", f"found {found!r}, expected {needed!r}"
-            raise ArchitectureError("zoo", what, problem, f"pass {name}={needed!r}, or use tp=1")
+        if found == needed or (only and not tokens_divided):
+            continue
+        what, problem = f"{name} of {table.model_type}", f"found {found!r}, expected {needed!r}"
+        if only:
+            problem += " with sequence_parallel"
+            hint = "leave sequence_parallel out"
+        else:
+            hint = f"pass {name}={needed!r}, or use tp=1"
+        raise ArchitectureError("zoo", what, problem, hint)
 
 
 def block_policies(count: int, options: BuildOptions) -> list[str]:

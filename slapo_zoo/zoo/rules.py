@@ -147,6 +147,9 @@ def dropout_on(axis: int, size: str) -> Rule:
     return (ForkRng(axis=axis, size=_dim(size)),)
 
 
+dropout_of_all: Rule = (ForkRng(rows=False),)  # of what all batch rows share
+
+
 def dropout_after(child: str, size: str) -> Rule:
     """As `dropout_tokens`, and the F.dropout after a child drops its result, which is sharded."""
     return (ForkRng(tokens=True, after=child, axis=-1, size=_dim(size)),)

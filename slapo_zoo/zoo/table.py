@@ -49,7 +49,8 @@ class Table:
         undivided: its loss is no mean that parts of a batch add up to: refused where one is sharded.
         batch_statistics: micro-batches change the result (BatchNorm), so their number must be given.
         defaults: what a config of the bare family has, where that of `transformers` makes no model.
-        needs: (config attribute, value): another value is refused over tp.
+        needs: (config attribute, value): another value is refused over tp; (attribute, value, "sp"):
+            only where sequence parallelism divides the tokens.
     """
 
     model_type: str
@@ -72,7 +73,7 @@ class Table:
     undivided: bool = False
     batch_statistics: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    needs: tuple[tuple[str, Any], ...] = ()
+    needs: tuple[tuple[Any, ...], ...] = ()
 
     def rows(self, model: Any) -> list[Row]:
         """All rows with full patterns and resolved numbers, for one model."""

@@ -53,6 +53,9 @@ def roberta_heads(name):
     ]
 
 
+V2 = (  # as in the first DeBERTa: absolute positions, projections of distances of their own
+    ("share_att_key", False), ("position_biased_input", True), ("type_vocab_size", 2), ("position_buckets", -1),
+)  # fmt: skip
 HEADS = {
     "gpt2": [
         Case("GPT2LMHeadModel", TOKENS),
@@ -145,6 +148,14 @@ HEADS = {
         Case("ElectraForQuestionAnswering", SPAN, variant=("types",)),
         Case("ElectraForMultipleChoice", CHOICE, choices=2),
     ],
+    "deberta-v2": [
+        Case("DebertaV2ForMaskedLM", TOKENS),
+        Case("DebertaV2ForMaskedLM", TOKENS, V2, variant=("bare", "twice")),
+        Case("DebertaV2ForSequenceClassification", CLASS, THREE),
+        Case("DebertaV2ForTokenClassification", TAGS, THREE),
+        Case("DebertaV2ForQuestionAnswering", SPAN),
+        Case("DebertaV2ForMultipleChoice", CHOICE, choices=3),
+    ],
     "esm": [
         Case("EsmForMaskedLM", TOKENS),
         Case("EsmForMaskedLM", TOKENS, (("position_embedding_type", "absolute"), ("emb_layer_norm_before", True)), variant=("bare", "twice")),
@@ -184,7 +195,7 @@ HEADLESS = [
     for name in (
         "GPT2Model", "BertModel", "RobertaModel", "XLMRobertaModel", "CamembertModel", "AlbertModel", "GPTNeoModel", "OPTModel", "BartModel", "MBartModel", "M2M100Model", "T5Model",
         "T5EncoderModel", "MT5Model", "MT5EncoderModel", "UMT5Model", "UMT5EncoderModel", "LlamaModel",
-        "MistralModel", "Qwen3Model", "Qwen2Model", "GemmaModel", "Gemma2Model", "Gemma3TextModel", "ModernBertModel", "Olmo2Model", "Olmo3Model", "Phi3Model", "DistilBertModel", "ElectraModel", "EsmModel", "GPTJModel",
+        "MistralModel", "Qwen3Model", "Qwen2Model", "GemmaModel", "Gemma2Model", "Gemma3TextModel", "ModernBertModel", "Olmo2Model", "Olmo3Model", "Phi3Model", "DistilBertModel", "ElectraModel", "EsmModel", "DebertaV2Model", "GPTJModel",
          "MixtralModel", "GPTNeoXModel", "BloomModel", "MambaModel", "ViTModel",
     )
 ]  # fmt: skip
@@ -204,4 +215,5 @@ UNEVEN = [
     (Case("T5ForConditionalGeneration", TOKENS, (("num_heads", 8), ("d_kv", 4))), (3, 1, 1)),
     (Case("T5ForConditionalGeneration", TOKENS, (("num_heads", 8), ("d_kv", 4))), (8, 1, 1)),
     (Case("GPT2LMHeadModel", TOKENS, (("n_head", 12), ("n_embd", 48))), (8, 1, 1)),
+    (Case("DebertaV2ForMaskedLM", TOKENS, (*V2, ("conv_kernel_size", 3))), (2, 2, 1)),
 ]  # fmt: skip

@@ -78,6 +78,10 @@ TINY = {
         "max_position_embeddings": 20, "pad_token_id": 0,
     },
     "electra": {**BERT, "embedding_size": 14},
+    "deberta-v2": {
+        **BERT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "share_att_key": True, "norm_rel_ebd": "layer_norm",
+        "position_buckets": 4, "max_relative_positions": 16, "position_biased_input": False, "type_vocab_size": 0, "pooler_hidden_size": 30,
+    },
     "esm": {**BERT, "mask_token_id": 32, "token_dropout": True, "position_embedding_type": "rotary"},
     "gptj": {
         "n_embd": 40, "n_head": 5, "n_layer": 3, "n_positions": 16, "rotary_dim": 4, "vocab_size": 99,

@@ -34,6 +34,9 @@ VARIANTS = {
         {"position_embedding_type": "absolute", "emb_layer_norm_before": True},
         {"add_cross_attention": True, "is_decoder": True},
     ],
+    "deberta-v2": [
+        {"position_biased_input": True, "type_vocab_size": 2, "embedding_size": 14, "share_att_key": False, "conv_kernel_size": 3},
+    ],
     "camembert": [{"add_cross_attention": True, "is_decoder": True}],
     "opt": [{"word_embed_proj_dim": 14}],
     "t5": [{"feed_forward_proj": "gated-gelu"}, {"tie_word_embeddings": False}],
@@ -206,6 +209,16 @@ def test_what_a_table_does_not_divide_is_refused_over_tp():
     assert scheduled(model, "bloom", Mesh(pp=2)).history
     with pytest.raises(ArchitectureError, match="slow_but_exact of bloom"):
         scheduled(on_meta("bloom", slow_but_exact=True), "bloom", Mesh(tp=2))
+
+
+def test_what_a_table_does_not_divide_over_tokens_is_refused_with_sequence_parallelism_only():
+    table, options = table_for("deberta-v2"), BuildOptions(sequence_parallel=True)
+    for mesh in (Mesh(tp=2), Mesh(pp=2)):
+        sch = Schedule(on_meta("deberta-v2", conv_kernel_size=3), mesh)
+        assert apply_table(sch, table, BuildOptions() if mesh.tp > 1 else options).history
+    sch = Schedule(on_meta("deberta-v2", conv_kernel_size=3), Mesh(tp=2))
+    with pytest.raises(ArchitectureError, match="found 3, expected 0 with sequence_parallel"):
+        apply_table(sch, table, options)
 
 
 def test_diff_shows_what_changed():

@@ -33,6 +33,8 @@ class ForkRng(Directive):
         after: for a module that calls F.dropout: the child whose result, sharded along the last axis,
             the next F.dropout drops (BART's `fc1`); `axis=-1` and `size` are those of its result.
         tokens: with sequence parallelism, the input holds this rank's tokens only.
+        rows: whether axis 0 of the input are batch rows; if not (DeBERTa's distances), every micro-batch and
+            dp rank draws the same mask.
     """
 
     per_rank: bool = False
@@ -40,6 +42,7 @@ class ForkRng(Directive):
     size: int = 0
     tokens: bool = False
     after: str = ""
+    rows: bool = True
 
     def check(self, site: Site) -> None:
         if self.after and (self.axis != -1 or not hasattr(site.module, self.after)):
@@ -48,6 +51,9 @@ class ForkRng(Directive):
         if self.axis and self.size < site.mesh.size("tp"):
             problem = f"an axis of size {self.size} cannot be sharded over tp={site.mesh.tp}"
             raise self.fail(site, problem, "give the global size of the sharded axis")
+        if not self.rows and (not isinstance(site.module, nn.Dropout) or self.axis or self.tokens):
+            problem = "rows=False: found another module than nn.Dropout, or axis or tokens beside it"
+            raise self.fail(site, problem, "name a Dropout whose input is the same on all ranks, and rows alone")
 
     def apply(self, site: Site) -> None:
         applied = site.state.applied.setdefault(site.path, set())
@@ -168,6 +174,9 @@ def _dropout(
     def draws(input: Tensor) -> dict[str, Any]:
         """What is drawn for an input: `keep`, or `seeds` and `p`."""
         p, hashes = module.p, stream.hashes(input.device)
+        if not directive.rows:
+            with stream.without_rows():
+                return _drawn(site, input, p, path, tokens=False)
         if run is None:
             return _drawn(site, input, p, path, directive.tokens)
         if directive.axis == 1:
