@@ -23,6 +23,7 @@ from slapo_zoo.model.saved_configs import configs_of
 from slapo_zoo.parallel import background
 from slapo_zoo.parallel import gather as consolidate
 from slapo_zoo.parallel.agreement import together
+from slapo_zoo.parallel.local_tensors import Rows, marked_as, rows_of
 from slapo_zoo.parallel.process_group import rank_guard
 from slapo_zoo.weights import optimizer as optimizers
 from slapo_zoo.weights.checksums import save_in
@@ -165,6 +166,7 @@ class _Save:
         self.optimizer = self.whole.optimizer
         self.write_configs = configs_of(model, folder)
         self.tensors: dict[str, Tensor] = {}
+        self.rows: dict[str, Rows | None] = {}
         self.state: dict[str, Any] = {}
         self.texts: Mapping[str, str] = {}
 
@@ -172,11 +174,12 @@ class _Save:
         """What the other ranks need to know: our optimizer, generators, and place in the data."""
         mesh, record, keys = self.model.mesh, None, self.model._slapo.keys
         specs = self.model._slapo.specs
-        local = consolidate.local_tensors(self.model, specs, mesh, grads=False)
+        local = consolidate.local_tensors(self.model, specs, mesh, rows=True)
         if self.optimizer is not None:
             names = names_of(self.model, self.whole)
             record, self.tensors = optimizers.collect(self.optimizer, names)
         self.tensors |= keys.to_files(local, specs, mesh)
+        self.rows = {name: rows_of(tensor, mesh) for name, tensor in self.tensors.items()}
         stream = self.model.schedule.state.random
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
         self.state = {
@@ -220,7 +223,7 @@ class _Save:
         if record is not None:
             beside = optimizers.optimizer_specs(record, keys.renamed(specs))
         save_folder(
-            self.folder, keys.file_specs(specs), self.tensors, mesh, write_extras=self._write_extras, max_shard_size=max_shard_size,
+            self.folder, keys.file_specs(specs), self.tensors, mesh, write_extras=self._write_extras, max_shard_size=max_shard_size, rows=self.rows,
             beside={"optimizer": beside} if beside else None,
             stamp=json.dumps({k: v for k, v in self.state.items() if k != "mesh"}),
         )  # fmt: skip
@@ -236,14 +239,11 @@ def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, s
     """All parameters and persistent buffers of this rank, and the key of each."""
     runtime = model._slapo
     tensors, names = _held(model, whole)
-    views = runtime.keys.split(
-        {names[name]: tensor.detach() for name, tensor in tensors.items()},
-        runtime.specs,
-        model.mesh,
-    )
+    own = {names[name]: marked_as(tensor.detach(), tensor) for name, tensor in tensors.items()}
+    views = runtime.keys.split(own, runtime.specs, model.mesh)
     known = {spec.name: spec for spec in runtime.keys.read_specs(runtime.specs)}
     targets = {
-        name: Target(view, known[name].shape, known[name].placement)
+        name: Target(view, known[name].shape, known[name].placement, rows_of(view, model.mesh))
         for name, view in views.items()
         if view.numel()
     }

@@ -25,7 +25,8 @@ class Whole:
     """Parameters and optimizer as they are without dp: what checkpoints are made of and read into.
 
     Args:
-        tensors: parameters and buffers of this tp and pp rank by name, each whole over dp.
+        tensors: parameters and buffers of this tp and pp rank by name, each whole over dp, or rows that
+            are marked as such.
         optimizer: of torch, over these parameters, or None.
     """
 
@@ -103,6 +104,10 @@ class DataParallel:
         if grads:
             return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in found.items()}
         return found | dict(model.named_buffers(remove_duplicate=False))
+
+    def kept(self, model: Any) -> dict[str, Tensor]:
+        """As `tensors`, but where a rank can write its rows alone, these."""
+        return self.tensors(model)
 
     def whole(self, model: Any, optimizer: Any = None) -> Whole:
         """What a checkpoint is made of; a collective call over dp."""

@@ -6,7 +6,6 @@ The gather is differentiable: its backward sums gradients over dp and leaves eac
 optimizer over `model.parameters()` keeps states for these rows alone. Source: arXiv:1910.02054.
 """
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from slapo_zoo.errors import MeshError
 from slapo_zoo.hf.models import stays_wide
-from slapo_zoo.model.data_parallel import DataParallel, Whole, use_engine
+from slapo_zoo.model.data_parallel import DataParallel, use_engine
 from slapo_zoo.model.gathered import Group, Shards
 from slapo_zoo.model.whole_blocks import Blocks
 from slapo_zoo.parallel import gradient_buckets
@@ -98,59 +97,9 @@ class Sharded(DataParallel):
             return value.clone() if isinstance(value, Tensor) else value
         return self.shards.gather([value.detach()], [p.whole_shape], value.dtype)[0].clone()
 
-    def whole(self, model: Any, optimizer: Any = None) -> Whole:
-        """Whole copies, which are put back after they were read into."""
-        return _WholeShards(model, optimizer, self)
-
-
-class _WholeShards(Whole):
-    """Whole copies of sharded parameters, and an optimizer over them with whole states."""
-
-    def __init__(self, model: Any, optimizer: Any, engine: Sharded):
-        self.engine, self.given = engine, optimizer
-        self.parts: dict[str, Any] = dict(model.named_parameters())
-        copies = {
-            n: nn.Parameter(engine.whole_of(p, p.detach()), p.requires_grad)
-            for n, p in self.parts.items()
-        }
-        super().__init__({**copies, **dict(model.named_buffers())})
-        self.of_part = {id(p): copies[n] for n, p in self.parts.items()}
-        if optimizer is not None:
-            self.optimizer = self._whole_optimizer(optimizer)
-
-    def _whole_optimizer(self, optimizer: Any) -> Any:
-        mine = copy.copy(optimizer)
-        mine.param_groups = [
-            {**g, "params": [self.of_part[id(p)] for p in g["params"]]}
-            for g in optimizer.param_groups
-        ]
-        mine.state = copy.copy(optimizer.state)
-        mine.state.clear()
-        for p in (p for g in optimizer.param_groups for p in g["params"]):
-            if p in optimizer.state:
-                states = optimizer.state[p].items()
-                mine.state[self.of_part[id(p)]] = {k: self.engine.whole_of(p, v) for k, v in states}
-        return mine
-
-    def put_back(self) -> None:
-        """Our rows of what was read."""
-        with torch.no_grad():
-            for name, p in self.parts.items():
-                p.copy_(self._part(p, self.tensors[name].detach()))
-        if self.given is None:
-            return
-        for mine, group in zip(self.optimizer.param_groups, self.given.param_groups, strict=True):
-            group.update({k: v for k, v in mine.items() if k != "params"})
-        self.given.state.clear()
-        for p in self.parts.values():
-            whole = self.of_part[id(p)]
-            if whole in self.optimizer.state:
-                states = self.optimizer.state[whole].items()
-                self.given.state[p] = {k: self._part(p, v) for k, v in states}
-
-    def _part(self, p: Any, value: Any) -> Any:
-        divides = is_divided(p) and isinstance(value, Tensor) and value.shape == p.whole_shape
-        return self.engine.shards.part(value) if divides else value
+    def kept(self, model: Any) -> dict[str, Tensor]:
+        """Each rank writes its own rows."""
+        return super().tensors(model)
 
 
 def shard_over_dp(model: Any, blocks: Sequence[str], shards: Shards) -> None:

@@ -26,6 +26,7 @@ from slapo_zoo.model.saved_configs import extras_of
 from slapo_zoo.model.train_step import StepOptions, train_step
 from slapo_zoo.parallel import gather as consolidate
 from slapo_zoo.parallel.agreement import together
+from slapo_zoo.parallel.local_tensors import rows_of
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.process_group import rank_guard
 from slapo_zoo.weights.ledger import Ledger
@@ -317,14 +318,15 @@ class Scheduled(Generates, Recomputes):
         keys = self._slapo.keys
         with rank_guard("save_pretrained"):
             refresh_specs(self, "save_pretrained")
-            local = consolidate.local_tensors(self, self._slapo.specs, self.mesh, grads=False)
-            local, specs = written_as(dtype, keys.to_files(local, self._slapo.specs, self.mesh),
-                                      keys.file_specs(self._slapo.specs))  # fmt: skip
+            local = consolidate.local_tensors(self, self._slapo.specs, self.mesh, rows=True)
+            local = keys.to_files(local, self._slapo.specs, self.mesh)
+            rows = {name: rows_of(tensor, self.mesh) for name, tensor in local.items()}
+            local, specs = written_as(dtype, local, keys.file_specs(self._slapo.specs))
             _on_first(self.mesh, push and push.create)
             save_folder(
                 save_directory, specs, local, self.mesh,
                 write_extras=extras_of(self, save_directory, push is not None, dtype),
-                max_shard_size=max_shard_size, stem=stem,
+                max_shard_size=max_shard_size, stem=stem, rows=rows,
             )  # fmt: skip
             _on_first(self.mesh, push and push.upload)
 

@@ -108,7 +108,7 @@ class _Load:
         runtime, record, opened = self.model._slapo, self.opened.state["optimizer"], self.opened
         specs = {spec.name: spec for spec in runtime.keys.renamed(runtime.specs)}
         names = names_of(self.model, self.whole)
-        self.restored = optimizers.Restored(self.optimizer, record, names, specs)
+        self.restored = optimizers.Restored(self.optimizer, record, names, specs, self.model.mesh)
         found = set(opened.optimizer.key_to_file) if opened.optimizer else set()
         if wrong := found ^ optimizers.tensor_names(record):
             where = str(self.path / FILE)

@@ -16,8 +16,9 @@ from slapo_zoo.errors import SlapoError
 from slapo_zoo.model.checkpoint import weights_of
 from slapo_zoo.model.current_specs import refresh_specs
 from slapo_zoo.parallel import gather as consolidate
+from slapo_zoo.parallel.local_tensors import Rows, runs_within
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.parallel.placement import TensorSpec
+from slapo_zoo.parallel.placement import Run, TensorSpec
 from slapo_zoo.parallel.process_group import rank_guard
 from slapo_zoo.weights.load import Target, parse_size
 from slapo_zoo.zoo.arguments import to_dtype
@@ -209,18 +210,20 @@ def _spread(
 def _take(target: Target, piece: Tensor, first: int, mesh: Mesh) -> None:
     """Copy what of the rows from `first` on is ours."""
     own = target.tensor if target.tensor.ndim else target.tensor.view(1)
-    last = first + piece.shape[0]
-    if target.placement is None:
-        own[first:last].copy_(piece)
-        return
-    axis, offset = target.placement.axis, 0
-    n, r = mesh.size(target.placement.mesh_dim), mesh.coord(target.placement.mesh_dim)
-    for start, stop in target.placement.runs(target.shape[axis], n, r):
-        if axis:
-            cut = piece.narrow(axis, start, stop - start)
-            own[first:last].narrow(axis, offset, stop - start).copy_(cut)
-        else:
-            a, b = max(start, first), min(stop, last)
-            if a < b:
-                own.narrow(0, offset + a - start, b - a).copy_(piece[a - first : b - first])
+    axis, kept, runs = 0, target.rows or Rows(0, len(own)), [Run(0, piece.shape[0] + first)]
+    if target.placement is not None:
+        axis, dim = target.placement.axis, target.placement.mesh_dim
+        runs = target.placement.runs(target.shape[axis], mesh.size(dim), mesh.coord(dim))
+    if axis:  # rows of the piece that we have, and of them our columns
+        low, high = max(first, kept.first), min(first + len(piece), kept.first + kept.count)
+        if low >= high:
+            return
+        own, piece = own[low - kept.first : high - kept.first], piece[low - first : high - first]
+        first = 0
+    offset = 0
+    for start, stop in runs if axis else runs_within(runs, kept.first, kept.count):
+        low, high = max(start, first), min(stop, first + piece.shape[axis])
+        if low < high and piece.numel():
+            cut = piece.narrow(axis, low - first, high - low)
+            own.narrow(axis, offset + low - start, high - low).copy_(cut)
         offset += stop - start

@@ -7,21 +7,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slapo_zoo.parallel.local_tensors import marked_as
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import TensorSpec
 
 
 def local_tensors(
-    model: Any, specs: Sequence[TensorSpec], mesh: Mesh, grads: bool
+    model: Any, specs: Sequence[TensorSpec], mesh: Mesh, grads: bool = False, rows: bool = False
 ) -> dict[str, Tensor]:
-    """This rank's tensors (or gradients) of the specs that its stage owns, by name."""
-    found = model._slapo.data_parallel.tensors(model, grads)
+    """This rank's tensors (or gradients) of the specs that its stage owns, by name.
+
+    Whole over dp, or with `rows` what of them this rank keeps, marked (`rows_of`).
+    """
+    engine = model._slapo.data_parallel
+    found = engine.kept(model) if rows else engine.tensors(model, grads)
     found = {name.replace(".base_layer.", "."): t for name, t in found.items()}  # beside adapters
     local = {}
     for spec in specs:
         if spec.stage != mesh.coord("pp") or spec.name not in found:
             continue
-        local[spec.name] = found[spec.name].detach()
+        local[spec.name] = marked_as(found[spec.name].detach(), found[spec.name])
     return local
 
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import Placement
 
 
@@ -45,6 +46,45 @@ class RowsOfRank:
         """Of what we keep of a parameter that is whole; one without an axis stays whole."""
         shape = tuple(parameter.shape)
         return (self.mine(shape)[1], *shape[1:]) if shape else shape
+
+
+class Rows(NamedTuple):
+    """Rows of a rank's tensor that it keeps of those that dp ranks divide; one of the copies writes them."""
+
+    first: int
+    count: int
+    writes: bool = True
+
+
+def rows_of(tensor: Any, mesh: Mesh) -> Rows | None:
+    """Which rows a tensor has; None where it is whole over dp."""
+    if not hasattr(tensor, "first_row"):
+        return None
+    shards = mesh.dp // getattr(tensor, "dp_copies", 1)
+    return Rows(tensor.first_row, len(tensor), mesh.coord("dp") < shards)
+
+
+def marked_as(tensor: Any, part: Any, first: int | None = None) -> Any:
+    """Mark a tensor as rows of one, from `first` on, where `part` is some rows of one."""
+    if hasattr(part, "first_row"):
+        tensor.first_row = part.first_row if first is None else first
+        tensor.dp_copies = getattr(part, "dp_copies", 1)
+    return tensor
+
+
+def runs_within(runs: Sequence[tuple[int, int]], first: int, count: int) -> list[tuple[int, int]]:
+    """What of the runs lies in so many places from `first`, counted along them.
+
+    >>> runs_within([(0, 4), (10, 14)], 3, 3)
+    [(3, 4), (10, 12)]
+    """
+    found, at = [], 0
+    for start, stop in runs:
+        low, high = max(first - at, 0), min(first + count - at, stop - start)
+        if low < high:
+            found.append((start + low, start + high))
+        at += stop - start
+    return found
 
 
 def local_part(tensor: Tensor, placement: Placement, n: int, r: int) -> Tensor:

@@ -14,7 +14,7 @@ from slapo_zoo.errors import WeightsError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.language.directive import State
 from slapo_zoo.parallel.agreement import together
-from slapo_zoo.parallel.local_tensors import RowsOfRank, local_part
+from slapo_zoo.parallel.local_tensors import RowsOfRank, local_part, rows_of
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import Placement, TensorSpec
 from slapo_zoo.weights.folder import CheckpointFolder
@@ -79,7 +79,7 @@ def fill_from_folder(
                 tensor,
                 known[canonical[name]].shape,
                 known[canonical[name]].placement,
-                _rows(tensor),
+                rows_of(tensor, mesh),
                 may_map=options.map_weights and held.get(name) is tensor,  # no view of another one
             )
             for name, tensor in local.items()
@@ -136,10 +136,6 @@ def _check_memory(model: Any, options: LoadOptions, mesh: Mesh, over_dp: RowsOfR
             raise WeightsError(f"rank {mesh.rank}", "max_load_memory", problem, hint)
 
     together(mesh, "from_pretrained", check)
-
-
-def _rows(tensor: Any) -> tuple[int, int] | None:
-    return (tensor.first_row, len(tensor)) if hasattr(tensor, "first_row") else None
 
 
 def _fresh(tensor: nn.Parameter, device: torch.device, over_dp: RowsOfRank | None) -> nn.Parameter:
@@ -208,8 +204,8 @@ def _draw(
             if placement is not None:
                 size = mesh.size(placement.mesh_dim), mesh.coord(placement.mesh_dim)
                 part = local_part(full, placement, *size)
-            if rows := _rows(missing[name]):
-                part = part.narrow(0, *rows)
+            if rows := rows_of(missing[name], mesh):
+                part = part.narrow(0, rows.first, rows.count)
             missing[name].detach().copy_(part)
 
     if wanted:

@@ -8,6 +8,7 @@ from functools import cache
 from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
+from slapo_zoo.parallel.local_tensors import marked_as
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import HeldBy, TensorSpec
 
@@ -53,16 +54,21 @@ class Piece:
     def view(self, tensor: Tensor, mesh: Mesh) -> Tensor:
         """The piece in this rank's tensor; none of its elements where another rank holds it."""
         held, length, place = self.spec.placement, self.spec.shape[0], self.number
+        own = getattr(tensor, "first_row", 0)  # dp ranks divide it
         if place is None:
-            return tensor.narrow(0, self.part * length, length)
+            begin = self.part * length
+            first = min(max(own, begin), begin + length)
+            last = max(min(own + len(tensor), begin + length), first)
+            at = min(max(first - own, 0), len(tensor))
+            return marked_as(tensor.narrow(0, at, last - first), tensor, first - begin)
         if isinstance(held, HeldBy):
             place = held.offset(mesh.size(held.mesh_dim), mesh.coord(held.mesh_dim))
         if place is not None:
-            place -= getattr(tensor, "first_row", 0)  # dp ranks divide it
+            place -= own
             place = place if 0 <= place < len(tensor) else None
         if place is None:
-            return tensor.new_empty((0, *self.spec.shape[1:]))
-        return tensor[place].narrow(0, self.part * length, length)
+            return marked_as(tensor.new_empty((0, *self.spec.shape[1:])), tensor, 0)
+        return marked_as(tensor[place].narrow(0, self.part * length, length), tensor, 0)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
+from slapo_zoo.parallel.local_tensors import Rows, runs_within
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import Placement
 from slapo_zoo.weights.device_copy import DeviceCopy
@@ -33,14 +34,14 @@ class Target:
         tensor: allocated, of any dtype and device; the copy casts.
         shape: the shape that the checkpoint's tensor must have.
         placement: how the mesh divides it, or None when the rank holds all of it.
-        rows: first and number of the rank's rows that the tensor has, where dp ranks divide them.
+        rows: that the tensor has, where dp ranks divide them.
         may_map: the tensor may be given other memory (its `.data`): the pages of the file.
     """
 
     tensor: Tensor
     shape: tuple[int, ...]
     placement: Placement | None = None
-    rows: tuple[int, int] | None = None
+    rows: Rows | None = None
     may_map: bool = False
 
 
@@ -180,29 +181,14 @@ def _parts(target: Target, view: Tensor, mesh: Mesh) -> list[Tensor]:
     """What of a tensor of the file is ours, in local order."""
     placement, rows = target.placement, target.rows
     if placement is None:
-        return [view if rows is None else view.narrow(0, *rows)]
+        return [view if rows is None else view.narrow(0, *rows[:2])]
     n, r = mesh.size(placement.mesh_dim), mesh.coord(placement.mesh_dim)
     runs = placement.runs(view.shape[placement.axis], n, r)
     if rows is not None and placement.axis == 0:
-        runs = _runs_within(runs, *rows)
+        runs = runs_within(runs, *rows[:2])
     elif rows is not None:
-        view = view.narrow(0, *rows)
+        view = view.narrow(0, *rows[:2])
     return [view.narrow(placement.axis, start, stop - start) for start, stop in runs]
-
-
-def _runs_within(runs: Sequence[tuple[int, int]], first: int, count: int) -> list[tuple[int, int]]:
-    """What of the runs lies in so many places from `first`, counted along them.
-
-    >>> _runs_within([(0, 4), (10, 14)], 3, 3)
-    [(3, 4), (10, 12)]
-    """
-    found, at = [], 0
-    for start, stop in runs:
-        low, high = max(first - at, 0), min(first + count - at, stop - start)
-        if low < high:
-            found.append((start + low, start + high))
-        at += stop - start
-    return found
 
 
 def _stays(target: Target, parts: Sequence[Tensor]) -> bool:

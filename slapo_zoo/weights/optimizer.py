@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
+from slapo_zoo.parallel.local_tensors import marked_as, rows_of
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.weights.encode import decode, encode
@@ -55,7 +56,7 @@ def _divide(name: str, p: Tensor, remembered: Mapping[str, Any], tensors: dict[s
     record = {}
     for key, value in remembered.items():
         if isinstance(value, Tensor) and value.shape == p.shape:
-            tensors[f"{name}.{key}"] = value.detach()
+            tensors[f"{name}.{key}"] = marked_as(value.detach(), p)
             record[key] = {"$like": str(value.dtype).removeprefix("torch.")}
         elif isinstance(value, Tensor) and value.numel() > 1:
             problem = f"found a tensor of {list(value.shape)}, expected {list(p.shape)} or a number"
@@ -150,6 +151,7 @@ class Restored:
         record: the merged record.
         names: id of a parameter --> its name in the checkpoint.
         specs: name --> spec of the model's tensors.
+        mesh: sizes of the mesh, and our coordinates.
 
     Attributes:
         targets: tensors to be filled from the file, by their names there.
@@ -157,9 +159,9 @@ class Restored:
 
     def __init__(
         self, optimizer: Any, record: Record, names: Mapping[int, str],
-        specs: Mapping[str, TensorSpec],
+        specs: Mapping[str, TensorSpec], mesh: Mesh,
     ):  # fmt: skip
-        self.optimizer, self.record = optimizer, record
+        self.optimizer, self.record, self._mesh = optimizer, record, mesh
         self.targets: dict[str, Target] = {}
         self._state: dict[Tensor, dict[str, Any]] = {}
         _check_kind(optimizer, record)
@@ -181,7 +183,8 @@ class Restored:
             state[key] = decode(kept)
             if _is_tensor(kept):
                 state[key] = torch.empty_like(p, dtype=getattr(torch, kept["$like"])).detach()
-                target = Target(state[key], spec.shape, spec.placement)
+                rows = rows_of(p, self._mesh)
+                target = Target(state[key], spec.shape, spec.placement, rows)
                 self.targets[f"{name}.{key}"] = target
         return state
 

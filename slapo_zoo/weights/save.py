@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.parallel.agreement import together
+from slapo_zoo.parallel.local_tensors import Rows
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.weights import checksums, crc
@@ -42,6 +43,7 @@ def save_folder(
     beside: Mapping[str, Sequence[TensorSpec]] | None = None,
     stem: str = "model",
     stamp: str = "",
+    rows: Mapping[str, Rows | None] | None = None,
 ) -> None:
     """Write a checkpoint that plain `transformers` loads; a collective call on all ranks.
 
@@ -62,8 +64,9 @@ def save_folder(
         stem: how the names of the files of `specs` begin.
         stamp: stands for what `write_extras` writes; it counts in the id of the save, which every
             file carries (see checksums.py).
+        rows: of a local tensor that dp ranks divide: which rows of the rank's part it has.
     """
-    save = _Save(_resolved(folder), {stem: specs, **(beside or {})}, local, mesh)
+    save = _Save(_resolved(folder), {stem: specs, **(beside or {})}, local, mesh, rows or {})
     kept = {**(metadata or PYTORCH), SAVE_ID: BLANK}
     digests = together(mesh, STEP, lambda: save.prepare(max_shard_size, kept))
     if differs := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
@@ -93,8 +96,9 @@ class _Save:
         sets: Mapping[str, Sequence[TensorSpec]],
         local: Mapping[str, Tensor],
         mesh: Mesh,
+        rows: Mapping[str, Rows | None],
     ):
-        self.target, self.sets, self.local, self.mesh = target, sets, local, mesh
+        self.target, self.sets, self.local, self.mesh, self.rows = target, sets, local, mesh, rows
         self.specs = [spec for specs in sets.values() for spec in specs]
         self.staging = Staging(target)
         self.layout = Layout()
@@ -104,7 +108,7 @@ class _Save:
         for stem, specs in self.sets.items():
             self.layout |= plan_layout(specs, max_shard_size, metadata, stem)
         for spec in self.specs:
-            _check_spec(spec, self.local, self.mesh)
+            _check_spec(spec, self.local, self.mesh, self.rows.get(spec.name))
         strange = self.local.keys() - self.layout.slots.keys()
         if strange:
             problem = f"found {len(strange)} tensors that no spec names, expected none"
@@ -123,7 +127,9 @@ class _Save:
     def write(self, path: Path) -> Written:
         """Write our share; return its bytes and sums."""
         with self._io_errors():
-            return write_tensors(path, self.layout.slots, self.specs, self.local, self.mesh)
+            return write_tensors(
+                path, self.layout.slots, self.specs, self.local, self.mesh, self.rows
+            )
 
     def finish(
         self, written: Sequence[Written], stamp: str, write_extras: Callable[[Path], None] | None
@@ -181,7 +187,9 @@ class _Save:
             raise WeightsError(str(self.target), error.filename or "", problem, hint) from error
 
 
-def _check_spec(spec: TensorSpec, local: Mapping[str, Tensor], mesh: Mesh) -> None:
+def _check_spec(
+    spec: TensorSpec, local: Mapping[str, Tensor], mesh: Mesh, rows: Rows | None
+) -> None:
     """Refuse a tensor that nobody, or not the spec's owner, could write."""
     if not 0 <= spec.stage < mesh.pp:
         problem = f"found stage {spec.stage}, expected 0..{mesh.pp - 1}"
@@ -197,6 +205,7 @@ def _check_spec(spec: TensorSpec, local: Mapping[str, Tensor], mesh: Mesh) -> No
         if problem := placement.problem(shape[placement.axis], n):
             raise WeightsError(STEP, spec.name, problem)
         shape = spec.local_shape(n, r)
+    shape = shape if rows is None else (rows.count, *shape[1:])
     tensor = local[spec.name]
     if tuple(tensor.shape) != tuple(shape) or tensor.dtype != torch_dtype(spec):
         found = f"{tensor.dtype} of shape {list(tensor.shape)}"

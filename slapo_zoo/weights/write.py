@@ -5,7 +5,7 @@
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -13,6 +13,7 @@ from typing import BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
+from slapo_zoo.parallel.local_tensors import Rows
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.weights import crc
@@ -42,6 +43,7 @@ def write_tensors(
     specs: Sequence[TensorSpec],
     local: Mapping[str, Tensor],
     mesh: Mesh,
+    rows: Mapping[str, Rows | None] | None = None,
 ) -> Written:
     """Write our shares into the files below `path` and force them onto the disk.
 
@@ -53,15 +55,20 @@ def write_tensors(
         specs: all tensors of the model.
         local: this rank's tensors.
         mesh: sizes of the mesh, and our coordinates.
+        rows: tensor name --> what of it we have, where dp ranks divide it.
     """
-    mine = [spec for spec in specs if shares(spec, mesh)]
+    rows = rows or {}
+    held = {spec.name: shares(spec, mesh, rows.get(spec.name)) for spec in specs}
+    mine = [spec for spec in specs if held[spec.name]]
     written, sums = 0, {}
     by_place = sorted(mine, key=lambda spec: slots[spec.name])
     for name, group in groupby(by_place, key=lambda spec: slots[spec.name].file):
         with (path / name).open("r+b", buffering=0) as file:
             for spec in group:
                 tensor = local[spec.name].detach().to("cpu")
-                count, sums[spec.name] = _write(file, slots[spec.name].start, tensor, spec, mesh)
+                count, sums[spec.name] = _write(
+                    file, slots[spec.name].start, tensor, spec, held[spec.name], rows.get(spec.name)
+                )
                 written += count
                 del tensor  # before the next one is copied
     for name in sorted({slots[spec.name].file for spec in mine}):  # not one by one: no disk idles
@@ -70,20 +77,21 @@ def write_tensors(
     return Written(written, sums)
 
 
-def shares(spec: TensorSpec, mesh: Mesh) -> list[Share]:
+def shares(spec: TensorSpec, mesh: Mesh, rows: Rows | None = None) -> list[Share]:
     """What of a tensor this rank writes, so that all ranks together write each element once.
 
     Of ranks that hold the same elements the first one writes: coordinate 0 of the mesh dims that
     do not divide the tensor, and the first holder of a replicated run. A tensor without a
-    placement counts as one piece, 0..1.
+    placement counts as one piece, 0..1; where dp ranks divide it, its rows are the placed axis.
     """
     placement = spec.placement
     divided = placement.mesh_dim if placement else ""
     others = [mesh.coord(mesh_dim) for mesh_dim in ("tp", "dp") if mesh_dim != divided]
-    if spec.stage != mesh.coord("pp") or any(others):
+    others = others if rows is None else [mesh.coord("tp")] * (divided != "tp")
+    if spec.stage != mesh.coord("pp") or any(others) or (rows and not (rows.writes and rows.count)):
         return []
     if placement is None:
-        return [Share(0, 1, 0)]
+        return [Share(0, 1, 0) if rows is None else Share(rows.first, rows.first + rows.count, 0)]
     size, n, r = spec.shape[placement.axis], mesh.size(divided), mesh.coord(divided)
     before = {run for rank in range(r) for run in placement.runs(size, n, rank)}
     found: list[Share] = []
@@ -94,26 +102,42 @@ def shares(spec: TensorSpec, mesh: Mesh) -> list[Share]:
         elif run not in before:
             found.append(Share(run.start, run.stop, offset))
         offset += run.stop - run.start
-    return found
+    return found if rows is None or placement.axis else list(_within(found, rows))
+
+
+def _within(shares: Sequence[Share], rows: Rows) -> Iterator[Share]:
+    """What of shares along axis 0 lies in our rows; their offsets then count from the first of these."""
+    for share in shares:
+        low = max(share.offset, rows.first)
+        high = min(share.offset + share.stop - share.start, rows.first + rows.count)
+        if low < high:
+            begin = share.start + low - share.offset
+            yield Share(begin, begin + high - low, low - rows.first)
 
 
 def _write(
-    file: BinaryIO, start: int, tensor: Tensor, spec: TensorSpec, mesh: Mesh
-) -> tuple[int, int]:
+    file: BinaryIO, start: int, tensor: Tensor, spec: TensorSpec, held: Sequence[Share],
+    own: Rows | None,
+) -> tuple[int, int]:  # fmt: skip
     """Write the shares of one CPU tensor whose first byte lies at `start` of the file.
 
     Returns:
         their bytes, and their part of the tensor's CRC.
     """
     axis = spec.placement.axis if spec.placement else 0
-    shape = spec.shape if spec.placement else (1, *spec.shape)
-    tensor = tensor if spec.placement else tensor.unsqueeze(0)
+    is_piece = spec.placement is None and own is None
+    shape = (1, *spec.shape) if is_piece else spec.shape
+    tensor = tensor.unsqueeze(0) if is_piece else tensor
     inner = math.prod(shape[axis + 1 :]) * tensor.itemsize
+    above = math.prod(shape[1:axis]) if axis else 1  # rows of the file in a row of the tensor
+    first, count = (own.first, own.count) if own and axis else (0, shape[0] if axis else 1)
+    whole = math.prod(shape) * tensor.itemsize
+    start += (skipped := first * above * shape[axis] * inner)
     written = total = 0
-    for share in shares(spec, mesh):
+    for share in held:
         width = share.stop - share.start
         piece = _bytes(tensor.narrow(axis, share.offset, width))
-        rows, chunk = math.prod(shape[:axis]), width * inner
+        rows, chunk = count * above, width * inner
         if width == shape[axis]:
             rows, chunk = 1, rows * chunk  # rows that lie side by side in the file: one write
         for row in range(rows if chunk else 0):
@@ -123,8 +147,7 @@ def _write(
             _start_flush(file, start + share.start * inner, chunk)
         if chunk and rows:
             stride = shape[axis] * inner
-            behind = math.prod(shape) * tensor.itemsize - (rows - 1) * stride
-            behind -= share.start * inner + chunk
+            behind = whole - skipped - (rows - 1) * stride - share.start * inner - chunk
             total ^= crc.times(crc.of_rows(piece, rows, chunk, stride), crc.shift(behind))
         written += rows * chunk
     return written, total

@@ -148,6 +148,55 @@ def test_a_load_reads_its_rows_alone(cls, tp, map_weights, root, ranks):
         assert torch.equal(tensor, plain[name]), name
 
 
+def saved_by_rows(folder, layout, saved, size):
+    """Save, resume and stream: gathers, the most bytes made meanwhile, bytes of all parts."""
+    from slapo_zoo.model.gathered import Shards
+
+    tp, pp, dp = layout
+    model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, dp=dp, dp_shard=size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    gathers, begin = [], Shards.begin
+    Shards.begin = lambda *args: gathers.append(args) or begin(*args)
+    try:
+        with LiveBytes() as alive:
+            save_checkpoint(model, saved / "all", optimizer)
+        load_checkpoint(model, saved / "all", optimizer)
+        model.save_pretrained(saved / "narrow", dtype="bfloat16")
+    finally:
+        Shards.begin = begin
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    pairs = list(model.stream_weights(ranks=(0,)))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    model.load_stream(pairs if model.mesh.rank == 0 else None)
+    same = all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    return len(gathers), alive.peak, sum(p.nbytes for p in model.parameters()), same
+
+
+@pytest.mark.parametrize(
+    ("cls", "sizes", "layout", "size"),
+    [("GPT2LMHeadModel", {"n_embd": 240}, (2, 1, 2), 2),
+     ("MixtralForCausalLM", {"intermediate_size": 1024}, (1, 1, 4), 2)],
+)  # fmt: skip
+def test_each_rank_writes_its_own_rows(cls, sizes, layout, size, root, ranks, tmp_path):
+    case = Case(cls, ("tokens",), tuple(sizes.items()))
+    folder = checkpoint(case, root)
+    found = ranks.run(saved_by_rows, 4, folder, layout, tmp_path / "rows", size)
+    ranks.run(saved_by_rows, 1, folder, (1, 1, 1), tmp_path / "one", 1)
+    for gathers, peak, held, same in found:
+        assert gathers == 0
+        assert peak < held / 2  # of whole parameters and states it would be 6 times `held`
+        assert same
+    for name in ("narrow/model.safetensors", "all/model.safetensors", "all/optimizer.safetensors"):
+        one, rows = (load_file(tmp_path / n / name) for n in ("one", "rows"))
+        assert one.keys() == rows.keys()
+        assert all(torch.equal(rows[key], tensor) for key, tensor in one.items())
+
+
 def hsdp(folder):
     options = {"dp_shard": 2}
     return steps(folder, (1, 1, 4), options, 0, 2)[0]

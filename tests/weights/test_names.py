@@ -1,8 +1,12 @@
 """Checkpoint keys of all ages find their tensors."""
 
 import pytest
+import torch
 
-from slapo_zoo.weights.keys import KeyMap
+from slapo_zoo.parallel.local_tensors import rows_of
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.placement import TensorSpec
+from slapo_zoo.weights.keys import KeyMap, Pieces
 from slapo_zoo.weights.names import match_names
 
 GPT2 = ["transformer.wte.weight", "transformer.h.0.attn.c_attn.bias", "transformer.ln_f.weight"]
@@ -112,3 +116,17 @@ def test_what_every_layer_of_old_files_holds_is_one_tensor_of_the_model():
         assert keys.to_model(key) == "esm.rotary.inv_freq"
     assert keys.to_file("esm.rotary.inv_freq") == "esm.layer.*.rotary.inv_freq"
     assert keys.to_model("esm.layer.0.key.weight") == "esm.layer.0.key.weight"
+
+
+def test_pieces_of_rows_that_dp_ranks_divide():
+    """Parts of axis 0 in a tensor of which a rank keeps rows 4..7."""
+    keys = KeyMap((), (Pieces("conv.weight", ("q.weight", "k.weight", "v.weight")),))
+    spec = TensorSpec("conv.weight", (9, 2), "float32")
+    whole = torch.arange(18.0).reshape(9, 2)
+    own = whole[4:8].clone()
+    own.first_row, mesh = 4, Mesh(dp=2, rank=1)
+    found = keys.split({"conv.weight": own}, [spec], mesh)
+    for i, (name, view) in enumerate(found.items()):
+        rows = rows_of(view, mesh)
+        assert rows.count == [0, 2, 2][i], name
+        assert torch.equal(view, whole[3 * i :][rows.first : rows.first + rows.count])
