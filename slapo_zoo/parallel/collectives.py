@@ -96,10 +96,13 @@ def _channels_last(x: Tensor) -> bool:
 
 
 def _in_format_of(x: Tensor, y: Tensor) -> Tensor:
-    """y contiguous, as the models view it; channels last in memory where those of x are."""
+    """y contiguous, as the models view it; channels last in memory where those of x are.
+
+    No view: autograd lets nobody change a view that a Function returns (Falcon adds to it in place).
+    """
     if _channels_last(x):
         return y.contiguous(memory_format=CHANNELS_LAST)
-    return y.contiguous()
+    return torch.ops.aten._unsafe_view(y.contiguous(), y.shape)
 
 
 class _ReduceForward(torch.autograd.Function):

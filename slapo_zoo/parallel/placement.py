@@ -31,6 +31,8 @@ class Placement:
         together: units that share a KV head: a rank holds whole runs of that many units, or, with
             more ranks than such runs, an equal part of one. It counts in the first group (q); the
             others (k, v) hold one unit for each such run, and then no run is divided.
+        shared: length of the end of the axis, which all ranks use (k and v of the only KV head): it is
+            divided element by element, and what is made of it joined.
     """
 
     axis: int
@@ -40,15 +42,21 @@ class Placement:
     pad: bool = False
     replicate: bool = False
     together: int = 1
+    shared: int = 0
 
     def units(self, size: int) -> list[int]:
         """Number of units of each group of an axis of `size`."""
-        return [group // self.unit for group in self.groups or (size,)]
+        return [group // self.unit for group in self._groups(size)]
+
+    def _groups(self, size: int) -> tuple[int, ...]:
+        return self.groups or (size - self.shared,)
 
     def problem(self, size: int, n: int) -> str:
         """Why an axis of `size` cannot be sharded over `n`, or the empty string."""
-        groups = self.groups or (size,)
-        if sum(groups) != size:
+        groups = self._groups(size)
+        if self.shared and (self.groups or self.pad or self.replicate or self.shared < n):
+            return f"a shared end of {self.shared} cannot be sharded over {self.mesh_dim}={n}, with groups or padding"
+        if sum(groups) + self.shared != size:
             return (
                 f"axis {self.axis} has size {size}, but the groups {groups} add up to {sum(groups)}"
             )
@@ -85,11 +93,13 @@ class Placement:
     def runs(self, size: int, n: int, r: int) -> list[Run]:
         """The global indices that rank `r` holds, in local order; padding is not among them."""
         runs, start = [], 0
-        for group, units in zip(self.groups or (size,), self.units(size), strict=True):
+        for group, units in zip(self._groups(size), self.units(size), strict=True):
             beside = start > 0 and self.together > 1
             first, last = _balanced(units, n, r) if beside else self._share(units, n, r)
             runs.append(Run(start + first * self.unit, start + last * self.unit))
             start += group
+        first, last = _balanced(self.shared, n, r)
+        runs.append(Run(start + first, start + last))
         return [run for run in runs if run.stop > run.start]
 
     def _share(self, units: int, n: int, r: int) -> tuple[int, int]:

@@ -82,14 +82,18 @@ def _require_needed(sch: Schedule, table: Table, tokens_divided: bool) -> None:
     """ArchitectureError for a config whose forward the table does not divide."""
     for name, needed, *only in table.needs if sch.mesh.tp > 1 else ():
         found = getattr(sch.model.config, name, needed)
-        if found == needed or (only and not tokens_divided):
+        within = (
+            tokens_divided if only == ["sp"] else all(getattr(sch.model.config, n) for n in only)
+        )
+        if found == needed or not within:
             continue
         what, problem = f"{name} of {table.model_type}", f"found {found!r}, expected {needed!r}"
-        if only:
+        hint = f"pass {name}={needed!r}, or use tp=1"
+        if only == ["sp"]:
             problem += " with sequence_parallel"
             hint = "leave sequence_parallel out"
-        else:
-            hint = f"pass {name}={needed!r}, or use tp=1"
+        elif only:
+            problem += f" with {only[0]}"
         raise ArchitectureError("zoo", what, problem, hint)
 
 

@@ -40,6 +40,7 @@ def column(
     groups: tuple[str, ...] = (),
     together: str = "",
     kv: bool = False,
+    shared: str = "",
 ) -> Rule:
     """Each rank computes some outputs: the weight (and bias) divided along its output axis.
 
@@ -49,8 +50,10 @@ def column(
         groups: dims of parts that are sharded one by one (q|k|v).
         together: dim: query heads per KV head; of groups, the first is that of the queries.
         kv: heads of keys or values: shared by neighbouring ranks when there are too few.
+        shared: dim: outputs at the end that all ranks use (k and v of the only KV head).
     """
     how: dict[str, Any] = {"unit": _dim(unit), "together": _dim(together), "replicate": kv}
+    how |= {"shared": Dim(shared)} if shared else {}
     sizes: Any = tuple(Dim(name) for name in groups)
     weight = Shard("weight", axis, groups=sizes, uneven=True, **how)
     return (weight, Shard("bias", 0, groups=sizes, uneven=True, **how))
@@ -75,10 +78,10 @@ def attention(num_heads: str, *attributes: tuple[str, str], together: str = "") 
     return (CoreAttentionSeam(_dim(num_heads), together=_dim(together)), *sizes(*attributes))
 
 
-def sizes(*attributes: tuple[str, str], together: str = "") -> Rule:
-    """Attributes that count heads, or columns of whole heads: ("embed_dim", "head_dim")."""
+def sizes(*attributes: tuple[str, str], together: str = "", kv: bool = False) -> Rule:
+    """Attributes that count heads, or columns of whole heads: ("embed_dim", "head_dim"); `kv` as in `column`."""
     return tuple(
-        ShardAttribute(name, unit=_dim(unit), together=_dim(together)) for name, unit in attributes
+        ShardAttribute(name, _dim(unit), _dim(together), replicate=kv) for name, unit in attributes
     )
 
 
@@ -87,9 +90,9 @@ def kv_groups(attribute: str, kv_heads: str) -> Rule:
     return (ShardAttribute(attribute, keep=_dim(kv_heads)),)
 
 
-def heads_of(argument: str, num_heads: str) -> Rule:
-    """An argument made for the heads of all rows, on axis 0: each rank takes its heads."""
-    return (ShardArgument(argument, _dim(num_heads)),)
+def heads_of(argument: str, num_heads: str, axis: int = 0) -> Rule:
+    """An argument made for the heads of all rows: each rank takes its heads, if there are such."""
+    return (ShardArgument(argument, _dim(num_heads), axis),)
 
 
 def vocab_bias(linear: str) -> Rule:

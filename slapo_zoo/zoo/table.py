@@ -50,7 +50,8 @@ class Table:
         batch_statistics: micro-batches change the result (BatchNorm), so their number must be given.
         defaults: what a config of the bare family has, where that of `transformers` makes no model.
         needs: (config attribute, value): another value is refused over tp; (attribute, value, "sp"):
-            only where sequence parallelism divides the tokens.
+            only where sequence parallelism divides the tokens; (attribute, value, name): only where
+            that attribute of the config is set.
     """
 
     model_type: str

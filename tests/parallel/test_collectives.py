@@ -44,6 +44,8 @@ def work(name, axis, x_n, u_n, contiguous):
     x = x.requires_grad_()
     before = x.detach().clone()
     y = OURS[name](x, axis, dist.group.WORLD)
+    copies = name not in ("reduce_backward", "scatter")  # a model may add to these in place
+    assert not (copies and y._is_view())
     y.backward(u_n[dist.get_rank()])
     assert torch.equal(x.detach(), before)  # the input is not written to
     return y.detach(), x.grad

@@ -118,9 +118,22 @@ def test_keys_of_a_fused_projection_stay_beside_their_queries():
     ]
 
 
+def test_a_shared_end_is_divided_by_itself():
+    """Falcon-7B: 5 query heads of 4 columns, then k and v of the only KV head."""
+    fused = Placement(0, unit=4, shared=8)
+    assert fused.units(28) == [5]
+    assert [fused.runs(28, 3, r) for r in range(3)] == [
+        [(0, 8), (20, 23)],
+        [(8, 16), (23, 26)],
+        [(16, 20), (26, 28)],
+    ]
+    assert [fused.local_size(28, 3, r) for r in range(3)] == [11, 11, 6]
+
+
 @pytest.mark.parametrize(
     ("placement", "size", "n", "problem"),
     [
+        (Placement(0, shared=2), 9, 3, "a shared end of 2 cannot be sharded over tp=3"),
         (Placement(0), 3, 4, "3 units of 1 cannot be sharded over tp=4"),
         (Placement(0, unit=6), 30, 6, "5 units of 6 cannot be sharded over tp=6"),
         (Placement(0, "dp"), 1, 2, "cannot be sharded over dp=2"),

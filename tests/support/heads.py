@@ -56,6 +56,13 @@ def roberta_heads(name):
 V2 = (  # as in the first DeBERTa: absolute positions, projections of distances of their own
     ("share_att_key", False), ("position_biased_input", True), ("type_vocab_size", 2), ("position_buckets", -1),
 )  # fmt: skip
+FALCON_40B = (
+    ("new_decoder_architecture", True),
+    ("num_kv_heads", 5),
+    ("num_attention_heads", 10),
+    ("hidden_size", 40),
+)
+FALCON_RW = (("alibi", True), ("multi_query", False), ("parallel_attn", False), ("bias", True))
 HEADS = {
     "gpt2": [
         Case("GPT2LMHeadModel", TOKENS),
@@ -179,6 +186,13 @@ HEADS = {
         "Bloom",
         Case("BloomForCausalLM", TOKENS, (("apply_residual_connection_post_layernorm", True),), variant=("bare", "twice")),
     ),
+    "falcon": usual(
+        "Falcon",
+        Case("FalconForCausalLM", TOKENS, FALCON_40B, variant=("bare", "twice")),
+        Case("FalconForCausalLM", TOKENS, (*FALCON_40B, ("num_ln_in_parallel_attn", 1), ("bias", True))),
+        Case("FalconForCausalLM", TOKENS, FALCON_RW),
+        Case("FalconForCausalLM", TOKENS, (("alibi", True), ("bias", True), ("tie_word_embeddings", False))),
+    ),
     "mamba": [
         Case("MambaForCausalLM", TOKENS),
         Case("MambaForCausalLM", TOKENS, (("use_bias", True), ("tie_word_embeddings", False)), variant=("bare", "twice")),
@@ -196,7 +210,7 @@ HEADLESS = [
         "GPT2Model", "BertModel", "RobertaModel", "XLMRobertaModel", "CamembertModel", "AlbertModel", "GPTNeoModel", "OPTModel", "BartModel", "MBartModel", "M2M100Model", "T5Model",
         "T5EncoderModel", "MT5Model", "MT5EncoderModel", "UMT5Model", "UMT5EncoderModel", "LlamaModel",
         "MistralModel", "Qwen3Model", "Qwen2Model", "GemmaModel", "Gemma2Model", "Gemma3TextModel", "ModernBertModel", "Olmo2Model", "Olmo3Model", "Phi3Model", "DistilBertModel", "ElectraModel", "EsmModel", "DebertaV2Model", "GPTJModel",
-         "MixtralModel", "GPTNeoXModel", "BloomModel", "MambaModel", "ViTModel",
+         "MixtralModel", "GPTNeoXModel", "BloomModel", "FalconModel", "MambaModel", "ViTModel",
     )
 ]  # fmt: skip
 ELSEWHERE = {

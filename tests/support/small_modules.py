@@ -50,6 +50,19 @@ class Inner(nn.Module):
         return self.down(self.up(x).tanh() * slopes.view(len(x), -1))
 
 
+class Multi(nn.Module):
+    """Four heads of two queries, and one key and value for all of them, from one linear."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.down = nn.Linear(6, 8 + 4), nn.Linear(8, 6, bias=False)
+
+    def forward(self, x):
+        qkv = self.qkv(x).unflatten(-1, (-1, 2))
+        q, k, v = qkv[:, :-2], qkv[:, -2:-1], qkv[:, -1:]
+        return self.down(((q * k).sum(-1, keepdim=True).tanh() * v).flatten(1))
+
+
 class Normed(nn.Module):
     """Columns that are normalised all together, between two linears."""
 
@@ -87,6 +100,12 @@ def normed(sch):
     sch["1.up"].shard("weight", 0).shard("bias", 0)
     sch["1.norm"].shard("weight", 0).sync_rms_norm("eps")
     sch["1.down"].shard("weight", 1).sync("fwd_post", "all_reduce")
+
+
+def multi(sch):
+    sch["1"].sync("bwd_post", "all_reduce")
+    sch["1.qkv"].shard("weight", 0, unit=2, shared=4).shard("bias", 0, unit=2, shared=4)
+    sch["1.down"].shard("weight", 1, unit=2).sync("fwd_post", "all_reduce")
 
 
 def sloped(sch):

@@ -56,6 +56,10 @@ TINY = {
         "eos_token_id": 2, "pad_token_id": 0, "rotary_pct": 0.5,
     },
     "bloom": {"hidden_size": 30, "n_head": 5, "n_layer": 3, "vocab_size": 99, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "falcon": {  # one KV head, as the 7B has
+        "hidden_size": 30, "num_attention_heads": 5, "num_hidden_layers": 3, "vocab_size": 99, "ffn_hidden_size": 70,
+        "max_position_embeddings": 20, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    },
     "mamba": {
         "hidden_size": 31, "num_hidden_layers": 3, "vocab_size": 99, "state_size": 4, "expand": 2,
         "time_step_rank": 3, "residual_in_fp32": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,

@@ -34,8 +34,18 @@ VARIANTS = {
         {"position_embedding_type": "absolute", "emb_layer_norm_before": True},
         {"add_cross_attention": True, "is_decoder": True},
     ],
+    "falcon": [
+        {"new_decoder_architecture": True, "num_kv_heads": 5},
+        {"alibi": True, "multi_query": False, "parallel_attn": False},
+    ],
     "deberta-v2": [
-        {"position_biased_input": True, "type_vocab_size": 2, "embedding_size": 14, "share_att_key": False, "conv_kernel_size": 3},
+        {
+            "position_biased_input": True,
+            "type_vocab_size": 2,
+            "embedding_size": 14,
+            "share_att_key": False,
+            "conv_kernel_size": 3,
+        },
     ],
     "camembert": [{"add_cross_attention": True, "is_decoder": True}],
     "opt": [{"word_embed_proj_dim": 14}],
@@ -209,6 +219,9 @@ def test_what_a_table_does_not_divide_is_refused_over_tp():
     assert scheduled(model, "bloom", Mesh(pp=2)).history
     with pytest.raises(ArchitectureError, match="slow_but_exact of bloom"):
         scheduled(on_meta("bloom", slow_but_exact=True), "bloom", Mesh(tp=2))
+    assert scheduled(on_meta("falcon", attention_dropout=0.1), "falcon", Mesh(tp=2)).history
+    with pytest.raises(ArchitectureError, match=r"found 0.1, expected 0.0 with alibi"):
+        scheduled(on_meta("falcon", attention_dropout=0.1, alibi=True), "falcon", Mesh(tp=2))
 
 
 def test_what_a_table_does_not_divide_over_tokens_is_refused_with_sequence_parallelism_only():

@@ -31,7 +31,7 @@ WHOLE_ROWS = ("gpt2",)  # their main heads run on every layout, always
 # Their rows are mostly those of another family: of their heads the main one runs always, all of them in the slow grid.
 FOLLOWERS = (
     "mt5", "umt5", "mbart", "m2m_100", "camembert", "xlm-roberta", "roberta", "electra", "distilbert", "esm", "deberta-v2",
-    "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "phi3", "gptj", "bloom",
+    "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "phi3", "gptj", "bloom", "falcon",
 )  # fmt: skip
 IN_STAGES = ("2x2x1", "2x2x1-sp")  # on one of them, and one of TURNS, the main head of each family
 TURNS = ("1x2x1", "2x1x1-sp", "2x1x2", "4x1x1", "2x1x1")  # of main heads, and of all others

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from slapo_zoo.language.directive import Directive, Placed, Site, primitive
+from slapo_zoo.parallel import collectives
 from slapo_zoo.parallel.local_tensors import local_part, require_indices
 from slapo_zoo.parallel.placement import Placement, Run
 
@@ -87,6 +88,8 @@ class Shard(Directive):
         pad: give every rank the same length, zeros beyond the end (vocabularies).
         replicate: ranks share a unit when there are fewer units than ranks (KV heads).
         together: units that share a KV head stay on one rank, or are sharded equally.
+        shared: outputs at the end that all ranks use (k and v of the only KV head): divided one by
+            one, and joined after the forward of a Linear; their gradient is summed.
         mesh_dim: the mesh dim.
     """
 
@@ -98,6 +101,7 @@ class Shard(Directive):
     pad: bool = False
     replicate: bool = False
     together: int = 1
+    shared: int = 0
     mesh_dim: str = "tp"
 
     @property
@@ -111,6 +115,7 @@ class Shard(Directive):
             self.pad,
             self.replicate,
             self.together,
+            self.shared,
         )
 
     def check(self, site: Site) -> None:
@@ -127,6 +132,9 @@ class Shard(Directive):
             problem = f"found axis {self.axis}, expected 0..{tensor.ndim - 1}"
             raise self.fail(site, problem, f"the shape is {tuple(tensor.shape)}")
         self._check_size(site, tensor.shape[self.axis])
+        if self.shared and (self.axis != 0 or not isinstance(site.module, nn.Linear)):
+            problem = f"shared={self.shared} on axis {self.axis} of a {type(site.module).__name__}"
+            raise self.fail(site, problem, "it names outputs at the end of a Linear, on axis 0")
 
     def _same_through_a_tie(self, site: Site, earlier: Placed) -> bool:
         """The tensor was sharded as another module's, and this names the same division."""
@@ -161,6 +169,18 @@ class Shard(Directive):
         for name in names:
             site.state.placed[name] = Placed(self.placement, self, shape)
         self._adjust(site)
+        if self.shared and self.param_name == "weight" and n > 1:
+            (run,) = Placement(0).runs(self.shared, n, r)
+            site.module.register_forward_hook(lambda _m, _a, y: self._joined(site, y, run))
+
+    def _joined(self, site: Site, y: Tensor, run: Run) -> Tensor:
+        """y_r [..., I/n + shared/n] --> [..., I/n + shared]; each rank's gradient of the end is a part."""
+        mine = run.stop - run.start
+        own, end = y.split([y.shape[-1] - mine, mine], -1)
+        end = nn.functional.pad(end, (run.start, self.shared - run.stop))
+        group = site.group(self)
+        end = collectives.reduce_backward(collectives.reduce_forward(end, group), group)
+        return torch.cat([own, end], -1)
 
     def _adjust(self, site: Site) -> None:
         """Make the attributes and the forward of the module agree with its local tensor."""

@@ -16,8 +16,9 @@ class ShardArgument(Directive):
     """Keep this rank's part of an axis of an argument that is passed by name.
 
     rewrite:  attention(x, alibi=a [B * H, 1, T])  -->  attention(x, alibi=a_r [B * H/n, 1, T])
-              the axis counts rows of `size` each, all of which are divided alike; da is summed
-    why:      BLOOM makes the biases of all heads once, before its blocks
+              the axis counts rows of `size` each, all of which are divided alike; da is summed;
+              beyond axis 0, what is None or has one for all heads (a mask) stays as it is
+    why:      BLOOM makes the biases of all heads once, before its blocks; Falcon puts them into its mask
     errors:   fewer units than ranks; a call in which it is no tensor of such an axis
 
     Args:
@@ -45,6 +46,8 @@ class ShardArgument(Directive):
 
         def mine(_module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
             x = kwargs.get(self.argument)
+            if self.axis and (x is None or (isinstance(x, Tensor) and x.shape[self.axis] == 1)):
+                return args, kwargs
             if not isinstance(x, Tensor) or x.shape[self.axis] % self.size:
                 found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
                 problem = (

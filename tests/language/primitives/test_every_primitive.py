@@ -23,7 +23,18 @@ from slapo_zoo.parallel.async_reduce import ColumnForward
 from slapo_zoo.parallel.local_tensors import local_part
 from slapo_zoo.zoo.apply import apply_table
 from slapo_zoo.zoo.table import table_for
-from small_modules import Biased, Fusable, Normed, Sloped, biased, fusable, normed, sloped
+from small_modules import (
+    Biased,
+    Fusable,
+    Multi,
+    Normed,
+    Sloped,
+    biased,
+    fusable,
+    multi,
+    normed,
+    sloped,
+)
 from tiny_models import batch_for, tiny_model
 
 LAYER = "bert.encoder.layer.0"
@@ -77,6 +88,7 @@ MODELS = {
     "fusable": lambda: seeded(lambda: nn.Sequential(nn.Linear(6, 6), Fusable())),
     "biased": lambda: seeded(lambda: nn.Sequential(nn.Linear(6, 6), Biased())),
     "normed": lambda: seeded(lambda: nn.Sequential(nn.Linear(6, 6), Normed())),
+    "multi": lambda: seeded(lambda: nn.Sequential(nn.Linear(6, 6), Multi())),
     "sloped": lambda: seeded(lambda: nn.Sequential(nn.Linear(6, 6), Sloped())),
 }
 
@@ -256,6 +268,8 @@ USES = [
         lambda sch: sch.replace_all("Conv3d", "gelu_of_tests"), "no module of type 'Conv3d'"),
     Use("shard", divide_mlp, halved(f"{INNER}.dense", "out_features", 48),
         lambda sch: sch[f"{INNER}.dense"].shard("weight", 2), "found axis 2, expected 0..1"),
+    Use("shard", multi, halved("1.qkv", "out_features", 12),
+        lambda sch: sch["1.down"].shard("weight", 1, shared=4), "shared=4 on axis 1 of a Linear", model="multi", variant="of an end that all ranks use"),
     Use("shard_argument", sloped, lambda sch: sch.mesh.tp == 1 or len(sch["1.inner"].mod._forward_pre_hooks) == 2,
         lambda sch: Schedule(MODELS["sloped"](), Mesh(tp=4))["1.inner"].shard_argument("slopes", 3), "3 units of 1 cannot be sharded over tp=4", model="sloped"),
     Use("shard_attribute", table("gpt2"), halved("transformer.h.0.attn", "num_heads", 4),
