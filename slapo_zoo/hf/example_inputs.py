@@ -7,6 +7,8 @@ from torch import Tensor
 
 from slapo_zoo.parallel.heads import FLAG, TAG, TOKEN, head_of
 
+CHARACTERS = 96  # of a model that has no vocabulary
+
 
 def example_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor]:
     """An input of the model's kind: images for pixel_values, else tokens."""
@@ -17,7 +19,8 @@ def example_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor
             getattr(of_images, "image_size", 224),
             getattr(of_images, "num_channels", 3),
         )
-        return {"pixel_values": torch.zeros(batch_size, channels, size, size)}
+        height, width = (size, size) if isinstance(size, int) else size
+        return {"pixel_values": torch.zeros(batch_size, channels, height, width)}
     choices = (2,) if head_of(type(model).__name__).takes_choices else ()
     ids = torch.zeros((batch_size, *choices, seq_len), dtype=torch.int64)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -30,7 +33,7 @@ def random_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor]
     batch, g = example_batch(model, batch_size, seq_len), torch.Generator().manual_seed(0)
     for name, value in batch.items():
         if name.endswith("input_ids"):
-            vocabulary = model.config.get_text_config().vocab_size
+            vocabulary = getattr(model.config.get_text_config(), "vocab_size", CHARACTERS)
             batch[name] = torch.randint(3, vocabulary, value.shape, generator=g)
         elif value.is_floating_point():
             batch[name] = torch.randn(value.shape, generator=g)

@@ -18,7 +18,7 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.verify.derived import Search
 from slapo_zoo.verify.probe import probe
 from slapo_zoo.verify.specimen import Specimen, specimen
-from slapo_zoo.zoo.derivation.tiny import Sizes, tiny
+from slapo_zoo.zoo.derivation.tiny import Sizes
 from slapo_zoo.zoo.outline import Outline
 from slapo_zoo.zoo.table import families
 
@@ -75,16 +75,15 @@ def model_types() -> dict[str, list[str]]:
 
 
 def default_config(model_type: str, cls: Any) -> Any:
-    """The tiny config of a model type, or of its text part where the class wants that."""
+    """The default config of a model type, or of its text part where the class wants that."""
     from transformers import CONFIG_MAPPING
 
     config, wanted = CONFIG_MAPPING[model_type](), cls.config_class
     if wanted is not None and not isinstance(config, wanted):
         text = config.get_text_config()
         config = text if isinstance(text, wanted) else wanted()
-    small = tiny(config, Sizes())
-    small.num_labels = 3
-    return small
+    config.num_labels = 3
+    return config
 
 
 def outcome_of(model_type: str, names: list[str], layouts: list[str]) -> Outcome:
@@ -97,12 +96,12 @@ def outcome_of(model_type: str, names: list[str], layouts: list[str]) -> Outcome
         with tempfile.TemporaryDirectory(prefix="slapo_zoo-coverage-") as scratch:
             try:
                 config = default_config(model_type, cls)
-                subject = specimen(config, cls, Path(scratch), None)
+                subject = specimen(config, cls, Path(scratch), Sizes())
                 found.problem = _untrainable(subject)
             except Exception as error:
                 found.problem = f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
             if not found.problem:
-                _try_layouts(found, config, subject, layouts)
+                _try_layouts(found, subject, layouts)
                 break
     return found
 
@@ -116,7 +115,8 @@ def _untrainable(subject: Specimen) -> str:
     return f"the gradient of {wrong[0]} is not finite" if wrong else ""
 
 
-def _try_layouts(found: Outcome, config: Any, subject: Specimen, layouts: list[str]) -> None:
+def _try_layouts(found: Outcome, subject: Specimen, layouts: list[str]) -> None:
+    config = subject.config
     for layout in layouts:
         sizes, knobs = LAYOUTS[layout]
         try:

@@ -72,12 +72,19 @@ def derive(config: Any, cls: Any, sizes: tuple[int, int, int], **knobs: Any) -> 
     """The best proven table of a model on a mesh.
 
     Raises:
-        ArchitectureError: none is right, or nothing can be sharded; it names what stands in the way.
+        ArchitectureError: none is right, nothing can be sharded, or there is nothing to compare with;
+            it names what stands in the way.
     """
     tp, pp, dp = sizes
     with tempfile.TemporaryDirectory(prefix="slapo_zoo-derive-") as scratch:
         small = Sizes(heads=max(4, 2 * tp), layers=max(2, pp))
-        subject = specimen(config, cls, Path(scratch), small, rows=2 * dp * max(2, pp))
+        try:
+            subject = specimen(config, cls, Path(scratch), small, rows=2 * dp * max(2, pp))
+        except Exception as error:
+            said = (str(error).strip() or "no words").splitlines()[0]
+            problem = f"plain transformers does not train it made tiny: {type(error).__name__}: {said}"
+            hint = "write a table for it (docs/adding_an_architecture.md), or use tp=1, pp=1"
+            raise refusal(config, problem, hint) from error
         search = Search(config, subject, sizes, knobs)
         return search.run()
 

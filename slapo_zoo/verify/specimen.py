@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,13 @@ from slapo_zoo.hf.models import tied_names
 from slapo_zoo.parallel.random_stream import drawn_from
 from slapo_zoo.zoo.derivation.observe import Observation, observe
 from slapo_zoo.zoo.derivation.spelling import find_spelling
-from slapo_zoo.zoo.derivation.tiny import TOKENS, Sizes, tiny, without_dropout
+from slapo_zoo.zoo.derivation.tiny import (
+    TOKENS,
+    Sizes,
+    sizes_in_turn,
+    tiny,
+    without_dropout,
+)
 
 NOISE = 0.05  # added to every weight: biases of 0 and norms of 1 would hide mistakes
 MOST = 2e7  # parameters that a tiny model may have
@@ -49,9 +56,14 @@ class Specimen:
     grads: dict[str, Tensor]
     seen: Observation
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss and every gradient are; some classes give NaN for padding."""
+        return math.isfinite(self.loss) and all(g.isfinite().all() for g in self.grads.values())
+
 
 def specimen(config: Any, cls: Any, folder: Path, sizes: Sizes | None = None, rows: int = 4) -> Specimen:  # fmt: skip
-    """A tiny model of a config, run in training and in evaluation.
+    """A tiny model of a config, run in training and in evaluation; the first that plain `transformers` trains.
 
     Args:
         config: of `transformers`; it is not changed.
@@ -59,8 +71,28 @@ def specimen(config: Any, cls: Any, folder: Path, sizes: Sizes | None = None, ro
         folder: for its weights.
         sizes: None takes the given config as it is.
         rows: of the batch.
+
+    Raises:
+        Exception: what the smallest one raised, where none trains.
     """
-    small = tiny(config, sizes) if sizes else copy.deepcopy(config)
+    problems: list[Exception] = []
+    for chosen in sizes_in_turn(sizes) if sizes else [None]:
+        for padded in (True, False):
+            try:
+                small = tiny(config, chosen) if chosen else copy.deepcopy(config)
+                found = _specimen(small, cls, folder, rows, padded)
+            except Exception as error:
+                problems.append(error)
+                break
+            if found.is_finite:
+                return found
+            not_finite = ArithmeticError(f"its loss is {found.loss}, or a gradient is not finite")
+        else:
+            raise not_finite  # a larger one gives no better
+    raise problems[0]
+
+
+def _specimen(small: Any, cls: Any, folder: Path, rows: int, padded: bool) -> Specimen:
     seen_config = copy.deepcopy(small)
     without_dropout(small)
     _eager_experts(small)
@@ -68,7 +100,7 @@ def specimen(config: Any, cls: Any, folder: Path, sizes: Sizes | None = None, ro
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.save_pretrained(folder)
-        batch = padded_batch(model, rows, TOKENS)
+        batch = padded_batch(model, rows, TOKENS) if padded else random_batch(model, rows, TOKENS)
         seen = _watch(seen_config, cls, batch)
         seen.spelling = find_spelling(_files(folder), model.state_dict())
         for dtype in (torch.float64, torch.float32):

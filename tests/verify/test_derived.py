@@ -308,3 +308,18 @@ def test_a_tensor_that_files_hold_in_parts_of_its_first_axis():
     assert all(torch.equal(split[n], t) for n, t in zip(parts, whole.chunk(3), strict=True))
     with pytest.raises(WeightsError, match="cannot be sharded"):
         keys.read_specs([dataclasses.replace(spec, placement=Placement(0))])
+
+
+@pytest.mark.parametrize("name", ["Lilt", "RecurrentGemma", "Gemma4", "ProphetNet"])
+def test_the_first_size_that_trains_is_taken(name, tmp_path):
+    """Widths that are parts of each other, kinds of layers further down, heads of a layer's own size; or none."""
+    ends = {"Lilt": "ForSequenceClassification"}
+    cls = getattr(transformers, name + ends.get(name, "ForCausalLM"))
+    if name == "ProphetNet":
+        with pytest.raises(ArchitectureError, match="does not train it made tiny.*its loss is nan"):
+            derive(cls.config_class(), cls, (2, 1, 1))
+        return
+    config = cls.config_class() if name != "Gemma4" else transformers.Gemma4TextConfig()
+    subject = specimen(config, cls, tmp_path, Sizes())
+    assert subject.is_finite
+    assert 0 < sum(grad.numel() for grad in subject.grads.values()) < 4e6

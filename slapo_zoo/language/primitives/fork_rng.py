@@ -52,8 +52,12 @@ class ForkRng(Directive):
             problem = f"an axis of size {self.size} cannot be sharded over tp={site.mesh.tp}"
             raise self.fail(site, problem, "give the global size of the sharded axis")
         if not self.rows and (not isinstance(site.module, nn.Dropout) or self.axis or self.tokens):
-            problem = "rows=False: found another module than nn.Dropout, or axis or tokens beside it"
-            raise self.fail(site, problem, "name a Dropout whose input is the same on all ranks, and rows alone")
+            problem = (
+                "rows=False: found another module than nn.Dropout, or axis or tokens beside it"
+            )
+            raise self.fail(
+                site, problem, "name a Dropout whose input is the same on all ranks, and rows alone"
+            )
 
     def apply(self, site: Site) -> None:
         applied = site.state.applied.setdefault(site.path, set())

@@ -1,9 +1,11 @@
 """A tiny config of any family: two layers, four heads, and what follows from them, by name and ratio."""
 
 import copy
+import math
 import re
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 TOKENS = 16
@@ -23,7 +25,7 @@ CHOSEN = re.compile(
 )
 GROUPS = re.compile(r"^(n_group|num_expert_group|topk_group|n_groups?)$")
 WIDTH = re.compile(
-    r"hidden|d_model|n_embd|emb|width|dim|intermediate|ffn|d_ff|inner|mlp|size|channels|rank|filters|features|state"
+    r"hidden|d_model|latents|n_embd|emb|width|dim|intermediate|ffn|d_ff|inner|mlp|size|channels|rank|filters|features|state"
 )
 NO_WIDTH = re.compile(
     r"vocab|patch|image|kernel|window|num_|chunk|type|token|stride|ratio|group|crop|pool|block_size"
@@ -46,6 +48,27 @@ class Sizes:
     image: int = 32
     patch: int = 8
     positions: int = 128
+    widths: str = "rounded"
+
+
+ROUNDED, HALVED, KEPT = (
+    "rounded",
+    "halved",
+    "kept",
+)  # widths: to whole heads; all by one power of 2; as they are
+IMAGES, STACKS = (
+    (1, 4),
+    (1, 3),
+)  # times the size of an image, times the layers: some stacks need more
+
+
+def sizes_in_turn(sizes: Sizes) -> Iterator[Sizes]:
+    """Sizes of a tiny model, smallest first: what the numbers of a config have to do with each other differs."""
+    for layers in STACKS:
+        for image in IMAGES:
+            for widths in (ROUNDED, HALVED, KEPT):
+                bigger = {"image": sizes.image * image, "patch": sizes.patch * image}
+                yield replace(sizes, **bigger, layers=sizes.layers * layers, widths=widths)
 
 
 def tiny(config: Any, sizes: Sizes = Sizes()) -> Any:
@@ -68,19 +91,43 @@ def _shrink(config: Any, sizes: Sizes) -> None:
         if isinstance(value, PreTrainedConfig):
             _shrink(value, sizes)
     rules = _Rules(own, sizes)
+    by_kind = _own_of_layers(config, rules)
     for name, value in own.items():
         found = rules.of(name, value)
         if found != value:
             with suppress(Exception):  # a derived property, which follows by itself
                 setattr(config, name, found)
+    _special(config, own, sizes)
+    _repair(config, own)
+    if by_kind:
+        kinds = enumerate(config.layer_types)
+        config.per_layer_config = {i: by_kind[kind] for i, kind in kinds if kind in by_kind}
+
+
+def _special(config: Any, own: dict[str, Any], sizes: Sizes) -> None:
+    """What no ratio gives."""
     if own.get("pad_token_id", 0) is None:
         config.pad_token_id = 0
+    if own.get("num_kv_shared_layers"):
+        config.num_kv_shared_layers = 0  # the layers whose keys they share may be gone
     if own.get("is_encoder_decoder") and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0
     if "stage_names" in own:  # those that a backbone returns are counted in its layers
         config.stage_names = own["stage_names"][: sizes.layers + 1]
         config._out_features, config._out_indices = config.stage_names[-1:], [sizes.layers]
-    _repair(config, own)
+
+
+def _own_of_layers(config: Any, rules: "_Rules") -> dict[str, dict[str, Any]]:
+    """Kind of layer --> what is its own (Gemma 4: heads of another size), made small; taken from the config."""
+    if not getattr(config, "is_heterogeneous", False):
+        return {}
+    given = config.to_dict()["per_layer_config"]
+    config.per_layer_config = None
+    kinds = {config.layer_types[int(i)]: values for i, values in given.items()}
+    return {
+        kind: {name: rules.of(name, value) for name, value in values.items()}
+        for kind, values in kinds.items()
+    }
 
 
 def _repair(config: Any, own: dict[str, Any]) -> None:
@@ -90,9 +137,22 @@ def _repair(config: Any, own: dict[str, Any]) -> None:
     width = now.get("mamba_expand", now.get("expand", 0)) * now.get("hidden_size", 0)
     wanted = {
         "qk_head_dim": rope and rest and rope + rest,
-        "head_dim": rope if rest else own.get("head_dim", 0) is None and _head_size(now),
+        "head_dim": _with_rotary(own, rope, rest)
+        if rope and rest
+        else own.get("head_dim", 0) is None and _head_size(now),
         "mamba_n_heads": width // (now.get("mamba_d_head") or width or 1),
         "mamba_d_ssm": width,
+        "hybrid_layer_ids": [
+            i
+            for i, kind in enumerate(
+                (own.get("layers_block_type") and config.layers_block_type) or ()
+            )
+            if kind == "hybrid"
+        ],
+        "mamba_headdim": width // now.get("n_mamba_heads", 1),
+        "attention_head_dim": now.get("attention_hidden_size", 0)
+        // (now.get("num_attention_heads") or 1),
+        "window_size": "depths" in own and _window(now, len(own["depths"])),
         "attn_layer_period": "attn_layer_offset" in own and 2,
         "attn_layer_offset": "attn_layer_period" in own and 1,
         "attn_layer_indices": [1],
@@ -108,6 +168,16 @@ def _repair(config: Any, own: dict[str, Any]) -> None:
                 setattr(config, name, value)
 
 
+def _with_rotary(own: dict[str, Any], rotary: int, rest: int) -> int:
+    return rotary if own.get("head_dim") == own["qk_rope_head_dim"] else rotary + rest
+
+
+def _window(now: dict[str, int], stages: int) -> int:
+    """At most what the last of several stages has, each half of the one before; 1 would be no attention."""
+    grid = now.get("image_size", 0) // max(now.get("patch_size", 1), 1)
+    return max(2, min(now.get("window_size", 0), grid >> (stages - 1)))
+
+
 def _head_size(now: dict[str, int]) -> int:
     return now.get("hidden_size", 0) // max(now.get("num_attention_heads", 0), 1)
 
@@ -120,6 +190,7 @@ class _Rules:
         whole = {name: value for name, value in own.items() if type(value) is int}
         self.heads = max((v for n, v in whole.items() if _heads(n)), default=0)
         self.layers = {v for n, v in whole.items() if LAYERS.search(n)}
+        self.stages = len(own.get("depths") or ())  # a number that counts them stays
         hidden = next((whole[name] for name in HIDDEN if name in whole), 0)
         lists = [v[0] for n, v in own.items() if _is_list(v) and _width(n)]
         hidden = hidden or max(lists, default=0)
@@ -127,6 +198,8 @@ class _Rules:
             hidden = whole.get("embed_dim", hidden)
         self.scale = sizes.heads * sizes.head_size / hidden if hidden else 1 / 8
         self.scale = min(self.scale, 1.0)
+        if sizes.widths != ROUNDED:
+            self.scale = 2.0 ** math.ceil(math.log2(self.scale)) if sizes.widths == HALVED else 1.0
 
     def of(self, name: str, value: Any) -> Any:
         """The new value of a field."""
@@ -152,12 +225,12 @@ class _Rules:
         }  # fmt: skip
         for pattern, limit in most.items():
             if pattern.search(name):
-                return min(value, limit)
+                return value if pattern is LAYERS and self.stages == value else min(value, limit)
         if KV_HEADS.search(name):
             return self._kv_heads(value)
         if HEADS.search(name):
             return min(value, sizes.heads)
-        if "vocab_size" in name:
+        if "vocab" in name:
             return min(value, sizes.vocabulary)
         if name.endswith("_id"):
             return value if value < sizes.vocabulary else SPECIAL.get(name, 3)
@@ -171,12 +244,18 @@ class _Rules:
         return max(1, self.sizes.heads * value // self.heads)
 
     def _width(self, value: int) -> int:
+        if self.sizes.widths != ROUNDED:
+            return max(1, int(value * self.scale))
         unit = self.sizes.head_size
         return max(unit, round(value * self.scale / unit) * unit) if value >= 4 * unit else value
 
     def _list(self, name: str, value: Any) -> Any:
         if "depth" in name or "layers" in name or "blocks" in name:
-            return type(value)(min(number, 2) for number in value)
+            return type(value)(min(number, self.sizes.layers) for number in value)
+        if name == "image_size":
+            return type(value)(min(number, self.sizes.image) for number in value)
+        if HEADS.search(name) and self.sizes.widths != ROUNDED:
+            return value
         if HEADS.search(name):
             first, most = value[0], self.sizes.heads
             return value if first <= 1 else type(value)(max(1, n * most // first) for n in value)
