@@ -103,8 +103,9 @@ class AutoScheduledModel:
             micro_batches: default of `train_step`.
             checkpoint_ratio: share of the blocks whose activations are recomputed.
             checkpoint_policy: what those blocks keep: "" nothing, "save_matmuls" the results of
-                matrix products, "offload" everything, in the memory of the host (on a GPU); or a
-                list of one policy per block: "keep", "recompute", "save_matmuls" or "offload".
+                matrix products, "offload" everything, in the memory of the host (on a GPU), "sharded"
+                nothing, and of a block's input a share on each tp rank; or a list of one policy per
+                block: "keep", "recompute", "save_matmuls", "offload" or "sharded".
             activation_memory: most bytes that a rank keeps for its backwards, "8GiB" or bytes: the
                 cheapest policy per block is chosen by the planner's figures; refused, with the
                 nearest that fits, before anything is allocated.

@@ -151,6 +151,7 @@ class InFlightStage(PipelineStage):
         if self.in_turn:
             self._give_up(self.fwd_cache.keys() - {fwd_chunk_id - 1})
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self._give_up_inputs(fwd_chunk_id)
         self._forget(self.args_recv_info[fwd_chunk_id])
         if self.is_last and self.output_chunks:  # nobody reads them; they would keep the graph
             self.output_chunks[-1] = tuple(x.detach() for x in self.output_chunks[-1])
@@ -182,6 +183,14 @@ class InFlightStage(PipelineStage):
         for chunk in chunks if following != self.group_rank else ():
             outputs, _ = self.fwd_cache.get(chunk, ((), None))
             for tensor in outputs:
+                tensor.data = tensor.new_empty(()).expand_as(tensor)  # one number
+
+    def _give_up_inputs(self, chunk: int) -> None:
+        """What was received stands where gradients end: its memory is kept by what reads it, or not at all."""
+        from_rank = self.stage_index_to_group_rank.get(self.stage_index - 1, self.group_rank)
+        for info in self.args_recv_info[chunk] if from_rank != self.group_rank else ():
+            tensor = getattr(info, "buffer", None)
+            if tensor is not None and tensor.requires_grad:
                 tensor.data = tensor.new_empty(()).expand_as(tensor)  # one number
 
     def _release(self, action: Action) -> None:

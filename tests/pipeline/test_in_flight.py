@@ -111,3 +111,48 @@ def test_sends_are_given_up_in_time(order):
                 held.add(action)
             most = max(most, sum(sent.kind == BACKWARD for sent in held))
         assert most <= most_in_flight(actions) + places.num_stages
+
+
+def in_shares(folder, layout, order, options):
+    """Gradients, and most bytes alive, of a step that recomputes all blocks; then with inputs in shares."""
+    from slapo_zoo import AutoScheduledModel
+
+    found, (tp, pp, dp) = [], layout
+    for policy in ("", "sharded"):
+        model = AutoScheduledModel.from_pretrained(
+            folder, tp=tp, pp=pp, dp=dp, checkpoint_ratio=1.0, checkpoint_policy=policy,
+            **({"pipeline_order": order} if pp > 1 else {}), **options,
+        ).train()  # fmt: skip
+        ids = (torch.arange(8 * 64).reshape(8, 64) + model.mesh.coord("dp")) % 90
+        batch = {"input_ids": ids, "labels": ids}
+        model.train_step(batch, 4)
+        model.zero_grad()
+        gc.collect()
+        with LiveBytes() as alive:
+            loss = model.train_step(batch, 4)
+        found.append((loss, {n: p.grad for n, p in model.named_parameters()}, alive.peak))
+    return found
+
+
+T5 = Case("T5ForConditionalGeneration", ("tokens",), (("num_layers", 2), ("num_decoder_layers", 2)))
+BLOCK_INPUT = 2 * 64 * 64 * 4  # bytes for a micro-batch of GPT2
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("case", "layout", "order", "options", "least"),
+    [(GPT2, (2, 2, 1), "1f1b", {}, 2), (GPT2, (2, 1, 1), "", {}, 2.5), (GPT2, (2, 2, 1), "zbv", {}, 2),
+     (T5, (2, 2, 1), "1f1b", {}, 0.2), (GPT2, (2, 2, 1), "1f1b", {"sequence_parallel": True}, 0),
+     (GPT2, (2, 1, 2), "", {"dp_shard": 2, "precision": "bf16"}, 1)],
+    ids=str,
+)  # fmt: skip
+def test_tp_ranks_share_what_they_keep_of_inputs(case, layout, order, options, least, root, ranks):
+    """least: inputs of blocks by which the fullest moment shrinks; 0: the tokens are divided already."""
+    world = layout[0] * layout[1] * layout[2]
+    found = ranks.run(in_shares, world, checkpoint(case, root), layout, order, options)
+    for whole, shares in found:
+        assert torch.equal(whole[0], shares[0])
+        assert all(torch.equal(grad, shares[1][name]) for name, grad in whole[1].items())
+    saved = found[0][0][2] - found[0][1][2]
+    assert saved >= least * BLOCK_INPUT
+    assert saved > 0 or not least

@@ -15,6 +15,7 @@ from slapo_zoo.language.directive import Directive, Site, State, join, primitive
 from slapo_zoo.language.graph.group import group
 from slapo_zoo.language.graph.rewrite import insertion_point
 from slapo_zoo.language.graph.target import LIVE, resolve
+from slapo_zoo.language.shares import SHARDED, kept_in_shares
 from slapo_zoo.parallel.random_stream import RandomStream
 from slapo_zoo.parallel.seeds import get_cuda_rng_tracker
 
@@ -49,7 +50,8 @@ class Checkpoint(Directive):
             over the modules that the graph calls.
         policy: "" keeps nothing inside; "save_matmuls" keeps the results of matrix products and
             of fused attention, so that only cheap operations run again; "offload" keeps all, in the
-            memory of the host, and recomputes nothing.
+            memory of the host, and recomputes nothing; "sharded" keeps nothing inside, and of the
+            module's first argument, which all tp ranks have alike, a share on each.
         offload: what is kept for backward waits in the memory of the host.
     """
 
@@ -63,10 +65,8 @@ class Checkpoint(Directive):
         return ""
 
     def check(self, site: Site) -> None:
-        if self.policy not in ("", OFFLOAD, *POLICIES):
-            problem = (
-                f"found policy {self.policy!r}, expected one of {sorted([OFFLOAD, *POLICIES])}"
-            )
+        if self.policy not in (known := ("", OFFLOAD, SHARDED, *POLICIES)):
+            problem = f"found policy {self.policy!r}, expected one of {sorted(known[1:])}"
             raise self.fail(site, problem, "leave it out to recompute everything")
         if self.subgraph is not None:
             for subgraph in resolve(site, self, self.subgraph):
@@ -105,6 +105,9 @@ def recompute_module(
         if policy == OFFLOAD:
             with away:
                 return forward(*args, **kwargs)
+        elif policy == SHARDED and not state.forward.tokens_divided:
+            x = args[0] if args else kwargs.get("hidden_states")
+            away = kept_in_shares(x, state.mesh, state.keeps)
         contexts = restoring(state, POLICIES.get(policy))
         with away:
             return recompute.checkpoint(

@@ -8,6 +8,7 @@ from typing import Any
 from slapo_zoo.pipeline.orders import StageMap, find_order
 
 RECOMPUTE = ((0.0, ""), (0.25, ""), (0.5, ""), (0.75, ""), (1.0, "save_matmuls"), (1.0, ""))
+LEAST = ((1.0, "sharded"),)  # where tp ranks have whole tokens
 MOST_ROWS = 64  # of a micro-batch
 MOST_INTERLEAVED = 32  # ranks of an interleaved pipeline
 
@@ -114,7 +115,8 @@ def layouts(
         for rows in (n for n in divisors(batch // dp) if n <= MOST_ROWS):
             count = batch // dp // rows
             for order, virtual in orders_for(pp, count, blocks, orders):
-                for ratio, policy in RECOMPUTE:
+                whole = tp > 1 and not sequence_parallel
+                for ratio, policy in RECOMPUTE + LEAST * whole:
                     yield Layout(
                         tp, pp, dp, rows, count, order, virtual, ratio, policy, sequence_parallel
                     )

@@ -24,15 +24,18 @@ class Recompute:
     Args:
         blocks: their names.
         policy: what they keep: "" nothing, "save_matmuls" the results of matrix products, "attention"
-            all but what lies between q, k, v and the output of attention, "offload" all on the host.
+            all but what lies between q, k, v and the output of attention, "offload" all on the host,
+            "sharded" nothing, and of their input a share.
         regathered: share of the tokens gathered over tp that is not kept but gathered again.
         each: unit --> its own policy, "keep" and "recompute" too.
+        shares: tp ranks that keep a share of a block's input where its policy is "sharded".
     """
 
     blocks: frozenset[str] = frozenset()
     policy: str = ""
     regathered: float = 0.0
     each: Mapping[str, str] = field(default_factory=dict)
+    shares: int = 1
 
     def of(self, name: str) -> str:
         """The policy of a unit: "keep", "recompute" or what it keeps."""
@@ -47,7 +50,15 @@ class Recompute:
             return kept * (policy == "keep")
         if policy == "attention":
             return kept - use.attention_kept
-        return min(kept, use.output + use.matmuls * (policy != "recompute"))
+        return min(kept, use.output + use.matmuls * (policy == "save_matmuls"))
+
+    def elsewhere(self, units: Sequence[Unit], uses: Sequence[Use]) -> list[float]:
+        """Bytes of the input of each unit that its tp peers keep."""
+        hidden = min(
+            (u.output for n, u in zip(units, uses, strict=True) if n.is_block), default=0.0
+        )
+        share = hidden * (1 - 1 / self.shares)
+        return [share * (self.of(unit.name) == "sharded") for unit in units]
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,7 @@ class StageMemory:
         growing: most activations and gradients together in a first backward.
         received: what enters with a micro-batch.
         sent: what leaves with one.
+        elsewhere: of what enters, what tp peers keep until the backward.
     """
 
     parameters: int
@@ -81,6 +93,7 @@ class StageMemory:
     inner: float = 0.0
     first: int = 0
     last: int = 0
+    elsewhere: float = 0.0
 
 
 def stage_memory(
@@ -99,13 +112,16 @@ def stage_memory(
     held = [again.held(unit, use) for unit, use in zip(units, uses, strict=True)]
     sent = profile.uses(rows)[end].received if end < len(profile.units) else 0.0
     held[-1] -= min(held[-1], uses[-1].output, sent)  # given up when it has arrived
+    away = again.elsewhere(units, uses)
+    held = [max(n - share, 0.0) for n, share in zip(held, [*away[1:], 0.0], strict=True)]
     below, above, peak, growing, inner = 0.0, float(sum(own)), 0.0, 0.0, 0.0
-    for unit, use, size, gradients, late in zip(units, uses, held, own, waiting, strict=True):
+    each = zip(units, uses, held, own, waiting, away, strict=True)
+    for unit, use, size, gradients, late, whole in each:
         above -= gradients
-        most = max(use.backward_peak, use.forward_peak)
+        most = max(use.backward_peak, use.forward_peak) + whole  # its input is there while it runs
         peak = max(peak, below + most + late)
         inner = max(inner, below + most + late) if unit.is_block else inner
-        growing = max(growing, below + above + max(use.backward_growth, use.forward_peak))
+        growing = max(growing, below + above + max(use.backward_growth, use.forward_peak) + whole)
         below += size
     largest = max([unit.largest for unit in units] + [size for size, _ in shared])
     received = uses[0].received if begin else 0.0
@@ -116,6 +132,7 @@ def stage_memory(
     return StageMemory(
         total, largest, widest, below, peak - below, growing, received, sent, total - inside,
         max(inner - below, 0.0), *(n // profile.itemsize for n in _around(units, shared)),
+        min(away[0], received),
     )  # fmt: skip
 
 
@@ -172,7 +189,7 @@ def rank_memory(
     activations = sum(n * stage.held for n, stage in zip(in_flight, stages, strict=True))
     # inputs live while their micro-batch does, and the next one is received while nothing is sent
     buffers = sum(
-        min(n + (not stage.sent), m) * stage.received + min(2, m) * stage.sent
+        min(n + (not stage.sent), m) * stage.received - n * stage.elsewhere + min(2, m) * stage.sent
         for n, stage in zip(in_flight, stages, strict=True)
     )
     whole = _made_whole(max(stage.widest for stage in stages), layout, precision)
@@ -189,7 +206,9 @@ def rank_memory(
     if hardware.foreach and not runtime.fused_optimizer:  # torch's makes temporaries of all at once
         copies = count * precision.update
     end = max(stage.first for stage in stages) * summed
-    total = max(middle, fixed + buffers + max(bucket, end), fixed + copies // layout.dp_shard)
+    casts = weights * (precision.has_masters and runtime.casts)  # are given up before the optimizer
+    step = fixed - casts + copies // layout.dp_shard
+    total = max(middle, fixed + buffers + max(bucket, end), step)
     return RankMemory(weights, gradients, optimizer, activations, working, buffers, total)
 
 

@@ -22,6 +22,7 @@ class Runtime:
         fused_optimizer: the optimizer's step makes no temporary tensors.
         overlaps: sums over dp run in buckets while the last micro-batch's backward does.
         even: stages have equally many blocks, whatever the embedding and the head cost.
+        casts: 16-bit weights beside masters live while forwards and backwards run, and no longer.
     """
 
     fused: bool = False
@@ -33,6 +34,7 @@ class Runtime:
     fused_optimizer: bool = False
     overlaps: bool = True
     even: bool = False
+    casts: bool = True
 
 
 RUNTIMES = {
@@ -48,6 +50,7 @@ RUNTIMES = {
         fused_optimizer=True,
         overlaps=False,
         even=True,
+        casts=False,
     ),
 }
 

@@ -279,11 +279,13 @@ class Planner:
             return self._stages[what]
         blocks, policy = self.family.blocks, layout.checkpoint_policy
         apart = (layout.tp - 1) / layout.tp * self.runtime.parts
+        shares = 1 if layout.sequence_parallel else layout.tp
         if isinstance(policy, str):
             chosen = frozenset(blocks[i] for i in spread(len(blocks), layout.checkpoint_ratio))
-            again = Recompute(chosen, policy, apart)
+            again = Recompute(chosen, policy, apart, shares=shares)
         else:
-            again = Recompute(each=dict(zip(blocks, policy, strict=True)), regathered=apart)
+            each = dict(zip(blocks, policy, strict=True))
+            again = Recompute(regathered=apart, each=each, shares=shares)
         tied = frozenset().union(*(names for _, names in profile.shared))
         like: dict[Any, int] = {}
         marks = tuple(

@@ -53,9 +53,11 @@ class How:
             return sum(waits) + 2 * self.hardware.operation_s  # somebody starts the copies
         if policy == "attention":
             return self.seconds(use.attention)
-        if policy != "recompute":
+        if policy == "save_matmuls":
             return self.seconds(replace(use.forward, products=()))
-        return self.seconds(use.forward)
+        gathers = self.tp > 1 and policy == "sharded"
+        input_s = collective_seconds(self.hardware, self.tp, use.output * gathers, gathers)
+        return self.seconds(use.forward) + input_s
 
 
 @dataclass(frozen=True)
@@ -132,9 +134,9 @@ def stage_time(
         ahead, back, repeated = cache[key]
         forward += ahead
         backward += back + repeated
-        whole = policy == "recompute"
+        whole, gathered = policy in ("recompute", "sharded"), use.output * (policy == "sharded")
         flops += use.forward.flops * (1 + whole) + use.backward.flops
-        comm += share * (use.forward.comm * (1 + whole) + use.backward.comm)
+        comm += share * (use.forward.comm * (1 + whole) + use.backward.comm + gathered)
     received = profile.uses(rows)[begin].received if begin else 0.0
     return StageTime(forward, backward, flops, comm, received, end - begin)
 

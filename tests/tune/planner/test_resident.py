@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import GPT2Config
+from transformers import GPT2Config, LlamaConfig
 
 from slapo_zoo import AutoScheduledModel
 from slapo_zoo.tune.planner.hardware import HARDWARE
@@ -25,8 +25,9 @@ def config_of(sizes):
 
 def measured(sizes, layout, precision, tokens):
     model = AutoScheduledModel.from_config(
-        config_of(sizes), pp=layout.pp, dp=layout.dp, dp_shard=layout.dp_shard, kernels="reference",
-        zero_stage=layout.zero_stage, precision=precision,
+        config_of(sizes), tp=layout.tp, pp=layout.pp, dp=layout.dp, dp_shard=layout.dp_shard,
+        zero_stage=layout.zero_stage, precision=precision, kernels="reference",
+        checkpoint_ratio=layout.checkpoint_ratio, checkpoint_policy=layout.checkpoint_policy,
     ).train()  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     ids = torch.arange(layout.rows * layout.micro_batches * tokens).reshape(-1, tokens) % 500
@@ -47,9 +48,10 @@ def planned(sizes, layout, precision, tokens):
     return planner.forecast(layout).ranks
 
 
+SHARES = Layout(tp=2, pp=2, rows=16, micro_batches=4, checkpoint_ratio=1.0, checkpoint_policy="sharded")  # fmt: skip
 SHARED = Layout(dp=2, dp_shard=2, rows=4, micro_batches=2)
 LAYOUTS = [
-    (Layout(rows=4), "fp32"), (SHARED, "bf16"), (Layout(pp=2, rows=4, micro_batches=4), "fp32"),
+    (Layout(rows=4), "fp32"), (SHARED, "bf16"), (Layout(pp=2, rows=4, micro_batches=4), "fp32"), (SHARES, "fp32"),
 ]  # fmt: skip
 MORE = [
     (Layout(rows=4, micro_batches=2), "bf16"), (Layout(rows=4, micro_batches=2), "bf16-pure"),
@@ -59,11 +61,11 @@ MORE = [
 
 def compare(ranks, sizes, layout, precision, tokens):
     """Parts that are exact within 3 %, and all together at the fullest moment within 10 %."""
-    world = layout.pp * layout.dp
+    world = layout.tp * layout.pp * layout.dp
     found = ranks.run(measured, world, sizes, layout, precision, tokens, timeout=500)
     plans = planned(sizes, layout, precision, tokens)
     for rank, (at_rest, step) in enumerate(found):
-        plan = plans[rank // layout.dp]
+        plan = plans[rank // (layout.tp * layout.dp)]
         assert at_rest.gradients * layout.dp_shard == pytest.approx(
             plan.gradients * (layout.dp_shard if layout.zero_stage > 1 else 1), rel=0.03
         )
@@ -117,3 +119,27 @@ def test_gpt2_on_four_ranks(ranks):
     for found in ranks.run(at_rest, 4, SMALL, 4, "bf16", timeout=500):
         assert found == pytest.approx(TABLE["bf16"] / 4, rel=0.03)
         assert found <= 18 / 4 + 0.5
+
+
+# arXiv:2104.04473, table 1, and Llama-3-405B of 8,192 tokens a row: one row a micro-batch, 1F1B
+LARGE = [
+    (GPT2Config(n_layer=128, n_embd=25600, n_head=160, n_positions=2048, vocab_size=51200, **ENDS),
+     2048, Layout(8, 64, 6, 1, 512), 40),
+    (LlamaConfig(num_hidden_layers=126, hidden_size=16384, intermediate_size=53248, num_attention_heads=128,
+                 num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192),
+     8192, Layout(8, 16, 8, 1, 384), 64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "tokens", "layout", "most"), LARGE, ids=["1T", "405B"])
+def test_the_largest_runs_fit(config, tokens, layout, most):
+    """GiB of the fullest rank within a step, and of what it has received or sent."""
+    config.architectures = [{"gpt2": "GPT2LMHeadModel"}.get(config.model_type, "LlamaForCausalLM")]
+    planner = Planner(config, HARDWARE["a100"], tokens, "bf16")
+    again = replace(layout, checkpoint_ratio=1.0, checkpoint_policy="sharded")
+    ranks = planner.forecast(again).ranks
+    within = [r.weights + r.gradients + r.optimizer + r.activations + r.working + r.buffers for r in ranks]  # fmt: skip
+    assert max(within) <= most * 2**30
+    assert max(r.buffers for r in ranks) <= 2**30
+    whole = planner.forecast(replace(again, checkpoint_policy="")).ranks
+    assert max(r.buffers for r in whole) > 4 * 2**30

@@ -1,0 +1,59 @@
+"""What all tp ranks would keep alike of a module's input, each keeps a share of.
+
+rewrite:  kept x [B, S, D] on every rank  -->  kept x_r [B * S * D / n]; the backward gathers x again
+
+Source: Korthikanti et al. 2022, arXiv:2205.05198, section 6 (Megatron-LM's --distribute-saved-activations).
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from slapo_zoo.language.offload import Kept, Pack, unpack
+from slapo_zoo.parallel.compat import all_gather_single
+from slapo_zoo.parallel.mesh import Mesh
+
+SHARDED = "sharded"
+
+
+class Share(Kept):
+    """This rank's numbers of a tensor that its tp peers have too."""
+
+    def __init__(self, x: Tensor, mesh: Mesh):
+        self.shape, self.group, self.size = x.shape, mesh.group("tp"), mesh.tp
+        flat, each = x.detach().reshape(-1), -(-x.numel() // mesh.tp)
+        mine = flat[mesh.coord("tp") * each :][:each]
+        self.part = flat.new_zeros(each)
+        self.part[: len(mine)].copy_(mine)
+
+    def again(self) -> Tensor:
+        """The tensor, gathered."""
+        out = self.part.new_empty(self.size * len(self.part))
+        all_gather_single(out, self.part, group=self.group)
+        return out[: self.shape.numel()].view(self.shape)
+
+
+def kept_in_shares(x: Any, mesh: Mesh, keeps: Sequence[Pack]) -> AbstractContextManager:
+    """Around a call whose first argument is `x`: what autograd keeps of it is a share.
+
+    Args:
+        x: the same on all tp ranks, or no tensor.
+        mesh: sizes of the mesh, and our coordinates.
+        keeps: what is asked about all else.
+    """
+    if mesh.tp == 1 or not (isinstance(x, Tensor) and x.is_floating_point()):
+        return nullcontext()
+    whole = x.untyped_storage()._cdata, x.shape, x.stride(), x.storage_offset()
+
+    def pack(kept: Tensor) -> Any:
+        storage = kept.untyped_storage()._cdata
+        if (storage, kept.shape, kept.stride(), kept.storage_offset()) == whole:
+            with torch.no_grad():
+                return Share(kept, mesh)
+        return next((y for keep in reversed(keeps) if (y := keep(kept)) is not kept), kept)
+
+    return saved_tensors_hooks(pack, unpack)
