@@ -109,6 +109,10 @@ class DataParallel:
         """As `tensors`, but where a rank can write its rows alone, these."""
         return self.tensors(model)
 
+    def whole_of(self, p: Any, value: Any) -> Any:
+        """A tensor of `kept`, whole over dp; a collective call over dp where it is not."""
+        return value
+
     def whole(self, model: Any, optimizer: Any = None) -> Whole:
         """What a checkpoint is made of; a collective call over dp."""
         return Whole({**dict(model.named_parameters()), **dict(model.named_buffers())}, optimizer)

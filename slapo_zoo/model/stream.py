@@ -48,15 +48,35 @@ def stream_weights(model: Any, dtype: Any, bucket: int | str, ranks: Collection[
     cast = None if dtype is None else to_dtype(dtype)
     with rank_guard("stream_weights"):
         refresh_specs(model, "stream_weights")
-    runtime = model._slapo
-    held = consolidate.local_tensors(model, runtime.specs, mesh, grads=False)
-    local = runtime.keys.to_files(held, runtime.specs, mesh)
+    runtime, local = model._slapo, _Held(model)
     device = next(model.parameters()).device
     for specs in _buckets(runtime.keys.file_specs(runtime.specs), cast, most):
         with rank_guard("stream_weights"), torch.no_grad():
             found = _collect(specs, local, mesh, cast, ranks, device)
         while found:
             yield found.pop(0)
+
+
+class _Held:
+    """This rank's tensors under the keys of files: where dp ranks divide them, whole one at a time."""
+
+    def __init__(self, model: Any):
+        self.model, runtime = model, model._slapo
+        self.held = consolidate.local_tensors(model, runtime.specs, model.mesh, rows=True)
+        self.source = {part.name: spec.name for spec in runtime.specs
+                       for part in runtime.keys.file_specs([spec])}  # fmt: skip
+        self._name, self._files = "", {}
+
+    def get(self, key: str) -> Tensor | None:
+        """What this rank has of it; a collective call over the dp ranks of its stage."""
+        name, runtime = self.source[key], self.model._slapo
+        if name not in self.held:
+            return None
+        if name != self._name:
+            self._name, self._files = name, {}  # the one before is given up first
+            whole = runtime.data_parallel.whole_of(self.held[name], self.held[name])
+            self._files = runtime.keys.to_files({name: whole}, runtime.specs, self.model.mesh)
+        return self._files.get(key)
 
 
 def _buckets(
@@ -85,20 +105,20 @@ def _sent_as(spec: TensorSpec, cast: torch.dtype | None) -> torch.dtype:
 
 
 def _collect(
-    specs: Sequence[TensorSpec], local: dict[str, Tensor], mesh: Mesh, cast: torch.dtype | None,
+    specs: Sequence[TensorSpec], local: _Held, mesh: Mesh, cast: torch.dtype | None,
     ranks: Collection[int], device: torch.device,
 ) -> list[tuple[str, Tensor]]:  # fmt: skip
     """The whole tensors of a bucket on those ranks, none elsewhere."""
     found = []
     for spec in specs:
-        dtype, full = _sent_as(spec, cast), None
+        dtype, full, mine = _sent_as(spec, cast), None, local.get(spec.name)
         if mesh.rank in ranks:
             full = torch.empty(spec.shape, dtype=dtype, device=device)
             found.append((spec.name, full))
         for run in _runs(spec, mesh):
             for to in sorted(ranks):
                 if mesh.rank in (run.rank, to):
-                    _send(run, local.get(spec.name), full, dtype, mesh.rank, to)
+                    _send(run, mine, full, dtype, mesh.rank, to)
     return found
 
 

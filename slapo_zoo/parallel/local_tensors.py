@@ -69,6 +69,8 @@ def marked_as(tensor: Any, part: Any, first: int | None = None) -> Any:
     if hasattr(part, "first_row"):
         tensor.first_row = part.first_row if first is None else first
         tensor.dp_copies = getattr(part, "dp_copies", 1)
+        if first is None and hasattr(part, "whole_shape"):
+            tensor.whole_shape = part.whole_shape
     return tensor
 
 
