@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slapo_zoo.dispatch.tables import UNMEASURED, changes, decide, table_of
+from slapo_zoo.dispatch.decide import decide
+from slapo_zoo.dispatch.tables import UNMEASURED, changes, table_of
 from slapo_zoo.errors import ScheduleError
 
 NAMESPACE = "slapo_zoo"  # of the operators, in torch.ops

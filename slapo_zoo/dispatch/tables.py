@@ -1,12 +1,10 @@
-"""What was measured on a device, and what follows for a size that was not.
+"""What was measured on a device: its table of kernels.
 
 A table is looked for under the device's own name, in the user's cache folder and then in the package;
-then under any device of the same compute capability. A device without one has the prior: kernels whose
-gain needs no timing, because they leave work out.
+then under any device of the same compute capability.
 """
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,15 +16,6 @@ import torch
 
 MEASURED = Path(__file__).parents[1] / "hub_cards" / "bench"
 UNMEASURED = "unmeasured"
-KEPT = 0.98  # a kernel is a default where the best alternative takes at least so many times as long
-FAR = 2.0  # powers of two beyond the measured sizes up to which the last one still speaks
-OLDEST = (7, 0)  # compute capability that Triton serves
-# Kernel -> why it needs no timing, on any GPU that Triton serves.
-PRIOR = {
-    "sparse_mlm_head_loss": "rows without a label do not pass the head",
-    "unpadded_encoder": "padding does not pass the layers",
-    "linear_cross_entropy": "logits of a whole batch are never kept",
-}
 # Where no device is at hand to ask, e.g. for a plan: beginnings of words in product names.
 CAPABILITIES = {
     "h100": "9.0", "h200": "9.0", "h800": "9.0", "h20": "9.0", "gh200": "9.0", "a100": "8.0",
@@ -59,14 +48,6 @@ class Table:
             content.get("device", ""), content.get("dispatch", {}), content.get("ratios", {}),
             content.get("capability", ""),
         )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Decision:
-    """Whether a kernel runs, and why."""
-
-    runs: bool
-    reason: str
 
 
 def user_folder() -> Path:
@@ -151,62 +132,3 @@ def _relative(device: str) -> Table | None:
             if table is not None and table.capability == wanted:
                 return table
     return None
-
-
-def decide(name: str, dtype: str, size: int, device: str) -> Decision:
-    """Whether a kernel runs for a size on a device: the one answer for the choice and the run.
-
-    Args:
-        name: of the kernel.
-        dtype: "bfloat16".
-        size: of the last axis: the width; for attention that of a head.
-        device: "cpu", or the name of the GPU.
-    """
-    table, size = table_of(device), 1 << (max(size, 1) - 1).bit_length()
-    start = f"{name}:{dtype}:"
-    rows = {int(key[len(start) :]): key for key in table.dispatch if key.startswith(start)}
-    if not rows:
-        return _estimated(name, dtype, device)
-    places = sorted(rows, key=lambda known: abs(math.log2(known / size)))
-    nearest, away = places[0], abs(math.log2(places[0] / size))
-    if away > FAR and device != "cpu":
-        return Decision(False, f"{UNMEASURED} on {device} near a size of {size}")
-    key = rows[nearest]
-    whose = device if table.device in (device, "") else f"{table.device}, the same capability"
-    between = _between(sorted(rows), size)
-    if between is not None:
-        ratio = _interpolated(table, rows, between, size)
-        if not math.isnan(ratio):
-            said = f"the best alternative takes about {ratio:.2f} times as long"
-            sizes = f"between {rows[between[0]]} and {between[1]} on {whose}"
-            return Decision(ratio >= KEPT and _any(table, rows, between), f"{said} ({sizes})")
-    ratio = table.ratios.get(key, math.nan)
-    said = f"the best alternative takes {ratio:.2f} times as long ({key} on {whose})"
-    return Decision(table.dispatch[key] not in ("torch", "refused"), said)
-
-
-def _any(table: Table, rows: Mapping[int, str], between: tuple[int, int]) -> bool:
-    return any(table.dispatch[rows[size]] not in ("torch", "refused") for size in between)
-
-
-def _between(known: list[int], size: int) -> tuple[int, int] | None:
-    """The measured sizes on both sides of one that was not."""
-    below, above = [n for n in known if n < size], [n for n in known if n > size]
-    return (below[-1], above[0]) if below and above and size not in known else None
-
-
-def _interpolated(
-    table: Table, rows: Mapping[int, str], between: tuple[int, int], size: int
-) -> float:
-    """The ratio of a size between two: both in powers of two."""
-    low, high = (table.ratios.get(rows[n], math.nan) for n in between)
-    share = math.log2(size / between[0]) / math.log2(between[1] / between[0])
-    return low ** (1 - share) * high**share if low > 0 and high > 0 else math.nan
-
-
-def _estimated(name: str, dtype: str, device: str) -> Decision:
-    known = capability(device)
-    recent = known and tuple(int(n) for n in known.split(".")) >= OLDEST
-    if name in PRIOR and recent:
-        return Decision(True, f"estimated: {PRIOR[name]} (nothing was measured on {device})")
-    return Decision(False, f"{UNMEASURED} on {device} in {dtype}")

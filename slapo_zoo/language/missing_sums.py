@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from slapo_zoo.language.directive import Site
 from slapo_zoo.language.primitives import Replace, Sync
-from slapo_zoo.language.primitives.sync import output_of
+from slapo_zoo.language.primitives.sharded_linear import output_of
 from slapo_zoo.language.schedule import Schedule
 
 FORWARD = 'its output is a part of a sum on each rank, and nothing sums it: sync("fwd_post", "all_reduce") there'

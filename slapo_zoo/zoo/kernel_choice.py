@@ -1,7 +1,7 @@
 """Which kernels a model gets, and why: the knob `kernels=`.
 
 Where a kernel applies follows from the classes of the modules, so tables name none. Whether it is
-switched on follows from what was measured on the device (slapo_zoo.dispatch.tables).
+switched on follows from what was measured on the device (slapo_zoo.dispatch.decide).
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from slapo_zoo.dispatch.benchmark import quick_table
+from slapo_zoo.dispatch.decide import PRIOR, decide
 from slapo_zoo.dispatch.registry import Kernel, load_kernels
-from slapo_zoo.dispatch.tables import PRIOR, decide, keep
+from slapo_zoo.dispatch.tables import keep
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.primitives import Replace
 from slapo_zoo.language.schedule import Schedule

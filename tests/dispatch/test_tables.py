@@ -5,7 +5,7 @@ import json
 import pytest
 
 from slapo_zoo.dispatch import tables
-from slapo_zoo.dispatch.tables import decide
+from slapo_zoo.dispatch.decide import KEPT, decide
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 
@@ -20,9 +20,7 @@ def measured(monkeypatch, tmp_path):
     def write(device, ratios, where="kernels", **more):
         folder = tmp_path / where
         folder.mkdir(exist_ok=True)
-        dispatch = {
-            key: "triton" if ratio >= tables.KEPT else "torch" for key, ratio in ratios.items()
-        }
+        dispatch = {key: "triton" if ratio >= KEPT else "torch" for key, ratio in ratios.items()}
         content = {"device": device, "dispatch": dispatch, "ratios": ratios, **more}
         (folder / f"{tables.slug(device)}.json").write_text(json.dumps(content))
 

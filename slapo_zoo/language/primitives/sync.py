@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.directive import Directive, Site, primitive
+from slapo_zoo.language.primitives.sharded_linear import output_of, sum_before_bias
 
 MODES = ("fwd_pre", "fwd_post", "bwd_post")
 OLDER = {"forward": "fwd_post", "backward": "bwd_post"}  # names of the first release of Slapo
@@ -40,41 +40,8 @@ def require_divisible(x: Tensor, axis: int, sync: "Sync", site: Site) -> None:
         raise sync.fail(site, problem, "pad the axis, or change the mesh")
 
 
-def _linear(module: Any, x: Tensor) -> Tensor:
-    return nn.functional.linear(x, module.weight)
-
-
-def _conv1d(module: Any, x: Tensor) -> Tensor:
-    return torch.matmul(x, module.weight)  # transformers' Conv1D stores [in, out]
-
-
-def _convolution(module: Any, x: Tensor) -> Tensor:
-    return module._conv_forward(x, module.weight, None)
-
-
-# class name -> (forward without its bias, number of axes behind that of the bias)
-WITHOUT_BIAS = {"Linear": (_linear, 0), "Conv1D": (_conv1d, 0), "Conv2d": (_convolution, 2)}
-# class name -> (input axis, output axis) of the weight
-WEIGHT_AXES = {
-    "Linear": (1, 0),
-    "Conv1D": (0, 1),
-    "Embedding": (0, 1),
-    "Conv2d": (1, 0),
-    "Conv1d": (1, 0),
-}
 OF_COLUMNS = ("vocab_logits", "join_columns")  # what they make depends on the whole weight
 SUMS = ("all_reduce", "all_reduce_twice", "reduce_scatter")
-
-
-def output_of(site: Site) -> str:
-    """What a rank's output is: "partial", "divided", "whole" without a shard, "" where unknown."""
-    names = [c.__name__ for c in type(site.module).__mro__ if c.__name__ in WEIGHT_AXES]
-    placed = site.placed("weight")
-    if not names:
-        return ""
-    if placed is None:
-        return "whole"
-    return "partial" if placed.placement.axis == WEIGHT_AXES[names[0]][0] else "divided"
 
 
 def first_tensor(op: Callable[[Tensor], Tensor], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -241,18 +208,7 @@ class Sync(Directive):
 
     def _before_bias(self, site: Site, run: Callable[[Tensor], Tensor]) -> bool:
         """Put the collective between product and bias when each rank holds a part of the product."""
-        names = [c.__name__ for c in type(site.module).__mro__ if c.__name__ in WITHOUT_BIAS]
-        if not names or site.tensor("bias") is None or output_of(site) != "partial":
+        partial = site.tensor("bias") is not None and output_of(site) == "partial"
+        if not partial or not self._is_first(site):  # or the bias was added before this op
             return False
-        if not self._is_first(site):  # the bias was added before this op
-            return False
-        module: Any = site.module
-        product, behind = WITHOUT_BIAS[names[0]]
-        shape = (-1, *(1,) * behind)
-
-        def forward(x: Tensor) -> Tensor:
-            y = run(product(module, x))
-            return y + module.bias.view(shape).to(y.dtype)  # under autocast the product is smaller
-
-        module.forward = forward
-        return True
+        return sum_before_bias(site.module, run)

@@ -1,0 +1,71 @@
+"""What a Linear, and its kin, does when its weight is sharded: column or row parallel.
+
+column: w_r [O/n, I], y_r [B, O/n] = x w_r^T + b_r         each rank has other columns of the output
+row:    w_r [O, I/n], y [B, O] = sum over r (x_r w_r^T) + b    partial sums; the bias is added once, behind the sum
+Which linear is which is a row of a table (slapo_zoo.zoo.rules `column`, `row`); how a weight is cut is `shard`,
+and when a collective runs is `sync`. Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo_zoo.language.directive import Site
+
+
+def _linear(module: Any, x: Tensor) -> Tensor:
+    return nn.functional.linear(x, module.weight)
+
+
+def _conv1d(module: Any, x: Tensor) -> Tensor:
+    return torch.matmul(x, module.weight)  # transformers' Conv1D stores [in, out]
+
+
+def _convolution(module: Any, x: Tensor) -> Tensor:
+    return module._conv_forward(x, module.weight, None)
+
+
+# class name -> (forward without its bias, number of axes behind that of the bias)
+WITHOUT_BIAS = {"Linear": (_linear, 0), "Conv1D": (_conv1d, 0), "Conv2d": (_convolution, 2)}
+# class name -> (input axis, output axis) of the weight
+WEIGHT_AXES = {
+    "Linear": (1, 0),
+    "Conv1D": (0, 1),
+    "Embedding": (0, 1),
+    "Conv2d": (1, 0),
+    "Conv1d": (1, 0),
+}
+
+
+def output_of(site: Site) -> str:
+    """What a rank's output is: "partial", "divided", "whole" without a shard, "" where unknown."""
+    names = [c.__name__ for c in type(site.module).__mro__ if c.__name__ in WEIGHT_AXES]
+    placed = site.placed("weight")
+    if not names:
+        return ""
+    if placed is None:
+        return "whole"
+    return "partial" if placed.placement.axis == WEIGHT_AXES[names[0]][0] else "divided"
+
+
+def sum_before_bias(module: Any, collective: Callable[[Tensor], Tensor]) -> bool:
+    """Give a row-parallel module the forward `collective(product) + bias`; False where it has none.
+
+    Args:
+        module: a Linear, Conv1D or Conv2d whose weight is sharded along its inputs.
+        collective: what sums the products of the ranks.
+    """
+    names = [c.__name__ for c in type(module).__mro__ if c.__name__ in WITHOUT_BIAS]
+    if not names:
+        return False
+    product, behind = WITHOUT_BIAS[names[0]]
+    shape = (-1, *(1,) * behind)
+
+    def forward(x: Tensor) -> Tensor:
+        y = collective(product(module, x))
+        return y + module.bias.view(shape).to(y.dtype)  # under autocast the product is smaller
+
+    module.forward = forward
+    return True
