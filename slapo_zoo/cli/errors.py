@@ -47,9 +47,14 @@ def is_of_the_network(error: BaseException) -> bool:
     return type(error).__module__.partition(".")[0] in NETWORK
 
 
+def is_first() -> bool:
+    """Whether this process speaks for all that a launcher started."""
+    return os.environ.get("RANK", "0") == os.environ.get("SLURM_PROCID", "0") == "0"
+
+
 def _say_why(stop: SystemExit) -> None:
     """A stop that was asked for says how to go on; once, not on every rank."""
-    if type(stop) is not SystemExit and os.environ.get("RANK", "0") == "0":
+    if type(stop) is not SystemExit and is_first():
         sys.stderr.write(f"{stop}\n")
 
 

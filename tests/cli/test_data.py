@@ -350,7 +350,7 @@ def test_a_stream_goes_on_where_it_stood(task, tmp_path):
 
 def test_an_empty_stream_is_an_error(tmp_path):
     task = Causal(tokenizer(eos_token=END), 8)
-    stream = Stream(SimpleNamespace(opened=list), task, 2, 0, 6)
+    stream = Stream(SimpleNamespace(opened=list, examples=iter), task, 2, 0, 6)
     with pytest.raises(DataError, match="found no row"):
         stream.part(0)
 

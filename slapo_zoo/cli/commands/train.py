@@ -1,12 +1,12 @@
 """`slapo-zoo train`: a person's own checkpoint and data, on any mesh."""
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from slapo_zoo.cli.arguments import Device, DpOrAll, MicroBatches, Pp, Tp
+from slapo_zoo.cli.errors import is_first
 from slapo_zoo.cli.training.options import TrainOptions
 
 Model = Annotated[
@@ -78,8 +78,7 @@ def train(
 
     given = read_config(config) if config is not None else {}
     options = make_options(given, read_sets(sets or []), _flags(context))
-    is_first = os.environ.get("RANK", "0") == os.environ.get("SLURM_PROCID", "0") == "0"
-    if is_first:
+    if is_first():
         typer.echo(f"{as_yaml(options)}\nreading model and data ...")  # imports take seconds
 
     from slapo_zoo.cli.training import job
@@ -87,7 +86,7 @@ def train(
 
     options, model_config = job.resolved(options)
     inputs = read_inputs(options, model_config)
-    if is_first:
+    if is_first():
         typer.echo(f"{inputs.summary()}; loading the model ...")
     if options.checkpoint is not None:
         job.check_checkpoint(Path(options.checkpoint), inputs.batches, options.steps)

@@ -30,11 +30,12 @@ def as_numbers(labels: Any, names: Sequence[str]) -> Any:
     """Labels, or lists of them, as numbers of their classes."""
     if isinstance(labels, list):
         return [as_numbers(one, names) for one in labels]
-    if not isinstance(labels, str):
-        return labels
-    if labels not in names:
-        raise DataError("--data", "label", f"found {labels!r}, expected one of {', '.join(names)}")
-    return names.index(labels)
+    is_number = not isinstance(labels, str)
+    if not (0 <= labels < len(names) if is_number else labels in names):
+        expected = f"0 to {len(names) - 1}" if is_number else f"one of {', '.join(names)}"
+        hint = "leave out rows whose class is not known; evaluate on the classes that are trained"
+        raise DataError("--data", "label", f"found {labels!r}, expected {expected}", hint)
+    return labels if is_number else names.index(labels)
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Classify(Labelled):
         "text": ("text", "sentence", "sentence1", "premise"), "label": ("label", "labels"),
         "text_pair": ("sentence2", "hypothesis"),
     }  # fmt: skip
+    kinds: ClassVar = {"label": "a class"}
     optional = ("text_pair",)
 
     def encode(self, columns: Columns) -> dict[str, list[Any]]:
@@ -84,6 +86,7 @@ class Tag(Labelled):
         "tokens": ("tokens", "words"),
         "tags": ("tags", "ner_tags", "pos_tags", "labels"),
     }
+    kinds: ClassVar = {"tokens": "a list of texts", "tags": "a list of classes"}
 
     def encode(self, columns: Columns) -> dict[str, list[Any]]:
         """Tokens, and the class of each."""
@@ -91,6 +94,9 @@ class Tag(Labelled):
         found = self.tokenizer(words, truncation=True, max_length=self.seq_len, is_split_into_words=True)  # fmt: skip
         labels = []
         for row, tags in enumerate(as_numbers(columns["tags"], self.names)):
+            if len(tags) != len(words[row]):
+                problem = f"found {len(tags)} tags of {len(words[row])} words {words[row]!r:.60}"
+                raise DataError("--data", "tags", problem, "give each word one tag")
             places = found.word_ids(row)
             firsts = [p != q for p, q in zip(places, [None, *places], strict=False)]
             labels.append([

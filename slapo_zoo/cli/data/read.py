@@ -1,7 +1,8 @@
 """Where rows come from: text files, files of tables, data sets of the Hub; tokenized once per node."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 from slapo_zoo.cli.data.rows import Examples, Packed, Rows
 from slapo_zoo.cli.data.tasks import Columns, Task
 from slapo_zoo.cli.data.text_files import DataError, read_documents, visible_files
+from slapo_zoo.cli.errors import is_first
 from slapo_zoo.cli.training.options import TrainOptions
 
 KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
@@ -73,6 +75,7 @@ def _library() -> Any:
         hint = "pip install slapo-zoo[data]; text files need nothing more"
         raise DataError("--data", "", "the library `datasets` is not installed", hint) from None
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs, it raises too
     return datasets
 
 
@@ -83,13 +86,30 @@ def _explained(name: str, split: str) -> Any:
         yield
     except DataError:
         raise
-    except (_library().exceptions.DatasetsError, ValueError, OSError, KeyError) as error:
+    except (*_errors(), ValueError, OSError, KeyError, StopIteration) as error:
         if isinstance(error, OSError) and error.filename is not None:
             raise
         cause = error.__cause__ or error
         problem = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         hint = "is the format what the file's ending says? data_split names the split"
+        if any(word in problem for word in OF_NOTHING):
+            problem, hint = "found no row in it", "is it the file that was meant?"
         raise DataError(name, f"split {split!r}", problem, hint) from error
+
+
+def names_in(data: Any, options: TrainOptions) -> list[str]:
+    """The columns of a stream, which may have to be read for them."""
+    with _explained(str(options.data), options.data_split):
+        return data.column_names or list(next(iter(data)))
+
+
+OF_NOTHING = ("StopIteration", "corresponds to no data", "BatchSize must be greater than 0")
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    from pyarrow import ArrowException
+
+    return _library().exceptions.DatasetsError, ArrowException
 
 
 def columns_of(task: type[Task], given: Mapping[str, str], found: Sequence[str]) -> dict[str, str]:
@@ -109,11 +129,37 @@ def columns_of(task: type[Task], given: Mapping[str, str], found: Sequence[str])
     return chosen
 
 
-def by_role(batch: Columns, columns: Mapping[str, str]) -> dict[str, Any]:
-    """A batch of the data, by what the task reads; rows without a text are left out."""
+def by_role(batch: Columns, columns: Mapping[str, str], task: Task) -> dict[str, Any]:
+    """A batch of the data, by what the task reads, where it is of the kind that it reads."""
     found = {role: list(batch[name]) for role, name in columns.items()}
-    real = [i for i, row in enumerate(zip(*found.values(), strict=True)) if None not in row]
-    return {role: [held[i] for i in real] for role, held in found.items()}
+    for role, held in found.items():
+        wanted = task.kinds.get(role, "a text")
+        if (wrong := next((one for one in held if not FITS[wanted](one)), FITS)) is not FITS:
+            problem = f"found {wrong!r:.60}, expected {wanted}"
+            raise DataError("--data", f"column {columns[role]!r}", problem, f"it is read as {role}")
+    return found
+
+
+# what a column holds --> whether a value is one
+FITS: dict[str, Callable[[Any], bool]] = {
+    "a text": lambda one: isinstance(one, str),
+    "a class": lambda one: isinstance(one, str | int),
+    "a list of texts": lambda one: isinstance(one, list) and all(isinstance(w, str) for w in one),
+    "a list of classes": lambda one: isinstance(one, list) and all(isinstance(w, str | int) for w in one),
+}  # fmt: skip
+
+
+def without_gaps(data: Any, columns: Mapping[str, str]) -> Any:
+    """The rows that have all that the task reads."""
+    names = sorted(set(columns.values()))
+    if not any(data.data.column(name).null_count for name in names):
+        return data
+    return data.filter(has_all, fn_kwargs={"names": names})
+
+
+def has_all(row: Columns, names: Sequence[str]) -> bool:
+    """Whether no column of a row is empty."""
+    return all(row[name] is not None for name in names)
 
 
 def rows_of_text(path: str, task: Task) -> Rows:
@@ -124,12 +170,19 @@ def rows_of_text(path: str, task: Task) -> Rows:
 
 def rows_of_table(data: Any, task: Task, columns: Mapping[str, str]) -> Rows:
     """The rows of a data set; its tokens are kept in the cache, and mapped from there."""
-    datasets = _library()
+    datasets, count = _library(), len(data)
+    data = without_gaps(data, columns)
+    if not len(data):
+        problem = f"found {count} rows, none of which has all of {', '.join(columns.values())}"
+        raise DataError("--data", "", problem, "name other columns, or look at the file")
+    if len(data) < count:
+        missing = f"{count - len(data)} of {count} rows have no {' or '.join(columns.values())}"
+        sys.stderr.write(f"{missing}; they are left out\n" if is_first() else "")
     key = fingerprint(data._fingerprint, task, columns)
     place = Path(data.cache_files[0]["filename"]).parent if data.cache_files else None
     with _one_by_one(place, key):
         encoded = data.map(
-            lambda batch: task.encode(by_role(batch, columns)), batched=True,
+            lambda batch: task.encode(by_role(batch, columns, task)), batched=True,
             remove_columns=data.column_names, new_fingerprint=key,
         )  # fmt: skip
     if not task.packs:
@@ -176,9 +229,17 @@ class Source:
             str(self.options.data), self.options.data_split, self.options, stream=True
         )
 
+    def examples(self, data: Any) -> Iterator[Mapping[str, Any]]:
+        """The rows of an opened data set, as they are read."""
+        with _explained(str(self.options.data), self.options.data_split):
+            yield from data
+
     def encode(self, example: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Columns of one row, or of none where something is missing."""
-        return self.task.encode(by_role({k: [v] for k, v in example.items()}, self.columns))
+        """Columns of one row; none where something is missing."""
+        if not has_all(example, list(self.columns.values())):
+            return {}
+        one = {name: [example[name]] for name in self.columns.values()}
+        return self.task.encode(by_role(one, self.columns, self.task))
 
 
 def fingerprint(data: str, task: Task, columns: Mapping[str, str]) -> str:
@@ -215,4 +276,5 @@ def class_names(data: Any, column: str) -> tuple[str, ...]:
     if all(isinstance(one, str) for one in found):
         return tuple(sorted(found))
     kinds = sorted({type(one).__name__ for one in found})
-    raise DataError("--data", column, f"found labels of {', '.join(kinds)}, expected classes")
+    problem = f"found labels of {', '.join(kinds)}, expected classes"
+    raise DataError("--data", column, problem, "write texts, or integers from 0")

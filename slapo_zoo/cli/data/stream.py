@@ -82,7 +82,7 @@ class Stream:
             if source is not None:
                 data.load_state_dict(source)
             before, seen = {"epoch": epoch, "source": source}, False
-            for example in data:
+            for example in self.source.examples(data):
                 found = self.source.encode(example)
                 if len(next(iter(found.values()), [])):
                     seen = True

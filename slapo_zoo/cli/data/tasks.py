@@ -27,6 +27,7 @@ class Task:
     seq_len: int
     head: ClassVar[str]  # an auto class of transformers
     roles: ClassVar[Mapping[str, tuple[str, ...]]]  # what it reads --> usual names of the column
+    kinds: ClassVar[Mapping[str, str]] = {}  # of a column that holds other than texts
     optional: ClassVar[tuple[str, ...]] = ()
     packs: ClassVar[bool] = False  # rows are cut from one stream of tokens
     couples: ClassVar[bool] = False  # the loss of a row depends on the others: no micro-batches

@@ -224,8 +224,6 @@ def make_stream(data: Any, task: Task, options: TrainOptions) -> Stream:
     if options.eval_share:
         problem = "a stream has no known end to hold rows out of"
         raise ConfigError("train", "eval_share", problem, "name eval_data or eval_split")
-    columns = read.columns_of(
-        type(task), options.columns, data.column_names or list(next(iter(data)))
-    )
+    columns = read.columns_of(type(task), options.columns, read.names_in(data, options))
     source = read.Source(options, task, columns)
     return Stream(source, task, options.batch_size, options.seed, options.shuffle_rows)
