@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.parallel.known import IGNORED, known, places
+from slapo_zoo.parallel.once import once
 from slapo_zoo.parallel.stand_ins import as_read_now
 
 _TENSOR: Any = torch.Tensor  # its attributes are descriptors, which type checkers do not know
@@ -270,6 +271,7 @@ class _Deferred(torch.autograd.Function):
         return logits
 
     @staticmethod
+    @once
     def backward(ctx: Any, d_logits):  # pyright: ignore[reportIncompatibleMethodOverride]
         (rows,), (head, make, parent) = ctx.saved_tensors, ctx.parts
         if parent is None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from slapo_zoo.dispatch.decide import decide
 from slapo_zoo.dispatch.tables import UNMEASURED, changes, table_of
 from slapo_zoo.errors import ScheduleError
+from slapo_zoo.parallel.once import once
 
 NAMESPACE = "slapo_zoo"  # of the operators, in torch.ops
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton runs on the CPU, slowly
@@ -173,7 +174,7 @@ def operator(
         op = torch.library.custom_op(f"{NAMESPACE}::{name}", function, mutates_args=())
         op.register_fake(fake)
         if backward is not None:
-            op.register_autograd(backward, setup_context=setup)
+            op.register_autograd(once(backward), setup_context=setup)
         return op
 
     return register

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slapo_zoo.parallel.once import once
+
 BLOCK = 1 << 19  # scores at a time
 SMALL = 1 << 24  # scores up to which the explicit form is taken: it is faster
 
@@ -77,6 +79,7 @@ class _DroppedAttention(torch.autograd.Function):
         return out.transpose(1, 2)
 
     @staticmethod
+    @once
     def backward(ctx: Any, d_out):  # pyright: ignore[reportIncompatibleMethodOverride]
         (q, k, v, bias), (p, scaling, *_) = ctx.saved_tensors, ctx.others
         blocks = _Blocks(q, k, bias, *ctx.others)

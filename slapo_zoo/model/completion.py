@@ -20,6 +20,7 @@ from slapo_zoo.errors import MeshError
 from slapo_zoo.model.step_guard import StepGuard
 from slapo_zoo.parallel.collectives import all_reduce_, summed
 from slapo_zoo.parallel.gradient_buckets import FlatSum, buckets
+from slapo_zoo.parallel.once import refuse_graph
 
 
 class Bucket:
@@ -185,6 +186,7 @@ class Completion:
             return None
         groups = self._groups(name)
         for group in groups:
+            refuse_graph()
             grad = summed(grad, group)
         return grad if groups else None
 

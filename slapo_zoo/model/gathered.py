@@ -7,12 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from slapo_zoo.parallel.compat import all_gather_single, new_group, reduce_scatter_single
 from slapo_zoo.parallel.live_bytes import counted_as
 from slapo_zoo.parallel.local_tensors import RowsOfRank
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.once import once
 
 
 @dataclass
@@ -190,7 +190,7 @@ class _Gathered(torch.autograd.Function):
         return tuple(group.whole(dtype))
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, *grads: Any) -> Any:
         group: Group = ctx.group
         group.drop()

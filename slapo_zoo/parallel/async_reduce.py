@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from slapo_zoo.parallel.collectives import Group
+from slapo_zoo.parallel.once import once
 
 
 class _Sum:
@@ -36,7 +36,7 @@ class _Wait(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, grad):
         if ctx.under_way.work is not None:
             ctx.under_way.work.wait()
@@ -51,7 +51,7 @@ class _Start(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, grad):
         total = grad.contiguous().clone()
         ctx.under_way.work = dist.all_reduce(total, group=ctx.under_way.group, async_op=True)
@@ -67,7 +67,7 @@ class _Later(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, grad):
         return _weight_gradient(*ctx.put_off.pop()), None
 
@@ -86,7 +86,7 @@ class _Product(torch.autograd.Function):
         return y.unflatten(0, x.shape[:-1])
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         dy_2d = dy.reshape(-1, dy.shape[-1])

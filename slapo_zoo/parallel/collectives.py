@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slapo_zoo.parallel.compat import all_gather_single, reduce_scatter_single
 from slapo_zoo.parallel.mesh import ShapeOnlyGroup
+from slapo_zoo.parallel.once import once
 
 Group = dist.ProcessGroup | Any | None
 CHANNELS_LAST = torch.channels_last
@@ -111,6 +112,7 @@ class _ReduceForward(torch.autograd.Function):
         return summed(x, group)
 
     @staticmethod
+    @once
     def backward(ctx, grad):
         return grad, None
 
@@ -122,6 +124,7 @@ class _ReduceBackward(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once
     def backward(ctx, grad):
         return summed(grad, ctx.group), None
 
@@ -133,6 +136,7 @@ class _Gather(torch.autograd.Function):
         return gather_along(x, axis, group)
 
     @staticmethod
+    @once
     def backward(ctx, grad):
         back = reduce_scatter_along if ctx.sharded_gradient else slice_along
         return back(grad, ctx.axis, ctx.group), None, None, None
@@ -145,6 +149,7 @@ class _ReduceScatter(torch.autograd.Function):
         return reduce_scatter_along(x, axis, group)
 
     @staticmethod
+    @once
     def backward(ctx, grad):
         return gather_along(grad, ctx.axis, ctx.group), None, None
 
@@ -156,6 +161,7 @@ class _Scatter(torch.autograd.Function):
         return slice_along(x, axis, group)
 
     @staticmethod
+    @once
     def backward(ctx, grad):
         return gather_along(grad, ctx.axis, ctx.group), None, None
 
@@ -167,6 +173,7 @@ class _Exchange(torch.autograd.Function):
         return exchange_along(x, split_axis, join_axis, group)
 
     @staticmethod
+    @once
     def backward(ctx, grad):
         split_axis, join_axis = ctx.axes
         return exchange_along(grad, join_axis, split_axis, ctx.group), None, None, None

@@ -14,6 +14,7 @@ from torch.nn import functional
 from slapo_zoo.parallel import collectives
 from slapo_zoo.parallel.local_tensors import require_indices
 from slapo_zoo.parallel.mesh import ShapeOnlyGroup
+from slapo_zoo.parallel.once import once
 from slapo_zoo.parallel.placement import Placement
 
 _ELEMENTWISE = {
@@ -226,6 +227,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return loss.masked_fill_(ignored, 0.0)
 
     @staticmethod
+    @once
     def backward(ctx, grad):
         softmax, index, ours, ignored = ctx.saved_tensors
         smoothing = ctx.smoothing

@@ -7,7 +7,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from kernel_checks import KERNELS, recorded_operators
-from slapo_zoo import AutoScheduledModel
+from slapo_zoo import AutoScheduledModel, SlapoError
 from slapo_zoo.dispatch import cpu_matmul as products
 from slapo_zoo.kernels import linear
 from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
@@ -166,9 +166,8 @@ def test_a_gradient_of_a_gradient_is_refused():
     """Silence would be a wrong gradient."""
     x = torch.randn(6, 24, requires_grad=True)
     y = served(layer("Linear"))(x)
-    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"autograd|derivative|grad_fn"):
-        dx.square().sum().backward()
+    with pytest.raises(SlapoError, match="create_graph"):
+        torch.autograd.grad(y.square().sum(), x, create_graph=True)
 
 
 @pytest.mark.parametrize("kind", ["GPT2", "Bert"])

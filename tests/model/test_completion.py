@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint as recompute
+from transformers import GPT2LMHeadModel
 
 from loop_runs import folder_of
-from slapo_zoo import AutoScheduledModel, MeshError
+from slapo_zoo import AutoScheduledModel, MeshError, SlapoError
 
 IDS = torch.arange(32).view(4, 8) % 90 + 3
 
@@ -87,3 +88,34 @@ def of_unlike_lengths(folder):
 
 def test_forwards_that_divide_their_tokens_unlike_are_refused(ranks, tmp_path):
     ranks.run(of_unlike_lengths, 2, folder_of("qwen3", tmp_path))
+
+
+def penalised(folder, layout):
+    """The words that end a penalty on the gradient of the embeddings, or the gradient of that."""
+    model = AutoScheduledModel.from_pretrained(folder, attention="eager", **layout).train()
+    try:
+        return twice(model)
+    except SlapoError as error:
+        return str(error)
+
+
+def twice(model):
+    hidden = model.transformer.wte(IDS).detach().requires_grad_()
+    loss = model(inputs_embeds=hidden, labels=IDS).loss
+    (first,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    return torch.autograd.grad(first.square().sum(), hidden)[0]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"kernels": "linear_cross_entropy"}, {"tp": 2, "kernels": "reference"}],
+    ids=["kernel", "tp"],
+)
+def test_a_gradient_of_a_gradient_is_exact_or_refused(ranks, layout, tmp_path):
+    """The head's kernel makes its gradients in the forward: they know nothing of themselves."""
+    folder = folder_of("gpt2", tmp_path)
+    exact = penalised(folder, {"kernels": "reference"})
+    plain = GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager").train()
+    torch.testing.assert_close(exact, twice(plain))
+    for words in ranks.run(penalised, layout.get("tp", 1), folder, layout):
+        assert "create_graph" in words

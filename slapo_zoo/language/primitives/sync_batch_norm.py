@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from slapo_zoo.language.directive import Directive, Site, primitive
 from slapo_zoo.parallel.collectives import all_reduce_, gather_along
+from slapo_zoo.parallel.once import once
 
 
 @primitive("sync_batch_norm")
@@ -95,6 +96,7 @@ class _Normalise(torch.autograd.Function):
         return normal * _wide(weight, x) + _wide(bias, x)
 
     @staticmethod
+    @once
     def backward(ctx, dy):
         normal, weight, scale, count = ctx.saved_tensors
         dtype = scale.dtype
