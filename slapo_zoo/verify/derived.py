@@ -163,7 +163,10 @@ class Search:
 
     def _table(self, config: Any, model: Any, chains: bool) -> Table:
         seen = self.subject.seen
-        return derive_table(config, model, seen, self.left_whole, chains, self.proven, self.stack)
+        tokens = bool(self.knobs.get("sequence_parallel"))
+        return derive_table(
+            config, model, seen, self.left_whole, chains, self.proven, self.stack, tokens
+        )
 
     def _probe(self, make: Make, sizes: tuple[int, int, int]) -> str:
         try:

@@ -68,6 +68,11 @@ def _rank(subject: Specimen, sizes: tuple[int, int, int], knobs: dict[str, Any])
     whole = model._slapo.batch_statistics or model._slapo.undivided
     micro_batches = 1 if whole else 2
     loss = float(model.train().train_step(part, micro_batches=micro_batches))
+    if knobs.get("sequence_parallel") and not model._slapo.schedule.state.forward.tokens_divided:
+        problem = (
+            "its batch has no tokens that tp ranks could divide, so it was not seen to be right"
+        )
+        raise SlapoError("verify", "sequence_parallel", problem, "leave sequence_parallel out")
     grads = model.consolidated_state_dict(grads=True)
     held = {n: (digest(p.grad), part_of(model, n)) for n, p in model.named_parameters() if p.grad is not None}  # fmt: skip
     return outputs, loss, grads, held

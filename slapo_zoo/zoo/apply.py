@@ -140,7 +140,8 @@ def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
     Each stack of blocks divides its tokens at its first block and joins them after its last. What
     every rank holds whole inside gets a part of its gradient from each rank.
     """
-    if not any(isinstance(d, Sync) and d.sequence_axis is not None for _, r in rows for d in r):
+    leave = any(isinstance(d, Sync) and d.sequence_axis is not None for _, r in rows for d in r)
+    if not leave and not table.all_tokens:
         problem = "its table has no row that divides tokens"
         hint = "leave sequence_parallel out: the model has no axis of tokens"
         raise ArchitectureError("zoo", f"sequence_parallel of {table.model_type}", problem, hint)
@@ -155,11 +156,11 @@ def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
             found.append((stack[-1], (Sync("fwd_post", "join_tokens"),)))
     blocks = tuple(f"{path}." for path in block_paths(sch, table))
     for pattern, rule in rows:
-        inside = [p for p in sch[pattern].paths if p.startswith(blocks) and p not in whole_paths]
+        paths = [p for p in sch[pattern].paths if p not in whole_paths]
+        inside = [p for p in paths if f"{p}.".startswith(blocks)]
         if inside and not rule:
-            found.append(
-                (pattern, tuple(SumGradient(n, sequence=True) for n in ("weight", "bias")))
-            )
+            names = {n: None for p in inside for n in sch.state.modules[p]._parameters}
+            found.append((pattern, tuple(SumGradient(n, sequence=True) for n in names)))
         elif inside and any(isinstance(d, Sync) and d.sequence_axis is not None
                             and d.mode == "fwd_post" for d in rule):  # fmt: skip
             found.append((pattern, (SumGradient("bias", sequence=True),)))

@@ -10,12 +10,14 @@ import transformers
 
 from slapo_zoo.errors import ArchitectureError, WeightsError
 from slapo_zoo.language.primitives import Shard, ShardAttribute, SumGradient, Sync
+from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import Placement, TensorSpec
 from slapo_zoo.verify.derived import Search, derive
 from slapo_zoo.verify.probe import probe
 from slapo_zoo.verify.specimen import specimen
 from slapo_zoo.weights.keys import KeyMap
+from slapo_zoo.zoo.apply import apply_table
 from slapo_zoo.zoo.derivation.card import from_document, to_document
 from slapo_zoo.zoo.derivation.observe import Observation
 from slapo_zoo.zoo.derivation.rows import derive_table
@@ -23,6 +25,7 @@ from slapo_zoo.zoo.derivation.source import to_source
 from slapo_zoo.zoo.derivation.spelling import find_spelling
 from slapo_zoo.zoo.derivation.stacks import find_stacks
 from slapo_zoo.zoo.derivation.tiny import Sizes, tiny
+from slapo_zoo.zoo.options import BuildOptions
 
 CLASSES = {
     "bloom": transformers.BloomForCausalLM,
@@ -325,3 +328,27 @@ def test_the_first_size_that_trains_is_taken(name, tmp_path):
     subject = specimen(config, cls, tmp_path, Sizes())
     assert subject.is_finite
     assert 0 < sum(grad.numel() for grad in subject.grads.values()) < 4e6
+
+
+def test_tokens_are_divided_between_the_parts_of_a_block():
+    """A residual beside the input of a part (ERNIE) is joined with it; what divides none was not seen to be right."""
+    asked = {"sequence_parallel": True}
+    found = derive(transformers.ErnieConfig(), transformers.ErnieForMaskedLM, (2, 1, 1), **asked)
+    parts = ("attention", "intermediate", "output")
+    assert found.open_table.all_tokens == tuple(f"encoder.layer.*.{part}" for part in parts)
+    with pytest.raises(ArchitectureError, match="no tokens that tp ranks could divide"):
+        derive(transformers.ConvNextConfig(), transformers.ConvNextForImageClassification, (2, 1, 1), **asked)  # fmt: skip
+
+
+def test_every_parameter_that_sees_some_tokens_is_summed():
+    """Whatever its name, and where the block itself holds it."""
+    config = tiny(transformers.Dinov2Config())
+    with torch.device("meta"):
+        model = transformers.Dinov2ForImageClassification(config)
+    model.dinov2.encoder.layer[0].scale = torch.nn.Parameter(torch.empty(4, device="meta"))
+    table = derive_table(config, model, Observation(), {}, tokens=True)
+    sch = apply_table(Schedule(model, Mesh(2)), table, BuildOptions(sequence_parallel=True))
+    summed = sch.state.sequence_gradients
+    first = "dinov2.encoder.layer.0"
+    assert {f"{first}.scale", f"{first}.layer_scale1.lambda1", f"{first}.norm1.bias"} <= summed
+    assert not any("mlp" in name or "embeddings" in name for name in summed)

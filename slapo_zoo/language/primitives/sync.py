@@ -55,6 +55,18 @@ def first_tensor(op: Callable[[Tensor], Tensor], args: tuple, kwargs: dict) -> t
     return args, kwargs
 
 
+def tensors_alike(op: Callable[[Tensor], Tensor], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Apply `op` to the first tensor and to all of its rows and tokens beside it (a residual)."""
+    first = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
+    shape = None if first is None else first.shape[:2]
+
+    def each(value: Any) -> Any:
+        alike = isinstance(value, Tensor) and value.ndim == 3 and value.shape[:2] == shape
+        return op(value) if value is first or alike else value
+
+    return tuple(map(each, args)), {name: each(value) for name, value in kwargs.items()}
+
+
 def on_output(op: Callable[[Tensor], Tensor], y: Any) -> Any:
     """Apply `op` to an output, or to the first tensor of a tuple of outputs."""
     return first_tensor(op, y, {})[0] if isinstance(y, tuple) else op(y)
@@ -183,8 +195,9 @@ class Sync(Directive):
                 site.module.register_forward_hook(lambda _m, _a, y: on_output(run, y))
             return
         enter = self._once_per_input(site, run) if self.shared else run
+        takes = tensors_alike if self.sync_op_or_fn == "join_tokens" else first_tensor
         site.module.register_forward_pre_hook(
-            lambda _m, args, kwargs: first_tensor(enter, args, kwargs), with_kwargs=True
+            lambda _m, args, kwargs: takes(enter, args, kwargs), with_kwargs=True
         )
 
     def _once_per_input(self, site: Site, run: Callable[[Tensor], Tensor]) -> Callable:

@@ -114,7 +114,7 @@ def undivided_table(config: Any, model: Any) -> Table:
 
 def derive_table(
     config: Any, model: Any, seen: Observation, left_whole: Mapping[str, str] | None,
-    chains: bool = True, only: Collection[str] | None = None, stack: str = "",
+    chains: bool = True, only: Collection[str] | None = None, stack: str = "", tokens: bool = False,
 ) -> Table:  # fmt: skip
     """The table of a model, unproven.
 
@@ -126,6 +126,7 @@ def derive_table(
         chains: whether columns may stay divided between linears.
         only: groups that were proven on a smaller model; None: all.
         stack: the only one between whose blocks a pipeline is cut; none: all that there are.
+        tokens: with sequence parallelism ranks hold some tokens between the parts of a block.
     """
     modules = Modules(model, seen)
     groups = [] if left_whole is None else find_groups(modules, chains)
@@ -150,9 +151,20 @@ def derive_table(
         heads=tuple(row for row, here in zip(rows, inside, strict=True) if not here),
         blocks=tuple(stack.removeprefix(prefix) for stack in stacks),
         order=order_of(model, seen, stacks),
+        all_tokens=tuple(p.removeprefix(prefix) for p in parts_of_blocks(model, stacks) if tokens),
         seam=False,
         **what_was_seen(config, model, seen),
     )
+
+
+def parts_of_blocks(model: Any, stacks: Collection[str]) -> Iterator[str]:
+    """Patterns of the children of blocks that hold products: they see all tokens, norms between them some."""
+    found = {}
+    for path, module in model.named_modules():
+        block, _, child = star(path).rpartition(".")
+        if block in stacks and any(p.ndim > 1 for p in module.parameters()):
+            found[f"{block}.{child}"] = None
+    yield from found
 
 
 def what_was_seen(config: Any, model: Any, seen: Observation) -> dict[str, Any]:
