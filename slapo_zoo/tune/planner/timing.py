@@ -184,6 +184,10 @@ def _pipeline(
     if layout.pp == 1:
         return m * per_rank[0], held[0], per_rank
     if layout.pipeline_order in CLOSED:
+        if layout.stages_per_rank > 1 and m < layout.pp:
+            # too few to interleave: one goes through all stages, and each other is a stage behind it
+            apart = per_rank[here] / layout.stages_per_rank + 2 * max(wait)
+            return sum(per_rank) + 2 * sum(wait) + (m - 1) * apart, held[here], per_rank
         fill = (sum(per_rank) - per_rank[here]) / layout.stages_per_rank + 2 * sum(wait)
         # a rank hands on and takes in a tensor and a gradient per micro-batch and stage
         steady = m * (per_rank[here] + 2 * max(wait) * layout.stages_per_rank)
