@@ -2,22 +2,34 @@
 
 `card_collection.py --verify` also runs each card whose program was not verified yet on eight emulated
 ranks, beside plain transformers (half a minute each), and writes the outcome into its verify.json.
+`card_collection.py --tune [FAMILY ...]` searches the fastest layout of the family's size in `card_sizes` on
+each cluster there, and writes it into tuning.json: simulated, and the same when it is run again.
 """
 
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+from card_sizes import CLUSTERS, LENGTH, MOST_TOKENS, ROOM, ROWS, SIZES
 
 from slapo_zoo.cards.card import Card, read_card
 from slapo_zoo.cards.check import verify_card
 from slapo_zoo.cards.make import zoo_card
+from slapo_zoo.cards.plans import Plan, plans_of, with_plans
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.tune.planner.card_plan import plan_for
+from slapo_zoo.tune.planner.hardware import HARDWARE
+from slapo_zoo.tune.planner.search import Planner
 from slapo_zoo.zoo.arguments import config_of
-from slapo_zoo.zoo.table import families
+from slapo_zoo.zoo.table import families, table_for
 
 NODE = Mesh(tp=4, pp=2)
+# the first that a family has is trained; a model without a loss cannot be planned
+HEADS = ("AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSpeechSeq2Seq",
+         "AutoModelForImageClassification")  # fmt: skip
 
 
 def cards() -> Iterator[tuple[str, Card]]:
@@ -36,7 +48,8 @@ def write_all(folder: Path) -> list[Path]:
             before = read_card(place)
             same = before.program == card.program
             kept = {name: getattr(before, name) for name in ("verify", "bench", "tuning")}
-            card = replace(card, **kept) if same else card
+            plans = with_plans({}, plans_of(before.tuning))  # they do not depend on the program
+            card = replace(card, **kept) if same else replace(card, tuning=plans)
         card.write(place)
         written.append(place)
     return written
@@ -48,7 +61,44 @@ def is_verified(place: Path) -> bool:
     return card.verify.get("verdict") == "verified" and card.verify["program"] == card.program.hash
 
 
-if __name__ == "__main__":
+def sized(family: str) -> tuple[str, Any, str]:
+    """(name, config, head with a loss) of the size that a family is planned in."""
+    import transformers
+
+    config, own = config_of(family)
+    name, changes = SIZES.get(family, (f"{type(config).__name__} by itself", {}))
+    config = type(config)(**{**table_for(family).defaults, **changes})
+    heads = [head for head in HEADS if type(config) in getattr(transformers, head)._model_mapping]
+    return name, config, (heads or [own or "AutoModel"])[0]
+
+
+def plans(family: str) -> Iterator[Plan]:
+    """The fastest layout of a family on each cluster; what fits nowhere is left out, and said."""
+    name, config, head = sized(family)
+    tokens = min(getattr(config, "max_position_embeddings", None) or LENGTH, MOST_TOKENS)
+    planner = Planner(config, HARDWARE[CLUSTERS[0][0]], tokens, CLUSTERS[0][2], "kernels", head)
+    for device, gpus, precision in CLUSTERS:
+        hardware = HARDWARE[device]
+        on = planner.on(replace(hardware, memory=ROOM * hardware.memory), precision)
+        try:
+            yield plan_for(on, device, gpus, ROWS, name, precision)
+        except SlapoError as error:
+            print(f"{family}: {error}", flush=True)
+
+
+def tune(family: str, folder: Path) -> None:
+    """Write the plans of a family into its card."""
+    card = read_card(folder / family)
+    tuning = with_plans(card.tuning, list(plans(family)))
+    replace(card, tuning=tuning).write(folder / family)
+
+
+if __name__ == "__main__" and "--tune" in sys.argv:
+    chosen = [name for name in sys.argv[1:] if not name.startswith("-")]
+    for name in chosen or families():
+        tune(name, Path("hub_cards"))
+        print("hub_cards", name, flush=True)
+elif __name__ == "__main__":
     for path in write_all(Path("hub_cards")):
         verdict = ""
         if "--verify" in sys.argv and not is_verified(path):

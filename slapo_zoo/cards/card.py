@@ -10,6 +10,7 @@ from typing import Any
 
 from slapo_zoo.cards import files, readme, strict_json
 from slapo_zoo.cards.pictures import draw, pictures_of
+from slapo_zoo.cards.plans import plans_of
 from slapo_zoo.cards.program import Program
 from slapo_zoo.errors import CardError
 
@@ -28,7 +29,7 @@ class Card:
         base_model: id on the Hub, or the family where the card is of no single checkpoint.
         verify: verdict and figures of a verification, or {"verdict": "unmeasured"}.
         bench: MEASURES --> value or "unmeasured".
-        tuning: chosen values by device; data for kernels and the tuner.
+        tuning: chosen values by device, measured; and "simulated": plans, see `plans`.
         software: versions that it was made with.
         repo_id: where it is published.
     """
@@ -82,6 +83,7 @@ class Card:
             "measured": [(name, self.bench.get(name, UNMEASURED)) for name in MEASURES],
             "verdict": self.verify.get("verdict", UNMEASURED),
             "pictures": pictures_of(self.bench),
+            "plans": plans_of(self.tuning),
         }
         return readme.render(self.metadata(), values)
 

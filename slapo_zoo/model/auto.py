@@ -12,6 +12,7 @@ from slapo_zoo.model.activation_budget import within_budget
 from slapo_zoo.model.assemble import Assembly
 from slapo_zoo.model.dialects import check_target, in_target
 from slapo_zoo.model.dp_shard import check_dp_shard
+from slapo_zoo.model.planned import planned
 from slapo_zoo.model.resolve import Trust, resolve_schedule
 from slapo_zoo.model.same_on_all import facts_of, require_same_facts
 from slapo_zoo.model.source import open_source
@@ -39,6 +40,7 @@ class AutoScheduledModel:
         raise SlapoError("AutoScheduledModel", "()", "it has no instances", hint)
 
     @classmethod
+    @planned
     def from_pretrained(
         cls,
         name_or_path: str | Path,
@@ -82,8 +84,8 @@ class AutoScheduledModel:
             pp: ranks that shard the layers into stages.
             dp: ranks that shard the batch; None takes all that are left.
             sequence_parallel: tp ranks shard the tokens too, where a layer is not sharded.
-            schedule: "zoo"; a card: a folder or "org/name@<sha>" of the Hub; a Schedule or its steps
-                to replay, or the .json file that its `to_json` fills; a function of the schedule;
+            schedule: "zoo"; a card: a folder or "org/name@<sha>" of the Hub, whose plan for this model and these
+                devices, if it has one, gives the arguments that are not passed; a Schedule or its steps to replay, or the .json file that its `to_json` fills; a function of the schedule;
                 `extend(function)`: "zoo", and then the function; or "auto": "zoo", or for a family without a
                 table one derived from its modules (and the plan of `transformers`), used only after a tiny model on
                 this mesh equals the plain one.
@@ -187,6 +189,7 @@ class AutoScheduledModel:
             return in_target(model, target, target_options)
 
     @classmethod
+    @planned
     def from_config(
         cls,
         config: Any,

@@ -50,6 +50,23 @@ def model_name(config: Any) -> str:
     return f"{config.model_type} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
+SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+         "encoder_layers", "decoder_layers", "num_decoder_layers", "ffn_dim", "encoder_ffn_dim", "d_ff", "d_kv",
+         "image_size", "patch_size", "num_local_experts")  # fmt: skip
+
+
+def shape_name(config: Any) -> str:
+    """Family and the sizes that decide how it is sharded: "gpt2 hidden_size=1600 ..."; vocabularies may differ."""
+    parts = {"": config} | {
+        f"{name}.": part for name in ("text_config", "vision_config") if (part := getattr(config, name, None))
+    }  # fmt: skip
+    sizes = {
+        f"{at}{name}": getattr(part, name, None) for at, part in parts.items() for name in SHAPE
+    }
+    found = [f"{name}={size}" for name, size in sizes.items() if type(size) is int]
+    return " ".join((config.model_type, *found))
+
+
 def tuned_knobs(
     config: Any, dtype: torch.dtype, device: torch.device | str, card: Path | None = None
 ) -> dict[str, Any]:

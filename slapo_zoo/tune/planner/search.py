@@ -119,13 +119,16 @@ class Planner:
             )  # fmt: skip
         return self._profiles[key]
 
-    def search(self, gpus: int, batch: int, orders: Sequence[str] | None = None) -> Found:
+    def search(
+        self, gpus: int, batch: int, orders: Sequence[str] | None = None, divided: bool = True
+    ) -> Found:  # fmt: skip
         """Look at every layout that uses all devices.
 
         Args:
             gpus: number of devices.
             batch: rows of a step over all copies.
             orders: of the pipeline to look at.
+            divided: whether tp ranks may shard the tokens too.
 
         Raises:
             MeshError: no layout divides the devices and the batch.
@@ -133,7 +136,7 @@ class Planner:
         limit = self.hardware.memory - self.hardware.reserved
         fits, refused, looked_at = [], [], 0
         least: dict[Any, tuple[float, Layout]] = {}  # of those that do not fit, per division
-        for layout in self._candidates(gpus, batch, orders, refused):
+        for layout in self._candidates(gpus, batch, orders, divided, refused):
             looked_at += 1
             layout, memory = self._least_zero(layout, limit)
             if memory <= limit:
@@ -175,12 +178,13 @@ class Planner:
         return layout, memory
 
     def _candidates(
-        self, gpus: int, batch: int, orders: Sequence[str] | None, refused: list[tuple[str, str]]
-    ) -> Iterator[Layout]:
+        self, gpus: int, batch: int, orders: Sequence[str] | None, tokens: bool,
+        refused: list[tuple[str, str]],
+    ) -> Iterator[Layout]:  # fmt: skip
         blocks = sum(name in self._blocks() for name, _ in self.costs())
         more = {} if orders is None else {"orders": orders}
         for tp in (n for n in divisors(gpus) if self.hardware.per_node % n == 0):
-            for divided in (False, True)[: 1 + (tp > 1 and self.seq_len % tp == 0)]:
+            for divided in (False, True)[: 1 + (tokens and tp > 1 and self.seq_len % tp == 0)]:
                 try:
                     self.profile(tp, divided)
                 except SlapoError as error:
@@ -232,10 +236,17 @@ class Planner:
         scratch = self.hardware.scratch * max(use.output for unit, use in uses if unit.is_block)
         return replace(found, total=found.total + scratch, working=found.working + scratch)
 
-    def on(self, hardware: Hardware) -> "Planner":
-        """The same model on other devices; what was found of it is shared."""
+    def on(self, hardware: Hardware, precision: str | None = None) -> "Planner":
+        """The same model on other devices; what was found of it is shared.
+
+        Args:
+            hardware: the devices.
+            precision: another one whose numbers take as many bytes.
+        """
         other = copy.copy(self)
         other.hardware, other._stages = hardware, {}
+        if precision is not None:
+            other.precision = find_precision(precision)
         return other
 
     def how(self, layout: Layout) -> How:

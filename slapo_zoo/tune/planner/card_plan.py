@@ -1,0 +1,47 @@
+"""The fastest layout of a cluster as an entry of a card's `tuning.json`: simulated, with the planner's error."""
+
+from slapo_zoo.cards.plans import Plan
+from slapo_zoo.tune.planner.advice import worth
+from slapo_zoo.tune.planner.hardware import GIB
+from slapo_zoo.tune.planner.search import Planner, require_feasible
+from slapo_zoo.zoo.tuned import shape_name
+
+ORDERS = ("1f1b", "interleaved_1f1b")
+KNOBS = ("tp", "pp", "dp", "pipeline_order", "stages_per_rank", "checkpoint_ratio", "checkpoint_policy",
+         "dp_shard", "zero_stage", "sequence_parallel")  # fmt: skip
+
+
+def plan_for(
+    planner: Planner, device: str, gpus: int, rows: int, size: str, precision: str, divided: bool = False
+) -> Plan:  # fmt: skip
+    """What a card says of some devices.
+
+    Args:
+        planner: of the model, on these devices.
+        device: name of their profile.
+        gpus: number of them.
+        rows: of a step.
+        size: name of the checkpoint whose sizes the model has.
+        precision: as the planner was given it.
+        divided: whether tp ranks may shard the tokens too.
+
+    Raises:
+        MeshError: nothing fits.
+    """
+    found = planner.search(gpus, rows, ORDERS, divided)
+    best = require_feasible(found, f"{gpus} x {device}")
+    knobs = {name: list(value) if isinstance(value, tuple) else value
+             for name, value in best.layout.knobs().items() if name in KNOBS}  # fmt: skip
+    used = worth(planner, best)
+    return Plan(
+        size=size, model=shape_name(planner.family.config), model_class=planner.family.cls.__name__,
+        parameters=found.parameters, device=device, gpus=gpus, rows=rows, seq_len=planner.seq_len,
+        knobs=knobs | {"micro_batches": best.layout.micro_batches, "precision": precision, "kernels": "auto"}, micro_batch_rows=best.layout.rows,
+        step_s=_short(best.step.seconds), tokens_per_s=_short(used.tokens_per_s),
+        memory_gib=_short(best.memory / GIB), mean_error=used.error,
+    )  # fmt: skip
+
+
+def _short(value: float) -> float:
+    """Three digits: the next ones say nothing, and must not differ between two machines."""
+    return float(f"{value:.3g}")
