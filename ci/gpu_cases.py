@@ -3,6 +3,7 @@
 `gpu_cases.py list . [--fake]` prints the names of all cases, what closes the largest distances first.
 """
 
+import importlib.metadata
 import json
 import os
 import signal
@@ -337,9 +338,17 @@ RUN: dict[str, Callable[[str, Path, bool], dict[str, Any]]] = {
 
 
 def hide() -> None:
-    """Make the packages that a bare machine lacks impossible to import."""
+    """Make the packages that a bare machine lacks impossible to import; slapo_zoo is a checkout there."""
     for name in MISSING:
         sys.modules[name] = None  # pyright: ignore[reportArgumentType]
+    installed = importlib.metadata.distribution
+
+    def distribution(name: str) -> importlib.metadata.Distribution:
+        if name == "slapo-zoo":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed(name)
+
+    importlib.metadata.distribution = distribution
 
 
 def end_with_driver() -> None:

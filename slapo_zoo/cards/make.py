@@ -3,7 +3,6 @@
 import copy
 import hashlib
 from collections.abc import Mapping
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from slapo_zoo.errors import CardError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.language.directive import Directive
 from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.zoo.expressions import Named, names_in, parse
 from slapo_zoo.zoo.outline import Outline
@@ -46,11 +46,6 @@ def structure_of(config: Any, cls: type) -> str:
     """The structure of the unscheduled model of a config."""
     seam = table_for(config.model_type).seam
     return structure_hash(hf.build_on_meta(cls, copy.deepcopy(config), torch.float32, seam))
-
-
-def software() -> dict[str, str]:
-    """Versions of what a schedule depends on."""
-    return {name: version(name) for name in ("slapo-zoo", "torch", "transformers")}
 
 
 def structure_hash(model: nn.Module) -> str:

@@ -8,9 +8,10 @@ from typing import Any
 from slapo_zoo.cards import files
 from slapo_zoo.cards.card import Card
 from slapo_zoo.cards.hub import push
-from slapo_zoo.cards.make import make_program, software
+from slapo_zoo.cards.make import make_program
 from slapo_zoo.errors import CardError
 from slapo_zoo.parallel.agreement import together
+from slapo_zoo.parallel.compat import software
 
 
 def card_of(model: Any, base_model: str | None = None, any_size: bool = False) -> Card:

@@ -7,7 +7,6 @@ differ were started or fed differently, and that is an error that names them and
 import hashlib
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from slapo_zoo.errors import MeshError
 from slapo_zoo.parallel.agreement import together
+from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.zoo.options import BuildOptions
@@ -28,8 +28,7 @@ def facts_of(
     config: Any, mesh: Mesh, options: BuildOptions, others: Mapping[str, Any]
 ) -> dict[str, str]:
     """What all ranks must have been given alike, as texts by name."""
-    found = {name: version(name) for name in ("slapo-zoo", "torch", "transformers")}
-    found["Python"] = platform.python_version()
+    found = software() | {"Python": platform.python_version()}
     found |= {name: str(mesh.size(name)) for name in ("tp", "pp", "dp")}
     found |= {k: repr(v) for k, v in vars(options).items() if k not in OWN}
     found |= {name: getattr(v, "__name__", None) or repr(v) for name, v in others.items()}

@@ -5,6 +5,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -21,6 +23,12 @@ reduce_scatter_single: Any = (
 # 2.13 renames the argument of DistributedDataParallel that sends buffers before each forward.
 _DDP = inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters
 DDP_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP else "broadcast_buffers"
+
+
+def software() -> dict[str, str]:
+    """Versions that the figures of a run depend on; a checkout that nobody installed has its own too."""
+    own = import_module("slapo_zoo").__version__
+    return {"slapo-zoo": own} | {name: version(name) for name in ("torch", "transformers")}
 
 
 def new_group(ranks: Sequence[int]) -> Any:

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from typing import Any
 
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.paths import nearest
 from slapo_zoo.tune.database import Scope
 from slapo_zoo.tune.grid import Grid
@@ -191,6 +191,5 @@ def scope_of(setting: Setting) -> Scope:
     config, _ = config_of(setting.model)
     for name, value in (setting.changes or {}).items():
         setattr(config, name, value)
-    versions = {name: version(name) for name in ("slapo-zoo", "torch", "transformers")}
     more = {"seq_len": setting.seq_len, "dtype": setting.dtype, "memory": setting.memory}
-    return Scope(machine_name(setting.device), model_name(config), "zoo", versions, more)
+    return Scope(machine_name(setting.device), model_name(config), "zoo", software(), more)

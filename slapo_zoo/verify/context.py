@@ -16,6 +16,7 @@ from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel import gather as consolidate
 from slapo_zoo.parallel import gradient_buckets
 from slapo_zoo.parallel.agreement import together
+from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.parallel.random_stream import drawn_from
 from slapo_zoo.parallel.vocab_parallel import VocabLogits
@@ -23,7 +24,7 @@ from slapo_zoo.verify.blame import Blame, Divergence, directives_at
 from slapo_zoo.verify.compare import Comparison, Tolerance, largest_of
 from slapo_zoo.verify.events import Recorder
 from slapo_zoo.verify.made_up import give_values, take_values
-from slapo_zoo.verify.report import Report, figures, software
+from slapo_zoo.verify.report import Report, figures
 from slapo_zoo.verify.runs import RankResult
 from slapo_zoo.verify.safe import agreed_collectives
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from slapo_zoo.errors import ArchitectureError, MeshError, ScheduleError, SlapoError
 from slapo_zoo.hf import models as hf
+from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.emulation import emulate
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.random_stream import drawn_from
@@ -20,7 +21,7 @@ from slapo_zoo.pipeline.orders import StageMap
 from slapo_zoo.verify import checks
 from slapo_zoo.verify.blame import Blame, Divergence, directives_at
 from slapo_zoo.verify.compare import Comparison, compare, replicas
-from slapo_zoo.verify.report import Report, figures, software
+from slapo_zoo.verify.report import Report, figures
 from slapo_zoo.verify.runs import RankResult, Result, plain, recorded, scheduled
 from slapo_zoo.verify.shrink import dropouts, shrink
 from slapo_zoo.verify.subject import (

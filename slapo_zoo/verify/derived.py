@@ -14,9 +14,9 @@ import torch
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.language.primitives import Shard
+from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.paths import select_paths
 from slapo_zoo.verify.probe import probe
-from slapo_zoo.verify.report import software
 from slapo_zoo.verify.specimen import Specimen, specimen
 from slapo_zoo.zoo.derivation.card import freeze, to_document
 from slapo_zoo.zoo.derivation.plan import plan_of, table_of_plan

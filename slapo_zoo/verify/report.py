@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from typing import Any
 
 from slapo_zoo.errors import SlapoError
@@ -106,11 +105,6 @@ class Report:
 
 class VerifyError(SlapoError, AssertionError):
     """A schedule does not compute what the plain model computes."""
-
-
-def software() -> dict[str, str]:
-    """Versions that the figures depend on."""
-    return {name: version(name) for name in ("slapo-zoo", "torch", "transformers")}
 
 
 def figures(comparison: Comparison) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import tomllib
+from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from parity import Case, checkpoint
 from slapo_zoo import AutoScheduledModel
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.model.same_on_all import _samples
+from slapo_zoo.parallel.compat import software
 
 CASE = Case("GPT2LMHeadModel", ("tokens",))
 
@@ -135,3 +139,18 @@ def test_what_may_differ(ranks, source, tmp_path):
 @pytest.mark.parametrize("count", [1, 2, 19_299_072])
 def test_a_tensor_of_more_elements_than_a_float_counts(count):
     assert set(_samples({"w": torch.ones(1).expand(count)})["w"]) == {1.0}
+
+
+def test_a_checkout_that_nobody_installed_has_a_version(source, monkeypatch):
+    """A bare machine runs it by its path: no package metadata says which version it is."""
+    installed = metadata.distribution
+
+    def distribution(name):
+        if name == "slapo-zoo":
+            raise metadata.PackageNotFoundError(name)
+        return installed(name)
+
+    monkeypatch.setattr(metadata, "distribution", distribution)
+    AutoScheduledModel.from_pretrained(source)
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert software()["slapo-zoo"] == project["version"]
