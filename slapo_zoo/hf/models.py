@@ -16,6 +16,7 @@ from torch import nn
 from slapo_zoo.errors import ArchitectureError, SlapoError
 from slapo_zoo.hf import attention
 from slapo_zoo.hf.attention_backends import NAME
+from slapo_zoo.hf.no_waits import without_waits
 
 
 @cache
@@ -97,7 +98,7 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def build_on_meta(cls: Any, config: Any, dtype: torch.dtype, own_attention: bool = True) -> Any:
-    """The unmodified model of a class, without storage, its weights tied.
+    """The model of a class, without storage, its weights tied; all that it computes is unmodified.
 
     Args:
         cls: of `transformers`.
@@ -123,6 +124,7 @@ def build_on_meta(cls: Any, config: Any, dtype: torch.dtype, own_attention: bool
         hint = "check the values of config.json against those of a model that works"
         raise ArchitectureError("from_pretrained", cls.__name__, problem, hint) from error
     _forget_loose_ties(model)
+    without_waits(model)
     return model.train(False)
 
 

@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 
+from heads import HEADS
 from parity import Case, batch_of, tiny_config
 
 FAMILIES = {
@@ -30,7 +31,8 @@ def device_ranks():
 def _model(family, layout, device, **options):
     from slapo_zoo import AutoScheduledModel
 
-    case = Case(FAMILIES[family], ("tokens",), dropout=options.pop("dropout", 0.0))
+    cls = FAMILIES.get(family) or HEADS[family][0].cls
+    case = Case(cls, ("tokens",), dropout=options.pop("dropout", 0.0))
     config, _ = tiny_config(case)
     config.architectures = [case.cls]
     tp, pp, dp = layout[:3]
@@ -130,9 +132,10 @@ def _waits(family, layout, options):
 
 
 WAITS = [("gpt2", (2, 1, 2), {}), ("t5", (1, 1, 1), {}),
+         ("gpt_neo", (1, 1, 1), {}), ("deberta-v2", (1, 1, 1), {}),
          ("bert", (1, 1, 1), {"kernels": ["unpadded_encoder", "sparse_mlm_head_loss"]})]  # fmt: skip
-GRID = [(family, (2, 1, 2), {}) for family in FAMILIES if family not in ("gpt2", "gpt_neo")]
-# Not GPT-Neo: the attention of transformers copies a number to the device in each of its layers.
+NOT_HERE = {"mixtral", "mamba", "vit"}  # operations that the device of these tests has not
+GRID = [(family, (2, 1, 2), {}) for family in HEADS if family not in {"gpt2", *NOT_HERE}]
 
 
 @pytest.mark.parametrize(

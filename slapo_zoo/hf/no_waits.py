@@ -1,0 +1,59 @@
+"""Where a class of transformers makes the host wait for the device, the same method without a wait.
+
+Both make a tensor of one number on the device: a copy for which the host waits, in each layer or forward.
+"""
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def without_waits(model: nn.Module) -> None:
+    """Give the modules of such classes the method that does not wait; nothing that they compute changes."""
+    for module in model.modules():
+        name, method = METHODS.get(type(module).__name__, ("", None))
+        if method is not None:
+            setattr(module, name, MethodType(method, module))
+
+
+def _gpt_neo_attention(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """GPTNeoSelfAttention._attn: what a query does not see has the least score that there is."""
+    scores = q.float() @ k.float().transpose(-1, -2)
+    S, T = scores.shape[-2:]
+    scores = torch.where(module.bias[:, :, T - S : T, :T], scores, torch.finfo(scores.dtype).min)
+    scores = scores if mask is None else scores + mask
+    weights = module.attn_dropout(scores.softmax(-1).to(v.dtype))
+    return weights @ v, weights
+
+
+def _deberta_positions(
+    module: Any, hidden: Tensor, queries: Tensor | None = None, given: Tensor | None = None
+) -> Tensor | None:
+    """DebertaV2Encoder.get_rel_pos: distances [1, S, T], far ones in buckets."""
+    if given is not None or not module.relative_attention:
+        return given
+    S, T = (hidden if queries is None else queries).shape[-2], hidden.shape[-2]
+    distance = torch.arange(S, device=hidden.device)[:, None] - torch.arange(
+        T, device=hidden.device
+    )
+    size, most = module.position_buckets, module.max_relative_positions
+    found = _in_buckets(distance, size // 2, most) if size > 0 and most > 0 else distance
+    return found.long()[None]
+
+
+def _in_buckets(distance: Tensor, mid: int, most: int) -> Tensor:
+    """Distances up to `mid` as they are, longer ones by their logarithm."""
+    far = torch.where(distance.abs() < mid, mid - 1, distance.abs())
+    whole = torch.log(torch.tensor((most - 1) / mid))  # of the CPU: one number is no copy
+    buckets = torch.ceil(torch.log(far / mid) / whole * (mid - 1)) + mid
+    return torch.where(far <= mid, distance.to(buckets.dtype), buckets * distance.sign())
+
+
+METHODS = {
+    "GPTNeoSelfAttention": ("_attn", _gpt_neo_attention),
+    "DebertaV2Encoder": ("get_rel_pos", _deberta_positions),
+}
