@@ -15,6 +15,7 @@ from cli_runs import END, failure, tokenizer
 from slapo_zoo.cli.main import main
 from slapo_zoo.tune.outcome import Outcome
 from slapo_zoo.tune.tuner import Result, Trial
+from slapo_zoo.verify.coverage import Outcome as Covered
 
 CARD = str(Path(__file__).parents[2] / "hub_cards" / "gpt2")
 MASK, CLS, SEP = "[MASK]", "[CLS]", "[SEP]"
@@ -101,12 +102,20 @@ JSON_COMMANDS = {
         "slapo_zoo.cards.check.verify_card", ["card", "verify", CARD, "--model", "gpt2"],
         lambda: {"verdict": "verified", "text": "fine"},
     ),
+    "train": ("slapo_zoo.cli.training.job.run", ["train", "FOLDER", "--data", __file__, "--seq-len", "8"], lambda: [2.0]),
+    "init": (
+        "slapo_zoo.cli.training.options.described",
+        ["init", "NEW", "--model", "m", "--data", "d", "--task", "causal", "--ranks", "3"], None,
+    ),
+    "coverage": ("slapo_zoo.verify.coverage.cover", ["coverage", "gpt2"], lambda: [Covered("gpt2", "GPT2Model")]),
+    "reshard": ("slapo_zoo.weights.reshard.reshard", ["reshard", "FOLDER", "NEW", "--max-shard-size", "20KB"], None),
+    "demo": ("slapo_zoo.cli.demo.compared", ["demo"], lambda: ([2.0], [2.0], True)),
     "card lint": ("slapo_zoo.cards.use.load_card", ["card", "lint", CARD], None),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("command", JSON_COMMANDS)
-def test_json_stands_alone(command, gpt2, capfd, monkeypatch):
+def test_json_stands_alone(command, gpt2, tmp_path, capfd, monkeypatch):
     """Also where a library prints on stdout, as DeepSpeed does, or a child process does."""
     place, arguments, instead = JSON_COMMANDS[command]
     module, _, name = place.rpartition(".")
@@ -118,8 +127,9 @@ def test_json_stands_alone(command, gpt2, capfd, monkeypatch):
         return instead() if instead else own(*args, **kwargs)
 
     monkeypatch.setattr(place, noisy)
+    words = {"FOLDER": gpt2, "NEW": str(tmp_path / "new")}
     with pytest.raises(SystemExit) as caught:
-        main([*(gpt2 if word == "FOLDER" else word for word in arguments), "--json"])
+        main([*(words.get(word, word) for word in arguments), "--json"])
     assert caught.value.code in (0, None)
     captured = capfd.readouterr()
     assert json.loads(captured.out)
@@ -228,6 +238,14 @@ def test_a_checkpoint_of_other_rows_is_refused_before_work_begins(gpt2, text, tm
     numbers = ("train", gpt2, "--data", text, "--seq-len", 16, "--checkpoint", tmp_path / "kept")
     with pytest.raises(SystemExit):
         main([*map(str, numbers), "--steps", "1", "--batch-size", "4", "--device", "cpu"])
+    capsys.readouterr()
+    with pytest.raises(SystemExit):  # keys that do not name the rows may change, and are told
+        train(
+            *numbers[1:], "--steps", 1, "--batch-size", 4, "--clip", 2, "--set", "warmup_steps=1e1"
+        )
+    told = capsys.readouterr().err
+    assert "warmup_steps: 0 --> 10, clip: 1.0 --> 2.0" in told
+    assert "batch_size" not in told
     monkeypatch.setattr("slapo_zoo.cli.training.job.run", lambda *args: pytest.fail("work began"))
     err = failure(capsys, *numbers, "--batch-size", 2)
     assert "batch_size=4 (now 2)" in err

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from cli_runs import failure
+from cli_runs import failure, run
 from slapo_zoo.cli.main import main
 from slapo_zoo.cli.training.config import (
     ConfigError,
@@ -19,7 +19,7 @@ from slapo_zoo.cli.training.config import (
     read_config,
     read_sets,
 )
-from slapo_zoo.cli.training.job import check_load, resolved
+from slapo_zoo.cli.training.job import check_batch, check_load, resolved
 from slapo_zoo.cli.training.options import ELSEWHERE, LEAST, ONE_OF, TrainOptions, described
 
 WRONG = {
@@ -35,6 +35,14 @@ WRONG = {
     "model: [a]": "expected a text",
     "- a": "found list, expected keys and values",
     "a: [": "found no YAML",
+    "lerning_rate: 1": "here it is lr",
+    "steps: 2\nsteps: 3": "'steps' stands in it 2 times",
+    "load: {seed: 2, seed: 3}": "'seed' stands in it 2 times",
+    "lr: .nan": "found nan, expected a finite number",
+    "clip: .inf": "expected a finite number",
+    "eval_share: 1": "found 1.0, expected less than 1",
+    "steps: 15e-1": "found '15e-1', expected an integer",
+    "data: [a]": "hint: a file, a folder",
 }
 
 
@@ -56,9 +64,17 @@ def test_names_of_other_tools_lead_to_keys_of_ours():
 
 
 def test_types_of_values(tmp_path):
-    (tmp_path / "run.yaml").write_text("lr: 1e-4\nclip: 1\ntrackers: [a, b]\nkeep: null\n")
+    (tmp_path / "run.yaml").write_text(
+        "lr: 1e-4\nclip: 1\ntrackers: [a, b]\nkeep: null\nsteps: 1e5\n"
+    )
     found = read_config(tmp_path / "run.yaml")
-    assert found == {"lr": 1e-4, "clip": 1.0, "trackers": ("a", "b"), "keep": None}
+    assert found == {
+        "lr": 1e-4,
+        "clip": 1.0,
+        "trackers": ("a", "b"),
+        "keep": None,
+        "steps": 100_000,
+    }
     assert isinstance(found["clip"], float)
     assert read_sets(["trackers=a", "columns.text=body", "columns.label=stars"]) == {
         "trackers": ("a",), "columns": {"text": "body", "label": "stars"}
@@ -121,6 +137,11 @@ def test_four_questions_write_a_configuration(tmp_path, monkeypatch, capsys):
     assert "it is there already" in failure(capsys, "init", file)
 
 
+def test_a_configuration_fits_its_ranks(tmp_path):
+    run("init", tmp_path / "a", "--model", "m", "--data", "d", "--task", "auto", "--ranks", 3)
+    check_batch(read_config(tmp_path / "a")["batch_size"], 3, None)
+
+
 def test_the_first_words_come_before_the_slow_imports(tmp_path):
     code = "import sys, slapo_zoo.cli.commands.train, slapo_zoo.cli.training.config; print('torch' in sys.modules)"
     result = subprocess.run(
@@ -134,8 +155,11 @@ def test_arguments_of_the_loader():
     check_load({"sequence_parallel": True, "resid_pdrop": 0.2}, config)
     with pytest.raises(ConfigError, match="did you mean 'sequence_parallel'"):
         check_load({"sequence_paralel": True}, config)
-    with pytest.raises(ConfigError, match="it has a key of its own"):
-        check_load({"tp": 2}, config)
+    for name, key in (("tp", "tp"), ("auto_class", "task")):
+        with pytest.raises(ConfigError, match=f"it has a key of its own\n.*write `{key}:` outside"):
+            check_load({name: 2}, config)
+    with pytest.raises(ConfigError, match="did you mean 'resid_pdrop'"):
+        check_load({"residual_pdrop": 0.1}, config)
 
 
 @pytest.mark.parametrize(
@@ -145,6 +169,9 @@ def test_arguments_of_the_loader():
         ({"patience": 2}, "nothing to evaluate on"),
         ({"eval_data": "e", "engine": "megatron"}, "expected torch"),
         ({"data": None}, "data: found none"),
+        ({"eval_data": "e", "eval_share": 0.1}, "eval_share: found eval_data too"),
+        ({"lr_schedule": "cosin"}, "cosin is not a valid"),
+        ({"log_file": "."}, "log_file: found a folder"),
     ],
 )
 def test_keys_that_need_each_other(changes, said, tmp_path):
@@ -170,3 +197,4 @@ def test_the_command_says_what_it_will_do_first(tmp_path, capsys):
     assert "found no such file" in failure(capsys, "train", "--config", tmp_path / "gone.yaml")
     assert "model: found none" in failure(capsys, "train", "--set", "steps=3")
     assert "write key=value" in failure(capsys, "train", "m", "--set", "steps")
+    assert "steps=[1: found no YAML" in failure(capsys, "train", "m", "--set", "steps=[1")

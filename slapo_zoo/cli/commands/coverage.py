@@ -1,9 +1,14 @@
 """`slapo-zoo coverage`: which model types of `transformers` train equal to the plain model."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from slapo_zoo.cli.arguments import AsJson
+from slapo_zoo.cli.errors import stdout_for_json
 
 
 def coverage(
@@ -18,6 +23,7 @@ def coverage(
         list[str] | None, typer.Option(help="tp2, pp2, 'tp2 pp2', 'tp2 sp'; none: all of them.")
     ] = None,
     timeout: Annotated[int, typer.Option(help="Seconds per type.")] = 240,
+    as_json: AsJson = False,
 ) -> None:
     """Try every model type, tiny, on tp2, pp2, tp2 with pp2, and tp2 with sequence parallelism."""
     from slapo_zoo.verify import coverage as measured
@@ -25,8 +31,10 @@ def coverage(
     def tell(outcome: measured.Outcome) -> None:
         typer.echo(f"{outcome.model_type}: {outcome.problem or outcome.layouts}")
 
-    found = list(
-        measured.cover(model_types or [], file, timeout, layout or list(measured.LAYOUTS), tell)
-    )
+    layouts = layout or list(measured.LAYOUTS)
+    with stdout_for_json(as_json):
+        found = list(measured.cover(model_types or [], file, timeout, layouts, tell))
     if page is not None:
         page.write_text(measured.page(found), encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps([asdict(outcome) for outcome in found], indent=1))

@@ -1,10 +1,13 @@
 """`slapo-zoo init`: four questions, and the configuration of a run."""
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from slapo_zoo.cli.arguments import AsJson
+from slapo_zoo.cli.errors import stdout_for_json
 from slapo_zoo.cli.training.options import ONE_OF
 
 ASKED = {
@@ -21,8 +24,21 @@ def init(
     data: Annotated[str | None, typer.Option(help=ASKED["data"])] = None,
     task: Annotated[str | None, typer.Option(help=ASKED["task"])] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help=ASKED["ranks"])] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write the configuration of a training run; what is not given is asked."""
+    with stdout_for_json(as_json):
+        keys = _write(file, model, data, task, ranks)
+    if as_json:
+        typer.echo(json.dumps({"file": str(file), "keys": keys}, indent=1))
+    else:
+        typer.echo(f"{file} is written; start with: slapo-zoo train --config {file}")
+
+
+def _write(
+    file: Path, model: str | None, data: str | None, task: str | None, ranks: int | None
+) -> dict[str, Any]:
+    """Ask what is missing, write the file, and return its keys."""
     import yaml
 
     from slapo_zoo.cli.training.config import ConfigError, checked
@@ -34,21 +50,23 @@ def init(
     data = data or typer.prompt(ASKED["data"])
     task = task or typer.prompt(ASKED["task"], default="auto")
     ranks = ranks or typer.prompt(ASKED["ranks"], default=1, type=int)
-    keys = {"model": model, "data": data, "eval_share": 0.05} | STARTING | {"dp": ranks}
+    keys: dict[str, Any] = {"model": model, "data": data, "eval_share": 0.05} | STARTING
+    keys |= {"dp": ranks, "batch_size": -(-STARTING["batch_size"] // ranks) * ranks}
     if task != "auto":
         keys["task"] = task
     if task == "classify":
         keys["best_metric"] = "accuracy"
     about = described()
     lines = []
-    for key, value in checked(keys, "init").items():
+    keys = checked(keys, "init")
+    for key, value in keys.items():
         text = yaml.safe_dump({key: value}).strip()
         lines.append(f"{text:<28}  # {about[key]}\n")
     file.write_text("".join(lines), encoding="utf-8")
-    typer.echo(f"{file} is written; start with: slapo-zoo train --config {file}")
+    return keys
 
 
-STARTING = {
+STARTING: dict[str, Any] = {
     "eval_every": 100, "steps": 1000, "batch_size": 8, "lr": 5e-5, "lr_schedule": "linear",
     "warmup_steps": 50, "checkpoint": "runs/checkpoint", "best": "runs/best",
     "log_file": "runs/log.jsonl",

@@ -1,9 +1,14 @@
 """`slapo-zoo reshard`: a checkpoint in files of another size, or in another dtype."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from slapo_zoo.cli.arguments import AsJson
+from slapo_zoo.cli.errors import stdout_for_json
+from slapo_zoo.cli.waiting import waiting
 
 Size = Annotated[str, typer.Option(help='Largest file, e.g. "5GB".')]
 Dtype = Annotated[str | None, typer.Option(help="Of the model: float32, bfloat16, float16.")]
@@ -15,9 +20,18 @@ def reshard(
     max_shard_size: Size = "5GB",
     dtype: Dtype = None,
     allow_pickle: Annotated[bool, typer.Option(help="Read a .bin checkpoint.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Rewrite a checkpoint, also of a stopped training; it takes the memory of one tensor."""
-    from slapo_zoo.weights.reshard import reshard
-    from slapo_zoo.zoo.arguments import to_dtype
+    with stdout_for_json(as_json):
+        from slapo_zoo.weights.reshard import reshard
+        from slapo_zoo.zoo.arguments import to_dtype
 
-    reshard(source, target, max_shard_size, to_dtype(dtype) if dtype else None, allow_pickle)
+        kept = to_dtype(dtype) if dtype else None
+        with waiting(f"reshard {source}"):
+            reshard(source, target, max_shard_size, kept, allow_pickle)
+    files = {file.name: file.stat().st_size for file in sorted(target.glob("*.safetensors"))}
+    if as_json:
+        typer.echo(json.dumps({"target": str(target), "files": files}, indent=1))
+    else:
+        typer.echo(f"{target}: {sum(files.values()) / 1e6:.1f} MB in {len(files)} files")

@@ -1,12 +1,13 @@
 """`slapo-zoo train`: a person's own checkpoint and data, on any mesh."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from slapo_zoo.cli.arguments import Device, DpOrAll, MicroBatches, Pp, Tp
-from slapo_zoo.cli.errors import is_first
+from slapo_zoo.cli.arguments import AsJson, Device, DpOrAll, MicroBatches, Pp, Tp
+from slapo_zoo.cli.errors import is_first, stdout_for_json
 from slapo_zoo.cli.training.options import TrainOptions
 
 Model = Annotated[
@@ -65,6 +66,7 @@ def train(
     zero_stage: Annotated[
         int, typer.Option(min=0, max=3, help="Of DeepSpeed's ZeRO.")
     ] = DEFAULT.zero_stage,
+    as_json: AsJson = False,
 ) -> None:
     """Train a checkpoint on your data: next tokens, masked tokens, labels, pairs, ...
 
@@ -73,11 +75,25 @@ def train(
     starts tp * pp * dp local ranks.
     Any number of them computes the same losses, and resumes from a checkpoint of any other.
     SIGTERM, SIGUSR1 and Ctrl-C finish the step and save; the exit code is then 75, or 130.
+    With --json the losses of the steps that were done are printed at the end.
     """
-    from slapo_zoo.cli.training.config import as_yaml, make_options, read_config, read_sets
+    from slapo_zoo.cli.training.config import make_options, read_config, read_sets
 
     given = read_config(config) if config is not None else {}
     options = make_options(given, read_sets(sets or []), _flags(context))
+    with stdout_for_json(as_json):
+        losses = _train(options)
+    if as_json and is_first():
+        places = {
+            name: getattr(options, name) for name in ("output", "checkpoint", "best", "log_file")
+        }
+        typer.echo(json.dumps({"losses": losses, **places}, indent=1))
+
+
+def _train(options: TrainOptions) -> list[float]:
+    """Check, read, train; the losses of the steps that were done."""
+    from slapo_zoo.cli.training.config import as_yaml
+
     if is_first():
         typer.echo(f"{as_yaml(options)}\nreading model and data ...")  # imports take seconds
 
@@ -89,8 +105,8 @@ def train(
     if is_first():
         typer.echo(f"{inputs.summary()}; loading the model ...")
     if options.checkpoint is not None:
-        job.check_checkpoint(Path(options.checkpoint), inputs.batches, options.steps)
-    job.run(options, inputs)
+        job.check_checkpoint(Path(options.checkpoint), inputs.batches, options)
+    return job.run(options, inputs)
 
 
 def _flags(context: typer.Context) -> dict[str, Any]:
@@ -98,7 +114,7 @@ def _flags(context: typer.Context) -> dict[str, Any]:
     given = {}
     for name, value in context.params.items():
         source = context.get_parameter_source(name)
-        if source is None or source.name != "COMMANDLINE" or name in ("config", "sets"):
+        if source is None or source.name != "COMMANDLINE" or name in ("config", "sets", "as_json"):
             continue
         given[name] = str(value) if isinstance(value, Path) else value
     return given

@@ -1,6 +1,7 @@
 """From a YAML file, `--set key=value` and flags to `TrainOptions`, and back to YAML."""
 
 import difflib
+import math
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -9,7 +10,14 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
-from slapo_zoo.cli.training.options import ELSEWHERE, LEAST, ONE_OF, TrainOptions
+from slapo_zoo.cli.training.options import (
+    BELOW,
+    ELSEWHERE,
+    LEAST,
+    ONE_OF,
+    TrainOptions,
+    described,
+)
 from slapo_zoo.errors import SlapoError
 
 KINDS = get_type_hints(TrainOptions)
@@ -19,10 +27,22 @@ class ConfigError(SlapoError, ValueError):
     """A key or a value of a run's configuration cannot be used."""
 
 
+class OnceEach(yaml.SafeLoader):
+    """YAML in which a key that stands twice is an error: nobody can tell which one was meant."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """The keys and values of one mapping."""
+        names = [key.value for key, _ in node.value]
+        for name in names:
+            if names.count(name) > 1:
+                raise yaml.YAMLError(f"{name!r} stands in it {names.count(name)} times")
+        return super().construct_mapping(node, deep)
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """The keys of a YAML file, each of its type."""
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = yaml.load(path.read_text(encoding="utf-8"), OnceEach)  # noqa: S506 (it is a SafeLoader)
     except FileNotFoundError:
         hint = "slapo-zoo init writes one"
         raise ConfigError(str(path), "--config", "found no such file", hint) from None
@@ -43,7 +63,12 @@ def read_sets(words: Sequence[str]) -> dict[str, Any]:
         if not is_set:
             raise ConfigError("--set", word, "found no `=`", "write key=value")
         key, _, entry = key.strip().partition(".")
-        value = yaml.safe_load(text)
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            hint = "write the value as in YAML, in quotes where it has brackets"
+            problem = f"found no YAML: {str(error).splitlines()[0]}"
+            raise ConfigError("--set", word, problem, hint) from None
         found[key] = {**found.get(key, {}), entry: value} if entry else value
     return checked(found, "--set")
 
@@ -74,25 +99,32 @@ def as_yaml(options: TrainOptions) -> str:
 
 def _value(key: str, value: Any, where: str) -> Any:
     if key not in KINDS:
-        near = difflib.get_close_matches(key, KINDS, 1)
+        near = difflib.get_close_matches(key, [*KINDS, *ELSEWHERE], 1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(KINDS)}"
-        hint = f"here it is {ELSEWHERE[key]}" if key in ELSEWHERE else hint
+        hint = f"here it is {ELSEWHERE[near[0]]}" if near and near[0] in ELSEWHERE else hint
         raise ConfigError(where, key, "found no such key", hint)
     value, wanted = _coerced(value, KINDS[key]), KINDS[key]
     if not _fits(value, wanted):
         problem = f"found {value!r:.60}, expected {_said(wanted)}"
-        raise ConfigError(where, key, problem, f"the default is {_default(key)!r}")
+        raise ConfigError(where, key, problem, _default(key))
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(where, key, f"found {value}, expected a finite number", _default(key))
     if value is not None and key in LEAST and value < LEAST[key]:
         problem = f"found {value!r}, expected at least {LEAST[key]}"
-        raise ConfigError(where, key, problem, f"the default is {_default(key)!r}")
+        raise ConfigError(where, key, problem, _default(key))
+    if value is not None and key in BELOW and value >= BELOW[key]:
+        problem = f"found {value!r}, expected less than {BELOW[key]}"
+        raise ConfigError(where, key, problem, _default(key))
     if value is not None and key in ONE_OF and value not in ONE_OF[key]:
         problem = f"found {value!r}, expected one of {', '.join(ONE_OF[key])}"
         raise ConfigError(where, key, problem, "choose one of them")
     return value
 
 
-def _default(key: str) -> Any:
-    return getattr(TrainOptions(""), key)
+def _default(key: str) -> str:
+    """What to do about a value: how it is where the key is left out."""
+    default = getattr(TrainOptions(""), key)
+    return f"the default is {default!r}" if default not in (None, "") else described()[key]
 
 
 def _members(kind: Any) -> tuple[Any, ...]:
@@ -105,6 +137,11 @@ def _coerced(value: Any, kind: Any) -> Any:
     if float in members and str not in members and isinstance(value, str | int):
         try:
             return value if isinstance(value, bool) else float(value)
+        except ValueError:
+            return value
+    if int in members and str not in members and isinstance(value, str):
+        try:
+            return int(float(value)) if float(value).is_integer() else value
         except ValueError:
             return value
     if isinstance(value, list):

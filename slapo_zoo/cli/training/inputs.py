@@ -124,7 +124,7 @@ def read_inputs(options: TrainOptions, config: Any) -> Inputs:
         check_vocabulary(rows, tokenizer, config, options)
     if options.eval_data or options.eval_split:
         held = other_rows(task, options)
-        require_rows(held, options.batch_size if task.couples else 1, options)
+        require_held_out(held, task, options)
     held_out = (
         None if held is None else Batches(held, batches.task, options.batch_size, options.seed)
     )
@@ -153,7 +153,7 @@ def training_rows(data: Any, task: Task, options: TrainOptions) -> tuple[Rows, R
         return rows, None
     rest, held = divided(rows, options.eval_share, options.seed)
     require_rows(rest, options.batch_size, options)
-    require_rows(held, options.batch_size if task.couples else 1, options)
+    require_held_out(held, task, options)
     return rest, held
 
 
@@ -184,6 +184,15 @@ def require_rows(rows: Rows, least: int, options: TrainOptions) -> None:
         found = f"found {rows.tokens} tokens, which fill {len(rows)} rows of {options.seq_len}"
     hint = "give more data, or a smaller --seq-len or --batch-size"
     raise DataError("--data", "", f"{found}; expected at least {least} rows", hint)
+
+
+def require_held_out(rows: Rows, task: Task, options: TrainOptions) -> None:
+    """Enough for an evaluation: of pairs a whole batch, else a row."""
+    least = options.batch_size if task.couples else 1
+    if len(rows) < least:
+        problem = f"found {len(rows)} rows to evaluate on, expected at least {least}"
+        hint = "take a larger eval_share, or other eval_data"
+        raise DataError("train", "eval_share" if options.eval_share else "eval_data", problem, hint)
 
 
 def with_masks(task: Task, rows: Rows | None, options: TrainOptions, config: Any) -> Task:

@@ -4,7 +4,9 @@ import difflib
 import importlib.util
 import inspect
 import os
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,13 @@ from typing import Any
 from slapo_zoo.cli.data.batches import Batches
 from slapo_zoo.cli.data.read import kind_of
 from slapo_zoo.cli.data.stream import Stream
-from slapo_zoo.cli.training.config import ConfigError
+from slapo_zoo.cli.errors import is_first
+from slapo_zoo.cli.training.config import ConfigError, read_config
 from slapo_zoo.cli.training.inputs import Inputs, row_length, task_of
 from slapo_zoo.cli.training.logs import find_trackers
 from slapo_zoo.cli.training.loop import StoppedError, train
 from slapo_zoo.cli.training.options import TrainOptions
+from slapo_zoo.cli.training.schedules import learning_rates
 from slapo_zoo.cli.training.stopping import passing_on
 from slapo_zoo.errors import MeshError, WeightsError
 from slapo_zoo.model.dialects import HOMES
@@ -103,7 +107,21 @@ def check_output(folder: Path, option: str = "--output") -> None:
         raise WeightsError(str(folder), option, f"{parent} cannot be written to")
 
 
-def check_checkpoint(folder: Path, batches: Batches | Stream, steps: int) -> None:
+# what decides the numbers of a step; the layout does not, and what the data are is compared itself
+DECIDE = ("document_masks", "load", "steps", "lr_schedule", "lr_options", "warmup_steps", "weight_decay",
+          "clip", "engine")  # fmt: skip
+
+
+def changes_since(folder: Path, options: TrainOptions) -> str:
+    """Keys that were others when a checkpoint was written; training goes on with those of now."""
+    then = {}
+    with suppress(OSError, ConfigError):  # an older release wrote none
+        then = read_config(folder / "run.yaml")
+    now = {name: getattr(options, name) for name in DECIDE if name in then}
+    return ", ".join(f"{k}: {then[k]!r} --> {v!r}" for k, v in now.items() if then[k] != v)
+
+
+def check_checkpoint(folder: Path, batches: Batches | Stream, options: TrainOptions) -> None:
     """A checkpoint that is there was made with these rows, and has done no more steps than asked for."""
     check_output(folder, "--checkpoint")
     if (found := latest(folder)) is None:
@@ -125,8 +143,10 @@ def check_checkpoint(folder: Path, batches: Batches | Stream, steps: int) -> Non
         )  # fmt: skip
         hint = "take the same --data, --seq-len, --batch-size and --seed, or name a new folder"
         raise WeightsError(str(folder), "--checkpoint", f"it was trained with {said}", hint)
-    if state["step"] > steps:
-        problem = f"it has done {state['step']} steps, and --steps asks for {steps} in all"
+    if changed := changes_since(found, options):
+        sys.stderr.write(f"changed since {found} was written: {changed}\n" if is_first() else "")
+    if state["step"] > options.steps:
+        problem = f"it has done {state['step']} steps, and --steps asks for {options.steps} in all"
         raise WeightsError(str(folder), "--checkpoint", problem, "ask for more --steps")
 
 
@@ -143,6 +163,9 @@ def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:
     check_batch(options.batch_size, options.dp or 1, options.micro_batches)
     check_evaluation(options)
     find_trackers(options)
+    learning_rates(options)
+    if options.log_file is not None and Path(options.log_file).is_dir():
+        raise ConfigError("train", "log_file", "found a folder, expected a file", "name a file")
     for name in (options.data, options.eval_data):
         if name is not None:
             kind_of(name)
@@ -160,6 +183,10 @@ def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:
     return replace(options, task=task, seq_len=row_length(options.seq_len, config)), config
 
 
+# arguments of from_pretrained --> the key that decides them
+OWN_KEYS = {"auto_class": "task", "target": "engine"}
+
+
 def check_load(given: Mapping[str, Any], config: Any) -> None:
     """`load` names arguments of from_pretrained that no other key sets, or fields of the config."""
     from slapo_zoo.model.auto import AutoScheduledModel
@@ -169,8 +196,9 @@ def check_load(given: Mapping[str, Any], config: Any) -> None:
     for name in given:
         if name in taken or (name not in known and not hasattr(config, name)):
             problem = "it has a key of its own" if name in taken else "found no such argument"
-            near = difflib.get_close_matches(name, known, 1)
+            near = difflib.get_close_matches(name, [*known, *vars(config)], 1, 0.5)
             hint = f"did you mean {near[0]!r}?" if near else "see docs/guide.md"
+            hint = f"write `{OWN_KEYS.get(name, name)}:` outside of load" if name in taken else hint
             raise ConfigError("train", f"load.{name}", problem, hint)
 
 
@@ -191,36 +219,40 @@ def check_evaluation(options: TrainOptions) -> None:
     if options.evaluates and options.engine != "torch":
         problem = f"found --engine {options.engine}, expected torch"
         raise ConfigError("train", "eval_data", problem, "evaluate what it saves by another run")
+    if options.eval_share and (options.eval_data or options.eval_split):
+        other = "eval_data" if options.eval_data else "eval_split"
+        problem = f"found {other} too, which is evaluated on in its place"
+        raise ConfigError("train", "eval_share", problem, "leave one of them out")
     for name in ("best", "patience"):
         if getattr(options, name) is not None and not options.evaluates:
             hint = "add eval_data, eval_split or eval_share"
             raise ConfigError("train", name, "there is nothing to evaluate on", hint)
 
 
-def _run_local(options: TrainOptions, inputs: Inputs, world: int) -> None:
+def _run_local(options: TrainOptions, inputs: Inputs, world: int) -> list[float]:
     """On local ranks; a request to stop reaches them, and what they say about it reaches us."""
     with passing_on() as stop:
-        outcome = run_local(_or_stopped, world, (options, inputs), device=options.device)[0]
+        outcome = run_local(training_of, world, (options, inputs), device=options.device)[0]
     if isinstance(outcome, StoppedError):
         raise StoppedError(stop.number, outcome.step, options)
+    return outcome
 
 
-def _or_stopped(options: TrainOptions, inputs: Inputs) -> Any:
+def training_of(options: TrainOptions, inputs: Inputs) -> Any:
+    """The losses of a rank, or that it was asked to stop; errors name this function."""
     try:
         return train(options, inputs)
     except StoppedError as stopped:
         return stopped
 
 
-def run(options: TrainOptions, inputs: Inputs) -> None:
-    """Train on the ranks that a launcher started, or on local ranks that we start."""
+def run(options: TrainOptions, inputs: Inputs) -> list[float]:
+    """Train on the ranks that a launcher started, or on local ranks that we start; the losses."""
     world = options.tp * options.pp * (options.dp or 1)
     if is_distributed_launch():
         init_distributed(device=options.device)
         with rank_guard("train"):
-            train(options, inputs)
+            losses = train(options, inputs)
         shutdown_distributed()
-    elif world == 1:
-        train(options, inputs)
-    else:
-        _run_local(options, inputs, world)
+        return losses
+    return train(options, inputs) if world == 1 else _run_local(options, inputs, world)

@@ -118,6 +118,7 @@ LEAST = {
     "lr": 0, "warmup_steps": 0, "weight_decay": 0, "clip": 0, "save_every": 1, "keep": 1,
     "patience": 1, "log_every": 1, "zero_stage": 0,
 }  # fmt: skip
+BELOW = {"eval_share": 1}
 ONE_OF = {
     "task": ("causal", "masked", "span", "classify", "tag", "seq2seq", "pairs"),
     "best_metric": ("loss", "accuracy"),
