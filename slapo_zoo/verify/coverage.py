@@ -203,10 +203,7 @@ def page(outcomes: list[Outcome]) -> str:
         layout: sum(o.layouts[layout] == EQUAL for o in some) for layout, some in tried.items()
     }
     counts = {
-        layout: f"{equal[layout]} of {len(some)} | {equal[layout] / len(some):.1%}"
-        if some
-        else "unmeasured | "
-        for layout, some in tried.items()
+        layout: _counted(equal[layout], len(some), len(trained)) for layout, some in tried.items()
     }
     shared = [o for o in trained if o.layouts.get("tp2") == EQUAL and o.share]
     untried = sorted(model_types().keys() - {o.model_type for o in outcomes})
@@ -247,6 +244,13 @@ def page(outcomes: list[Outcome]) -> str:
     if untried:
         lines += ["", "## Not tried", "", ", ".join(f"`{name}`" for name in untried)]
     return "\n".join(lines) + "\n"
+
+
+def _counted(equal: int, tried: int, trained: int) -> str:
+    """A share is one of all types; what was tried of them says nothing of the others."""
+    if tried == trained:
+        return f"{equal} of {tried} | {equal / max(tried, 1):.1%}"
+    return f"{equal} of {tried} tried | " if tried else "unmeasured | "
 
 
 def _short(text: str) -> str:

@@ -19,5 +19,7 @@ def test_what_was_not_tried_is_called_unmeasured():
     assert "| tp2 | 2 of 2 | 100.0% |" in text
     assert "| pp2 | 1 of 2 | 50.0% |" in text
     assert "| tp2 sp | unmeasured |" in text
+    found[0].layouts["tp2 sp"] = EQUAL
+    assert "| tp2 sp | 1 of 1 tried |" in page(found)
     assert "of 1 of the 2 types" in text
     assert "no block" in text
