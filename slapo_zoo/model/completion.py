@@ -15,6 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_zoo.errors import MeshError
 from slapo_zoo.model.step_guard import StepGuard
@@ -61,7 +62,7 @@ class Completion:
         self.hooked: list[nn.Parameter] = []
         self.parameters: list[nn.Parameter] = []
         self.trained: list[int] = []
-        self._handles: list[Any] = []
+        self._known: Any = WeakIdKeyDictionary()
         self.in_step = False
         self._forget()
 
@@ -69,7 +70,8 @@ class Completion:
         """Of a copied model: a parameter's copy has no hooks yet."""
         new = Completion.__new__(Completion)
         memo[id(self)] = new
-        new.__dict__.update(self.__dict__, hooked=[], parameters=[], trained=[], _handles=[])
+        new.__dict__.update(self.__dict__, hooked=[], parameters=[], trained=[])
+        new._known = WeakIdKeyDictionary()
         new.guard = StepGuard(self.mesh)
         new.runtime = memo.get(id(self.runtime), self.runtime)
         new._forget()
@@ -101,20 +103,22 @@ class Completion:
         if [id(p) for _, p in named] != self.trained:
             self.trained = [id(p) for _, p in named]
             self.guard.watch(p for _, p in named)
-        self.parameters = [p for _, p in named]
+        self.parameters = [p for _, p in named if p.is_leaf]
         partial = self._partial()
         self._hook([(n, p) for n, p in named if self.over_dp or n in partial])
 
     def _hook(self, named: list[tuple[str, nn.Parameter]]) -> None:
+        """Hooks stay: a backward may come after a forward with other parameters (functional_call)."""
         if [id(p) for _, p in named] == [id(p) for p in self.hooked]:
             return
-        for handle in self._handles:
-            handle.remove()
-        self.hooked, self._handles = [p for _, p in named], []
+        self.hooked = [p for _, p in named if p.is_leaf]
         for name, p in named:
-            self._handles.append(p.register_hook(_Incoming(self, name, p)))
-            if self.over_dp:
-                self._handles.append(_first_of(p, _Accumulated(self)))
+            if p in self._known:
+                continue
+            self._known[p] = True
+            p.register_hook(_Incoming(self, name, p))
+            if self.over_dp and p.is_leaf:
+                _first_of(p, _Accumulated(self))
 
     def _partial(self) -> set[str]:
         """Names of parameters whose gradient may be a part of a sum over tp."""
@@ -178,13 +182,13 @@ class Completion:
         """Of a stage that steps within `no_sync`: this one averages over dp."""
         self.paused = False
 
-    def incoming(self, name: str, parameter: nn.Parameter, grad: Tensor) -> Tensor | None:
-        """A gradient before it is added to `.grad`."""
+    def incoming(self, name: str, parameter: Any, grad: Tensor, is_leaf: bool) -> Tensor | None:
+        """A gradient before it is added to `.grad`, or goes on to what a parameter is made of."""
         if (bucket := self.bucket_of.get(id(parameter))) is not None:
             bucket.wait()  # what is under way must not be written to
-        if not self.over_tp:
-            return None
-        groups = self._groups(name)
+        groups = self._groups(name) if self.over_tp else []
+        if self.over_dp and not self.paused and not is_leaf:
+            groups, grad = [*groups, self.mesh.group("dp")], grad * (1.0 / self.mesh.dp)
         for group in groups:
             refuse_graph()
             grad = summed(grad, group)
@@ -231,19 +235,23 @@ class Completion:
         if self.paused or not self.over_dp:
             return
         if others(parameter):  # they take it as it is now
-            assert parameter.grad is not None  # noqa: S101 - it was added
-            all_reduce_(parameter.grad.mul_(1.0 / self.mesh.dp), self.mesh.group("dp"))
+            self._average(parameter)
             return
         if self.task < 0:
             self._open_backward()
         bucket = self.bucket_of.get(id(parameter))
-        if bucket is None:
+        if bucket is None:  # of an earlier forward, frozen or replaced since
+            self._average(parameter)
             return
         bucket.late = id(parameter) in bucket.ready and self.buckets.index(bucket) < self.next
         bucket.ready.add(id(parameter))
         while self.next < len(self.buckets) and self._is_ready(self.buckets[self.next]):
             self.buckets[self.next].start(self.mesh.group("dp"), self.mesh.dp)
             self.next += 1
+
+    def _average(self, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None  # noqa: S101 - it was added
+        all_reduce_(parameter.grad.mul_(1.0 / self.mesh.dp), self.mesh.group("dp"))
 
     def _is_ready(self, bucket: Bucket) -> bool:
         return len(bucket.ready) == len(bucket.parameters)
@@ -276,12 +284,13 @@ class _Incoming:
 
     def __init__(self, completion: Completion, name: str, parameter: nn.Parameter):
         self.completion, self.name, self.parameter = ref(completion), name, ref(parameter)
+        self.is_leaf = parameter.is_leaf
 
     def __call__(self, grad: Tensor) -> Tensor | None:
-        completion, parameter = self.completion(), self.parameter()
-        if completion is None or parameter is None:  # the model is gone, its parameter lives on
+        completion = self.completion()
+        if completion is None:  # the model is gone, its parameter lives on
             return None
-        return completion.incoming(self.name, parameter, grad)
+        return completion.incoming(self.name, self.parameter(), grad, self.is_leaf)
 
 
 class _Accumulated:
@@ -309,10 +318,9 @@ def others(parameter: Any) -> bool:
     return any(not isinstance(hook, _Accumulated) for hook in hooks.values())
 
 
-def _first_of(parameter: nn.Parameter, hook: _Accumulated) -> Any:
+def _first_of(parameter: nn.Parameter, hook: _Accumulated) -> None:
     """Register it before those that wait for the whole gradient."""
-    handle = parameter.register_post_accumulate_grad_hook(hook)
+    parameter.register_post_accumulate_grad_hook(hook)
     hooks: Any = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
     before = [(key, hooks.pop(key)) for key in list(hooks) if hooks[key] is not hook]
     hooks.update(before)
-    return handle

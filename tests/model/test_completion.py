@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint as recompute
 from transformers import GPT2LMHeadModel
 
 from loop_runs import folder_of
 from slapo_zoo import AutoScheduledModel, MeshError, SlapoError
 
+KEYS = ("input_ids", "labels")
 IDS = torch.arange(32).view(4, 8) % 90 + 3
 
 
@@ -119,3 +121,31 @@ def test_a_gradient_of_a_gradient_is_exact_or_refused(ranks, layout, tmp_path):
     torch.testing.assert_close(exact, twice(plain))
     for words in ranks.run(penalised, layout.get("tp", 1), folder, layout):
         assert "create_graph" in words
+
+
+def replaced(folder, layout):
+    """Gradients where a forward runs on other tensors: what scales them, and copies in between."""
+    model = AutoScheduledModel.from_pretrained(folder, **layout).train()
+    half, found = {n: p * 0.5 for n, p in model.named_parameters()}, []
+    of_rows(model, lambda m, ids: functional_call(m, half, (), dict.fromkeys(KEYS, ids)).loss)
+    found.append(model.consolidated_state_dict(grads=True))
+    model.zero_grad()
+
+    def behind_a_frozen_one(model, ids):
+        loss = model(input_ids=ids, labels=ids).loss
+        frozen = {n: p.detach().clone() for n, p in model.named_parameters()}
+        functional_call(model, frozen, (), {"input_ids": ids})
+        return loss
+
+    of_rows(model, behind_a_frozen_one)
+    return [*found, model.consolidated_state_dict(grads=True)]
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2, "sequence_parallel": True}], ids=str)
+def test_gradients_where_functional_call_replaces_parameters(ranks, layout, tmp_path):
+    folder = folder_of("gpt2", tmp_path)
+    (want,) = ranks.run(replaced, 1, folder, {})
+    found = ranks.run(replaced, 2, folder, layout)[0]
+    for mine, one in zip(found, want, strict=True):
+        for name, grad in one.items():
+            torch.testing.assert_close(mine[name], grad, atol=1e-6, rtol=1e-4, msg=name)
