@@ -40,10 +40,18 @@ class Sharded(DataParallel):
         for group in self.groups:
             made = group.traced(group.dtype_of(dtype))
             whole.update({id(p): x for p, x in zip(group.parameters, made, strict=True)})
-        for module in model.modules():
-            for name, p in module._parameters.items():
-                if id(p) in whole:
-                    yield module, name, whole[id(p)]
+        read = [place for place in _parameters_of(model) if id(place[2]) in whole]
+        replaced = len({id(p) for *_, p in read}) < len(whole) or any(
+            module._parameters[name] is not block.groups[i].parameters[j]
+            for block in self.blocks.at.values()
+            for module, name, (i, j) in block.places
+        )
+        if replaced:
+            problem = "found others than those of which each rank keeps its rows"
+            hint = "write new values into them, and leave out functional_call and assign=True"
+            raise MeshError("forward", "the parameters of a model with dp_shard=", problem, hint)
+        for module, name, p in read:
+            yield module, name, whole[id(p)]
 
     def new_gradients(self, parameters: list[nn.Parameter]) -> Any:
         """Sums that a failed step has left waiting are dropped."""
@@ -130,9 +138,9 @@ def shard_over_dp(model: Any, blocks: Sequence[str], shards: Shards) -> None:
         unit = block_of.get(id(p)) or name.rpartition(".")[0]
         kind = p.dtype, p.requires_grad, name in wide
         units.setdefault(unit, {}).setdefault(kind, []).append(part)
-    for module in model.modules():
-        for name, p in module._parameters.items():
-            module._parameters[name] = parts.get(id(p), p)
+    for module, name, p in _parameters_of(model):
+        module._parameters[name] = parts.get(id(p), p)
+    _refuse_calls_beside(model, blocks)
     groups = {unit: [Group(shards, held, kind[2]) for kind, held in kinds.items()]
               for unit, kinds in units.items()}  # fmt: skip
     alone = Blocks(computes, runtime.schedule.state.keeps)
@@ -143,6 +151,32 @@ def shard_over_dp(model: Any, blocks: Sequence[str], shards: Shards) -> None:
     engine = Sharded(shards, [group for held in groups.values() for group in held], alone)
     use_engine(model, engine)
     runtime.precision.reads, runtime.precision.blocks = engine.reads, alone
+
+
+def _parameters_of(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """(module, name, parameter) of all modules, tied ones more than once."""
+    return [
+        (m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None
+    ]
+
+
+def _refuse_calls_beside(model: nn.Module, blocks: Sequence[str]) -> None:
+    """Of modules outside of blocks: those in blocks may have kernels, which call none that has a hook."""
+    inside = {m for path in blocks for m in model.get_submodule(path).modules()}
+    for module in {m: None for m, _, p in _parameters_of(model) if is_divided(p)}:
+        if module not in inside:
+            module.register_forward_pre_hook(_require_whole)
+
+
+def _require_whole(module: nn.Module, _args: Any) -> None:
+    """MeshError where a module is called beside the forward of its model: it would compute with our rows."""
+    for name, p in module._parameters.items():
+        if p is not None and is_divided(p) and name not in module.__dict__:
+            problem = (
+                f"{type(module).__name__} is called alone, and this rank keeps some of its rows"
+            )
+            hint = "call the model, which gathers them, or load it without dp_shard="
+            raise MeshError("forward", "a module of a model with dp_shard=", problem, hint)
 
 
 def _block_of(model: nn.Module, blocks: Sequence[str]) -> dict[int, str]:

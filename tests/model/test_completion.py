@@ -149,3 +149,27 @@ def test_gradients_where_functional_call_replaces_parameters(ranks, layout, tmp_
     for mine, one in zip(found, want, strict=True):
         for name, grad in one.items():
             torch.testing.assert_close(mine[name], grad, atol=1e-6, rtol=1e-4, msg=name)
+
+
+def outside(folder, stage):
+    """What is said where the parts of a sharded model would be read for whole ones."""
+    model = AutoScheduledModel.from_pretrained(folder, dp_shard=2, zero_stage=stage).train()
+    copies, said = {n: p.detach().clone() for n, p in model.named_parameters()}, []
+    ids = torch.full((2, 4), 3)  # small: no rank finds them beyond its rows
+    for call in (
+        lambda: model.get_input_embeddings()(ids),
+        lambda: model.base_model(input_ids=ids),
+        lambda: model.get_output_embeddings()(torch.zeros(2, 30)),
+        lambda: functional_call(model, copies, (), {"input_ids": ids}),
+    ):
+        with pytest.raises(MeshError, match="dp_shard=") as error:
+            call()
+        said.append(str(error.value))
+    model(input_ids=ids, labels=ids).loss.backward()
+    return said
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_part_is_not_taken_for_the_whole(ranks, stage, tmp_path):
+    for said in ranks.run(outside, 2, folder_of("gpt2", tmp_path), stage):
+        assert ["alone" in words for words in said] == [True, True, True, False]
