@@ -83,8 +83,7 @@ ERROR = 0.074  # mean, of the larger group of rows: `ci/run.py bench published`
 
 def data_sheet(
     name: str, matmul: float, bandwidth: float, link: float, network: float, memory: float,
-    host: float,
-    multiprocessors: int = 0,
+    host: float, multiprocessors: int = 0, single: float | None = None,
 ) -> Hardware:  # fmt: skip
     """A profile from a data sheet, of whose rates the shares above are expected.
 
@@ -97,9 +96,11 @@ def data_sheet(
         memory: bytes.
         host: to the memory of its host, bytes per second, one way.
         multiprocessors: number of them; 0 where products are not cut into tiles.
+        single: operations per second in float32; None: half of `matmul`, in TF32.
     """
     rate = MATMUL * matmul
-    rates = {"bfloat16": rate, "float16": rate, "float32": 0.5 * rate}
+    full = 0.5 * rate if single is None else MATMUL * single
+    rates = {"bfloat16": rate, "float16": rate, "float32": full}
     source = "data sheet; shares of its rates fitted to published single-node runs on A100"
     return Hardware(
         name, source, rates, BANDWIDTH * bandwidth, LAUNCH_S, LINK * link, NETWORK * network, LATENCY_S,
@@ -114,7 +115,7 @@ HARDWARE = {
     "a100": data_sheet("NVIDIA A100 SXM 80GB", 312e12, 2.0e12, 300e9, 25e9, 80 * GIB, 32e9, 108),
     "a100-40g": data_sheet("NVIDIA A100 SXM 40GB", 312e12, 1.55e12, 300e9, 25e9, 40 * GIB, 32e9, 108),
     # DGX-1: four ports of 100 Gb/s for eight devices
-    "v100": data_sheet("NVIDIA V100 SXM2", 125e12, 0.9e12, 150e9, 6.25e9, 16 * GIB, 16e9, 80),
+    "v100": data_sheet("NVIDIA V100 SXM2", 125e12, 0.9e12, 150e9, 6.25e9, 16 * GIB, 16e9, 80, 15.7e12),
     # one thread of a server core; `slapo-zoo calibrate` replaces it by this machine's figures
     "cpu": Hardware("CPU", "a server core, rounded", {"float32": 5e10, "bfloat16": 5e10}, 8e9, 4e-6,
                     2e9, 1e9, 5e-5, per_node=1, memory=16 * GIB, reserved=5 * 2**20, foreach=False,
@@ -123,6 +124,7 @@ HARDWARE = {
 
 
 HARDWARE["a100"] = replace(HARDWARE["a100"], error=ERROR)
+HARDWARE["v100"] = replace(HARDWARE["v100"], error=0.12)  # of Aceso's 13 rows, the same bench
 
 
 def find_hardware(name: str) -> Hardware:

@@ -93,6 +93,8 @@ class Profile:
 class Family:
     """A config and its whole model on meta: the blocks, and whether few of them can stand for all.
 
+    `target_len` may be set before the first profile: tokens of a decoder's row, where they are fewer.
+
     Args:
         config: of `transformers`; it is not changed.
         auto_class: which head; None takes the config's own class.
@@ -100,7 +102,7 @@ class Family:
 
     def __init__(self, config: Any, auto_class: Any = None):
         hf.register_models()
-        self.config = copy.deepcopy(config)
+        self.config, self.target_len = copy.deepcopy(config), 0
         self.cls: Any = hf.resolve_class(self.config, auto_class)
         self.table: Table = find_table(self.config, self.cls, "zoo", Mesh())
         self.model = hf.build_on_meta(
@@ -144,7 +146,8 @@ class Family:
         outline = Outline(self.small, self.cls, Mesh(tp=tp), dtype, attention=attention,
                           sequence_parallel=sequence_parallel and tp > 1)  # fmt: skip
         few, many = (
-            dry_run(outline, rows, seq_len, _Masks(on_cpu, parts), scores) for rows in ROWS
+            dry_run(outline, rows, (seq_len, self.target_len), _Masks(on_cpu, parts), scores)
+            for rows in ROWS
         )
         sizes, shared = few.parameters, few.shared
         blocks = set(block_paths(outline.schedule, outline.table))
@@ -293,14 +296,14 @@ class _Masks:
 
 
 def dry_run(
-    outline: Outline, rows: int, seq_len: int, stream: "_Masks", scores: bool = True
+    outline: Outline, rows: int, tokens: tuple[int, int], stream: "_Masks", scores: bool = True
 ) -> DryRun:
     """One training step of a micro-batch on fake tensors, dropout included.
 
     Args:
         outline: of any rank of the mesh.
         rows: of the micro-batch.
-        seq_len: tokens of a row.
+        tokens: of a row, and of a row of the decoder; 0: as many.
         stream: stands for the random stream.
         scores: whether attention with dropout writes its scores to memory.
     """
@@ -314,7 +317,9 @@ def dry_run(
     for name, module in model.named_modules() if not scores else ():
         if name.rpartition(".")[2] == ATTRIBUTE:
             module.eval()  # one operation, with or without dropout
-    batch = _floats(training_batch(outline.model, rows, seq_len), dtype)
+    batch = _floats(training_batch(outline.model, rows, tokens[0]), dtype)
+    short = {"labels", "decoder_input_ids"} & batch.keys() if tokens[1] else ()
+    batch |= {name: batch[name][:, : tokens[1]].contiguous() for name in short}
     if "use_cache" in inspect.signature(outline.cls.forward).parameters:
         batch["use_cache"] = False
     if not any(name.startswith(("label", "start_pos")) for name in batch):

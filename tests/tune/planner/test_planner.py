@@ -127,6 +127,12 @@ def test_a_step_takes_as_long_as_its_order_played_through(order, virtual, count)
     assert found.bubble == pytest.approx(1 - count * virtual * 3 / makespan(whole))
 
 
+def test_a_device_without_tf32_multiplies_float32_as_its_data_sheet_says():
+    v100, a100 = (HARDWARE[name] for name in ("v100", "a100"))
+    assert v100.flops("float32") / v100.flops("float16") == pytest.approx(15.7 / 125)
+    assert a100.flops("float32") / a100.flops("float16") == pytest.approx(0.5)
+
+
 def test_layouts_use_every_device_and_row():
     assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
     found = list(layouts(2, 24, 96, 6))
