@@ -50,6 +50,8 @@ class Footprint(DryRun):
         self._sizes: dict[int, int] = {}
         self._made_in: dict[int, int] = {}  # storage --> call
         self._kept: list[int] = []
+        self._ahead: list[int] = []
+        self._outside: set[int] = set()  # storages that were made between units
         self._matmuls = 0
         self._returned: set[int] = set()
         self.ends: list[dict[str, float]] = []
@@ -80,7 +82,7 @@ class Footprint(DryRun):
         with mode, self, torch.enable_grad():
             loss = self._forward(model, inputs)
             self.ends[-1] = self._now()  # the loss belongs to the last unit
-            self._kept = self._survivors()
+            self._kept, self._ahead = self._survivors()
             self._restart()
             loss.backward()
             del loss
@@ -98,12 +100,14 @@ class Footprint(DryRun):
             else loss
         )
 
-    def _survivors(self) -> list[int]:
-        """Bytes that each call has made and that wait for its backward."""
-        found = [0] * len(self.ends)
+    def _survivors(self) -> tuple[list[int], list[int]]:
+        """Bytes that each call has made and that wait for its backward; those of them from before it began."""
+        found, before = [0] * len(self.ends), [0] * len(self.ends)
         for key, size in self._sizes.items():
-            found[min(self._made_in[key], len(found) - 1)] += size
-        return found
+            at = min(self._made_in[key], len(found) - 1)
+            found[at] += size
+            before[at] += size * (key in self._outside)
+        return found, before
 
     def _after(self, unit: str) -> Any:
         record = super()._after(unit)
@@ -184,6 +188,8 @@ class Footprint(DryRun):
             self._made_in[key] = self._made_in[over]
             return
         self._sizes[key], self._made_in[key] = storage.nbytes(), len(self.ends)
+        if not self._inside:
+            self._outside.add(key)
         self.live += self._sizes[key]
         self.peak = max(self.peak, self.live)
         self.grown = max(self.grown, self.live + self.gradients)
@@ -191,6 +197,7 @@ class Footprint(DryRun):
     def _died(self, key: int) -> None:
         self._known.discard(key)
         self._returned.discard(key)
+        self._outside.discard(key)
         self.meter.died(key)
         self.live -= self._sizes.pop(key)
 
@@ -221,6 +228,7 @@ class Footprint(DryRun):
                 forward_peak=end["peak"] - below,
                 backward_peak=last["peak"] - below if first else 0.0,
                 backward_growth=last["grown"] - first["gradients"] - below if first else 0.0,
+                before=self._ahead[i],
             ))  # fmt: skip
             begun, gathered, below = end["work"], end["gathered"], below + self._kept[i]
         return found

@@ -47,10 +47,10 @@ class Recompute:
         kept = use.kept - self.regathered * use.gathered
         policy = self.of(unit.name)
         if policy in ("keep", "offload"):
-            return kept * (policy == "keep")
+            return kept if policy == "keep" else use.before
         if policy == "attention":
             return kept - use.attention_kept
-        return min(kept, use.output + use.matmuls * (policy == "save_matmuls"))
+        return min(kept, use.before + use.output + use.matmuls * (policy == "save_matmuls"))
 
     def elsewhere(self, units: Sequence[Unit], uses: Sequence[Use]) -> list[float]:
         """Bytes of the input of each unit that its tp peers keep."""
@@ -113,7 +113,9 @@ def stage_memory(
     sent = profile.uses(rows)[end].received if end < len(profile.units) else 0.0
     held[-1] -= min(held[-1], uses[-1].output, sent)  # given up when it has arrived
     away = again.elsewhere(units, uses)
-    held = [max(n - share, 0.0) for n, share in zip(held, [*away[1:], 0.0], strict=True)]
+    for i, share in enumerate(away):
+        at = i if uses[i].before >= share else i - 1  # who made its input
+        held[at] -= min(share, held[at]) * (at >= 0)
     below, above, peak, growing, inner = 0.0, float(sum(own)), 0.0, 0.0, 0.0
     each = zip(units, uses, held, own, waiting, away, strict=True)
     for unit, use, size, gradients, late, whole in each:
@@ -132,7 +134,7 @@ def stage_memory(
     return StageMemory(
         total, largest, widest, below, peak - below, growing, received, sent, total - inside,
         max(inner - below, 0.0), *(n // profile.itemsize for n in _around(units, shared)),
-        min(away[0], received),
+        min(away[0], received) * (uses[0].before < away[0]),
     )  # fmt: skip
 
 

@@ -93,6 +93,7 @@ class Use:
         backward_peak: most bytes alive in its backward.
         backward_growth: most bytes alive in its backward, gradients of its own parameters included.
         received: bytes that a stage receives which begins with this unit.
+        before: the part of `kept` that was made before the unit began, behind the one before it.
     """
 
     forward: Work = Work()
@@ -107,6 +108,7 @@ class Use:
     backward_peak: float = 0.0
     backward_growth: float = 0.0
     received: float = 0.0
+    before: float = 0.0
 
     def toward(self, other: "Use", share: float) -> "Use":
         """The point at `share` of the way from here to the other; beyond 1 it is extrapolated."""

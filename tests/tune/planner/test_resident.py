@@ -9,6 +9,7 @@ from transformers import GPT2Config, LlamaConfig
 from slapo_zoo import AutoScheduledModel
 from slapo_zoo.tune.planner.hardware import HARDWARE
 from slapo_zoo.tune.planner.layout import Layout
+from slapo_zoo.tune.planner.memory import Recompute
 from slapo_zoo.tune.planner.search import Planner
 
 TINY = {"n_layer": 6, "n_embd": 128, "n_head": 4, "vocab_size": 512, "n_positions": 64}
@@ -123,7 +124,7 @@ def test_gpt2_on_four_ranks(ranks):
 
 # arXiv:2104.04473, table 1, and Llama-3-405B of 8,192 tokens a row: one row a micro-batch, 1F1B
 LARGE = [
-    (GPT2Config(n_layer=128, n_embd=25600, n_head=160, n_positions=2048, vocab_size=51200, **ENDS),
+    (GPT2Config(n_layer=128, n_embd=25600, n_head=160, n_positions=2048, vocab_size=51200, **OURS, **ENDS),
      2048, Layout(8, 64, 6, 1, 512), 40),
     (LlamaConfig(num_hidden_layers=126, hidden_size=16384, intermediate_size=53248, num_attention_heads=128,
                  num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192),
@@ -143,3 +144,12 @@ def test_the_largest_runs_fit(config, tokens, layout, most):
     assert max(r.buffers for r in ranks) <= 2**30
     whole = planner.forecast(replace(again, checkpoint_policy="")).ranks
     assert max(r.buffers for r in whole) > 4 * 2**30
+
+
+def test_what_enters_the_first_recomputed_block_is_counted():
+    """The sum of the embeddings is made behind them and before a block, and no recomputation frees it."""
+    profile = Planner(config_of(TINY), HARDWARE["cpu"], 64, "fp32").profile(1)
+    pairs = zip(profile.units, profile.uses(4), strict=True)
+    first, second, *_ = [(unit, use) for unit, use in pairs if unit.is_block]
+    held = [Recompute(each={u.name: "recompute"}).held(u, use) for u, use in (first, second)]
+    assert held[0] >= first[1].output + second[1].output == 2 * held[1]
