@@ -20,7 +20,7 @@ from slapo_zoo.tune.planner.search import Planner, in_flight
 from slapo_zoo.weights.ledger import human
 from slapo_zoo.zoo.options import BuildOptions
 
-CHOICES = ("keep", "save_matmuls", "offload", "recompute")
+CHOICES = ("keep", "save_matmuls", "offload", "recompute", "sharded")
 
 
 class Mixture(NamedTuple):
@@ -69,7 +69,10 @@ def policies_within(
     chosen, least = choose(planner, layout, budget)
     if chosen is None:
         problem = f"the planner counts {human(least)} where every block keeps as little as it can"
-        hint = f'the nearest that fits is activation_memory="{-(-least // 10**6)}MB"; or fewer rows'
+        unit, name = (10**6, "MB") if least > 10**7 else (1000, "KB")
+        hint = (
+            f'the nearest that fits is activation_memory="{-(-least // unit)}{name}"; or fewer rows'
+        )
         raise MeshError("from_pretrained", f"activation_memory={asked}", problem, hint)
     return chosen
 
@@ -93,6 +96,13 @@ def choose(planner: Planner, layout: Layout, budget: float) -> tuple[tuple[str, 
     """(a policy for each block of the model, or None; bytes of a rank at the least)."""
     profile, how = planner.profile(layout.tp, layout.sequence_parallel), planner.how(layout)
     uses, edges = profile.uses(layout.rows), planner.edges(layout.stages)
+    names = [name for name in CHOICES if name != "offload" or planner.hardware.host]
+    shares = 1 if layout.sequence_parallel else layout.tp
+    names = names if shares > 1 else names[:-1]
+    away = Recompute(each=dict.fromkeys(planner.family.blocks, "sharded"), shares=shares)
+    away = away.elsewhere(
+        profile.units, uses
+    )  # as if of its own output: each block's is like its input
     found: dict[str, str] = {}
     least, fits = 0.0, True
     for rank in range(layout.pp):
@@ -106,9 +116,10 @@ def choose(planner: Planner, layout: Layout, budget: float) -> tuple[tuple[str, 
                 if not unit.is_block:
                     fixed += n * use.kept
                     continue
-                each = [Mixture(n * Recompute(each={unit.name: name}).held(unit, use),
+                each = [Mixture(n * max(Recompute(each={unit.name: name}).held(unit, use)
+                                        - away[i] * (name == "sharded"), 0.0),
                                 how.again(use, name) * (name != "keep"), name)
-                        for name in CHOICES if name != "offload" or planner.hardware.host]  # fmt: skip
+                        for name in names]  # fmt: skip
                 before = options.get(unit.name)  # of a block that is called several times
                 options[unit.name] = [_both(a, b) for a, b in zip(before, each, strict=True)] if before else each  # fmt: skip
         front = _unbeaten([*_front(options, False), *_front(options, True)])
