@@ -57,6 +57,11 @@ DEBERTA_V2 = register(
         ),
         tunable=tunable(attention=("eager",)),
         seam=False,
+        defaults={  # of DeBERTa-v3-base; without one of these a config has no relative attention
+            "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "num_hidden_layers": 12, "pooler_hidden_size": 768, "vocab_size": 128100,
+            "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "share_att_key": True, "norm_rel_ebd": "layer_norm",
+            "position_buckets": 256, "position_biased_input": False, "type_vocab_size": 0,
+        },
         needs=(("legacy", True), ("conv_kernel_size", 0, "sp")),  # the other head reads the weight of the embedding
     )
 )  # fmt: skip

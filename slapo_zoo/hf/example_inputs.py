@@ -1,5 +1,6 @@
 """Inputs of the right kind and size for any head of the zoo, with and without labels."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -11,21 +12,27 @@ CHARACTERS = 96  # of a model that has no vocabulary
 
 
 def example_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor]:
-    """An input of the model's kind: images for pixel_values, else tokens."""
-    config = model.config
+    """An input of the model's kind: what its forward takes of images, audio features and tokens."""
+    config, takes = model.config, inspect.signature(model.forward).parameters
+    compares = "return_loss" in takes  # images with texts; other models of text take images or not
+    images = _images(config, batch_size) if "pixel_values" in takes else {}
     if model.main_input_name == "pixel_values":
-        of_images = getattr(config, "vision_config", config)
-        size, channels = (
-            getattr(of_images, "image_size", 224),
-            getattr(of_images, "num_channels", 3),
-        )
-        height, width = (size, size) if isinstance(size, int) else size
-        return {"pixel_values": torch.zeros(batch_size, channels, height, width)}
+        return images
     choices = (2,) if head_of(type(model).__name__).takes_choices else ()
     ids = torch.zeros((batch_size, *choices, seq_len), dtype=torch.int64)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     decodes = config.is_encoder_decoder and "Encoder" not in type(model).__name__
-    return {**batch, "decoder_input_ids": ids} if decodes else batch
+    if hasattr(config, "num_mel_bins") and {"input_features", "input_ids"} & set(takes) == {"input_features"}:
+        shape = batch_size, config.num_mel_bins, 2 * getattr(config, "max_source_positions", seq_len)
+        batch, decodes = {"input_features": torch.zeros(shape)}, "decoder_input_ids" in takes
+    return {**batch, **(images if compares else {}), **({"decoder_input_ids": ids} if decodes else {})}
+
+
+def _images(config: Any, batch_size: int) -> dict[str, Tensor]:
+    of_images = getattr(config, "vision_config", config)
+    size, channels = getattr(of_images, "image_size", 224), getattr(of_images, "num_channels", 3)
+    height, width = (size, size) if isinstance(size, int) else size
+    return {"pixel_values": torch.zeros(batch_size, channels, height, width)}
 
 
 def random_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor]:
@@ -56,5 +63,5 @@ def with_labels(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         if kind in (TAG, FLAG):
             labels[name] = torch.zeros_like(batch["input_ids"])
         elif kind == TOKEN:
-            labels[name] = batch["input_ids"]
+            labels[name] = batch.get("input_ids", batch.get("decoder_input_ids"))
     return {**batch, **labels}

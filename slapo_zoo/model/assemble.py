@@ -71,10 +71,11 @@ class Assembly(Outline):
         """Make the class of the model a scheduled one."""
         model = self.model
         warn_of_missing_sums(self.schedule)
+        undivided = self.table.undivided
         runtime = Runtime(
             schedule=self.schedule, specs=self.specs, own_forward=computing_forward(self.cls.forward),
             pipeline=self.pipeline, keys=self.keys, ledger=ledger,
-            whole_batch=self.table.whole_batch, undivided=self.table.undivided, shifts_labels=self.table.shifts_labels, batch_statistics=self.table.batch_statistics,
+            whole_batch=self.table.whole_batch, undivided=undivided is True or self.cls.__name__ in (undivided or ()), shifts_labels=self.table.shifts_labels, batch_statistics=self.table.batch_statistics,
             num_tokens=self._num_tokens(), micro_batches=micro_batches,
             source=folder,
         )  # fmt: skip

@@ -69,7 +69,7 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
     as_dict(model, whole)
     _require_head(model.unscheduled_class, batch)
     if options.loss_fn is None and mesh.pp > 1:
-        _require_labels(tensors)
+        _require_labels(tensors, whole)
     count = _micro_batches(runtime, mesh, rows, options.micro_batches)
     refuse_divided(model, whole, micro_batches=count, pp=mesh.pp, dp=mesh.dp)
     name, device = runtime.head_name(model), next(iter(tensors.values())).device
@@ -236,9 +236,9 @@ def _forward_and_backward(
     return runtime.data_parallel.pipeline_step(runtime.pipeline, run, tensors, whole, count)
 
 
-def _require_labels(tensors: Mapping[str, Tensor]) -> None:
+def _require_labels(tensors: Mapping[str, Tensor], whole: Mapping[str, Any]) -> None:
     """Without a loss of one's own: a stage would learn only late that there is none."""
-    if not any(name in tensors for name in LABELS):
+    if not (any(name in tensors for name in LABELS) or whole.get("return_loss")):
         raise _no_loss(f"found no labels among {list(tensors)}")
 
 

@@ -41,6 +41,7 @@ HEADS = (
     Head("DoubleHeadsModel", {"mc_labels": CHOICE, "labels": TOKEN}, shifts=True, takes_choices=True),
     Head("LMHeadModel", {"labels": TOKEN}, shifts=True),
     Head("BartForCausalLM", {"labels": TOKEN}),
+    Head("WhisperForCausalLM", {"labels": TOKEN}),
     Head("ForCausalLM", {"labels": TOKEN}, shifts=True),
     Head("ForMaskedLM", {"labels": TOKEN}, ignores_padding=True),
     Head("ForConditionalGeneration", {"labels": TOKEN}),

@@ -170,6 +170,14 @@ class RandomStream:
         keep = self.keep_mask(whole, p, site).view(-1, n * tokens, x.shape[1])
         return keep.narrow(1, r * tokens, tokens).reshape(x.shape)
 
+    def uniform(self, x: Tensor, site: str) -> Tensor:
+        """Numbers of [0, 1) in the shape of x, each row from a cell of its own (stochastic depth)."""
+        import numpy as np
+
+        seeds = self.cells(len(x), site)
+        drawn = [np.random.Generator(np.random.SFC64(s)).random(x[0].numel()) for s in seeds]
+        return torch.from_numpy(np.stack(drawn)).to(x.device, x.dtype).view(x.shape)
+
     @staticmethod
     def draw_cells(x: Tensor, p: float, seeds: list[int]) -> Tensor:
         """0 or 1 in the shape and dtype of x, a cell per seed: a native generator, seeded anew for each cell; 16 random bits per element.

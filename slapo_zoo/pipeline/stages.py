@@ -95,13 +95,16 @@ def assign_stages(
 
 
 def stages_of(name: str, stages: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """The stages that hold a parameter; one of a container goes with the first stage."""
+    """The stages that hold a parameter; one that a container of units holds itself is on all of them.
+
+    Nobody knows which stage reads it (CLIP's `logit_scale`): as a tie, its gradient is summed.
+    """
     path = name
     while path:
         if path in stages:
             return stages[path]
         path = path.rpartition(".")[0]
-    return (0,)
+    return tuple(sorted({stage for held in stages.values() for stage in held})) or (0,)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from torch import Tensor
 from slapo_zoo.parallel.heads import CLASS, FLAG, PAIR, TAG, TOKEN, head_of
 from slapo_zoo.zoo.survey import example_batch
 
+MEDIA = ("pixel_values", "input_features")
 RESERVED = 3  # token ids below are special
 
 
@@ -28,12 +29,14 @@ def example(model: Any, rows: int, tokens: int, seed: int = 0, tp: int = 1) -> d
     """
     g, config = torch.Generator().manual_seed(seed), model.config
     batch = example_batch(model, rows, tokens)
-    if "pixel_values" in batch:
-        ids = mask = torch.randn(batch["pixel_values"].shape, generator=g)
-        batch["pixel_values"] = ids
+    seen = {n: torch.randn(batch[n].shape, generator=g) for n in MEDIA if n in batch}
+    text = next((n for n in ("input_ids", "decoder_input_ids") if n in batch), "")
+    if text:
+        ids, mask = _text(batch[text].shape, config.get_text_config(), tp, g)
+        seen |= {text: ids} | ({"attention_mask": mask} if text == "input_ids" else {})
     else:
-        ids, mask = _text(batch["input_ids"].shape, config, tp, g)
-        batch |= {"input_ids": ids, "attention_mask": mask}
+        ids = mask = next(iter(seen.values()))
+    batch |= seen
     for name, kind in head_of(type(model).__name__).labels.items():
         batch[name] = _label(kind, ids, mask, config, g)
         if name == "mc_labels":

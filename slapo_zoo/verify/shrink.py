@@ -12,7 +12,7 @@ HEAD_DIM, TOKENS = 8, 64
 HEADS = (
     "num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "decoder_attention_heads",
 )  # fmt: skip
-KV_HEADS = ("num_key_value_heads",)
+KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 HEAD_SIZES = ("head_dim", "d_kv")
 WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim")
 FFN_WIDTHS = (
@@ -20,6 +20,7 @@ FFN_WIDTHS = (
     "n_inner",
     "d_ff",
     "ffn_dim",
+    "ffn_hidden_size",
     "hidden_dim",
     "moe_intermediate_size",
     "encoder_ffn_dim",
@@ -28,11 +29,13 @@ FFN_WIDTHS = (
 LAYERS = (
     "num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "encoder_layers", "decoder_layers",
 )  # fmt: skip
-POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
+POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_target_positions")
 SMALL = {
     "embedding_size": 12, "sliding_window": 9, "window_size": 5, "image_size": 12, "patch_size": 4,
     "state_size": 4, "time_step_rank": 3, "rotary_dim": 4, "stem_channels": 8, "width_per_group": 96,
+    "max_source_positions": 16,
 }  # fmt: skip
+TOWERS = ("text_config", "vision_config")
 PER_LAYER = ("layer_types", "attention_layers", "mlp_layer_types", "no_rope_layers")
 SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "sep_token_id")
 
@@ -72,6 +75,10 @@ def shrink(
     for name, value in SMALL.items():
         _set(small, config, (name,), lambda n, value=value: min(n, value))
     _cut_lists(small, config, keep_layers)
+    for name in TOWERS:
+        if name in small:
+            within = getattr(config, name), mesh, num_stages, keep_layers, keep_head_size
+            small[name] = shrink(*within).to_dict()
     for name in SPECIAL:
         if type(small.get(name)) is int and small[name] >= 96:
             small[name] = 1
@@ -113,7 +120,8 @@ def _heads(config: Any, tp: int) -> tuple[int, int]:
     if not counts:
         return 0, 1
     heads, kv = max(counts), min(counts)
-    for divisor in sorted(_divisors(math.gcd(*counts)), reverse=True):
+    some = range(1, heads + 1) if heads == kv else _divisors(math.gcd(*counts))  # Falcon-7B has 71
+    for divisor in sorted(some, reverse=True):
         few, fewer = heads // divisor, kv // divisor
         if few >= 2 * tp and few % tp == heads % tp and (fewer >= tp) == (kv >= tp):
             return few, divisor
@@ -153,6 +161,11 @@ def _cut_lists(small: dict[str, Any], config: Any, keep_layers: bool) -> None:
             small[name] = small[name][:count]
     if isinstance(small.get("depths"), list):
         small["depths"] = [1, 2, 1][: len(small["depths"])]
+    if isinstance(small.get("num_heads"), list):  # Swin: of each stage
+        small["embed_dim"] = small["num_heads"][0] * HEAD_DIM
+        later = len(small["num_heads"]) - 1
+        small["depths"], small["window_size"] = [2, *[1] * later], 2
+        small["image_size"] = small["patch_size"] * 2 * 2**later  # the last stage has one window
 
 
 def dropouts(config: Any) -> list[str]:

@@ -80,21 +80,23 @@ def apply_table(
 
 def _require_needed(sch: Schedule, table: Table, tokens_divided: bool) -> None:
     """ArchitectureError for a config whose forward the table does not divide."""
-    for name, needed, *only in table.needs if sch.mesh.tp > 1 else ():
-        found = getattr(sch.model.config, name, needed)
-        within = (
-            tokens_divided if only == ["sp"] else all(getattr(sch.model.config, n) for n in only)
-        )
-        if found == needed or not within:
+    config, mesh = sch.model.config, sch.mesh
+    where = {
+        "": mesh.tp > 1,
+        "sp": tokens_divided and mesh.tp > 1,
+        "pp": mesh.pp > 1,
+    }
+    hints = {"sp": "leave sequence_parallel out", "pp": "use pp=1"}
+    beside = {"sp": " with sequence_parallel", "pp": f" with pp={mesh.pp}"}
+    for name, needed, only in ((*need, "")[:3] for need in table.needs):
+        applies = where[only] if only in where else where[""] and getattr(config, only)
+        found = getattr(config, name, needed)
+        if found == needed or not applies:
             continue
         what, problem = f"{name} of {table.model_type}", f"found {found!r}, expected {needed!r}"
-        hint = f"pass {name}={needed!r}, or use tp=1"
-        if only == ["sp"]:
-            problem += " with sequence_parallel"
-            hint = "leave sequence_parallel out"
-        elif only:
-            problem += f" with {only[0]}"
-        raise ArchitectureError("zoo", what, problem, hint)
+        problem += beside.get(only, only and f" with {only}")
+        hint = hints.get(only, "use tp=1")
+        raise ArchitectureError("zoo", what, problem, f"pass {name}={needed!r}, or {hint}")
 
 
 def block_policies(count: int, options: BuildOptions) -> list[str]:

@@ -212,8 +212,8 @@ def _ask_the_hub(name: str) -> None:
 
 
 def _last_head(config: Any) -> str | None:
-    """Without a head for pretraining (ViT, Wide ResNet): the classifier, if there is one."""
-    from transformers import AutoModelForImageClassification
+    """Without a head for pretraining (ViT, Wide ResNet, Whisper): the first other one that there is."""
+    import transformers
 
-    mapping: Any = AutoModelForImageClassification._model_mapping
-    return "AutoModelForImageClassification" if type(config) in mapping else None
+    names = ("AutoModelForImageClassification", "AutoModelForSpeechSeq2Seq")
+    return next((n for n in names if type(config) in getattr(transformers, n)._model_mapping), None)

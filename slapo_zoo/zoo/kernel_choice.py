@@ -158,7 +158,8 @@ def _size(config: Any, kernel: Kernel) -> int:
     if not any(name.endswith("Attention") for name in kernel.serves):
         return width
     own = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
-    return own or width // (getattr(config, "num_attention_heads", None) or 1)
+    heads = getattr(config, "num_attention_heads", None) or 1
+    return own or width // (heads if isinstance(heads, int) else heads[-1])  # Swin: of each stage
 
 
 def _outermost(sch: Schedule, choices: Sequence[Choice]) -> list[Choice]:

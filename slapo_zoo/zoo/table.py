@@ -46,12 +46,13 @@ class Table:
         tunable: knob --> values that a tuner may try; `attention` names all that the family has.
         shifts_labels: whether the head compares each token with the label of the next; None tells it
             by the name of the class.
-        undivided: its loss is no mean that parts of a batch add up to: refused where one is sharded.
+        undivided: its loss is no mean that parts of a batch add up to: refused where one is sharded;
+            or the classes of which that is so.
         batch_statistics: micro-batches change the result (BatchNorm), so their number must be given.
         defaults: what a config of the bare family has, where that of `transformers` makes no model.
         needs: (config attribute, value): another value is refused over tp; (attribute, value, "sp"):
-            only where sequence parallelism divides the tokens; (attribute, value, name): only where
-            that attribute of the config is set.
+            only where sequence parallelism divides the tokens; (attribute, value, "pp"): over pp, not tp;
+            (attribute, value, name): only where that attribute of the config is set.
     """
 
     model_type: str
@@ -71,7 +72,7 @@ class Table:
     whole_batch: tuple[str, ...] = ()
     tunable: Mapping[str, tuple[Any, ...]] = field(default_factory=tunable)
     shifts_labels: bool | None = None
-    undivided: bool = False
+    undivided: bool | tuple[str, ...] = False
     batch_statistics: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     needs: tuple[tuple[Any, ...], ...] = ()

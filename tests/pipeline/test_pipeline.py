@@ -8,6 +8,7 @@ import pytest
 from parity import Case, checkpoint, compare, references, scheduled
 from slapo_zoo.errors import MeshError
 from slapo_zoo.pipeline.orders import ORDERS, StageMap, balanced_cuts
+from slapo_zoo.pipeline.stages import stages_of
 
 GPT2 = Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 8),))
 T5 = Case("T5ForConditionalGeneration", ("tokens",), (("num_layers", 4),))
@@ -43,6 +44,13 @@ def test_equals_plain_transformers(case, order, layout, root, ranks):
     world = layout[0] * layout[1] * layout[2]
     results = ranks.run(run, world, case, folder, layout, order, count)
     compare(results[0][0], plains, truth)
+
+
+def test_a_parameter_beside_the_units_is_held_by_every_stage():
+    """CLIP's `logit_scale` is read after both towers: as one of the first stage, it would not be trained."""
+    held = {"vision": (0,), "text": (1, 2)}
+    assert stages_of("logit_scale", held) == (0, 1, 2)
+    assert stages_of("text.norm.weight", held) == (1, 2)
 
 
 def test_stages_of_ranks():

@@ -197,6 +197,22 @@ HEADS = {
         Case("MambaForCausalLM", TOKENS),
         Case("MambaForCausalLM", TOKENS, (("use_bias", True), ("tie_word_embeddings", False)), variant=("bare", "twice")),
     ],
+    "whisper": [
+        Case("WhisperForConditionalGeneration", TOKENS),
+        Case("WhisperForConditionalGeneration", TOKENS, variant=("decoder", "twice")),
+        Case("WhisperForCausalLM", TOKENS, (("is_decoder", True), ("is_encoder_decoder", False))),
+        Case("WhisperForAudioClassification", CLASS, THREE),
+        Case("WhisperForAudioClassification", CLASS, (*THREE, ("use_weighted_layer_sum", True))),
+    ],
+    "clip": [
+        Case("CLIPModel", ("pairs",)),
+        Case("CLIPForImageClassification", CLASS, THREE, variant=("twice",)),
+    ],
+    "swin": [
+        Case("SwinForImageClassification", CLASS, THREE),
+        Case("SwinForImageClassification", CLASS, (*THREE, ("use_absolute_embeddings", True), ("qkv_bias", False)), variant=("twice",)),
+        Case("SwinForMaskedImageModeling", ("windows",)),
+    ],
     "vit": [
         Case("ViTForImageClassification", CLASS, THREE),
         Case("ViTForImageClassification", CLASS, THREE, variant=("twice",)),
@@ -210,17 +226,30 @@ HEADLESS = [
         "GPT2Model", "BertModel", "RobertaModel", "XLMRobertaModel", "CamembertModel", "AlbertModel", "GPTNeoModel", "OPTModel", "BartModel", "MBartModel", "M2M100Model", "T5Model",
         "T5EncoderModel", "MT5Model", "MT5EncoderModel", "UMT5Model", "UMT5EncoderModel", "LlamaModel",
         "MistralModel", "Qwen3Model", "Qwen2Model", "GemmaModel", "Gemma2Model", "Gemma3TextModel", "ModernBertModel", "Olmo2Model", "Olmo3Model", "Phi3Model", "DistilBertModel", "ElectraModel", "EsmModel", "DebertaV2Model", "GPTJModel",
-         "MixtralModel", "GPTNeoXModel", "BloomModel", "FalconModel", "MambaModel", "ViTModel",
+         "MixtralModel", "GPTNeoXModel", "BloomModel", "FalconModel", "MambaModel", "ViTModel", "SwinModel", "WhisperModel",
     )
 ]  # fmt: skip
 ELSEWHERE = {
     "JevForDecision": "of a family of its own, which borrows the config",
     "WideResNetForImageClassification": "tests/zoo/test_wideresnet.py: BatchNorm counts rows of its own",
+    "SwinBackbone": "feature maps for the heads of other models: no loss of its own",
     "WideResNetModel": "tests/zoo/test_wideresnet.py",
 }
-# class --> layout dimension that it cannot have --> the words of its refusal
+# class, or option of the config --> layout dimension that it cannot have --> the words of its refusal
 REFUSED = {
     "ViTForMaskedImageModeling": {"dp": "no mean over", "micro": "no mean over"},
+    "SwinForImageClassification": {"sp": "no row that divides tokens"},
+    "SwinForMaskedImageModeling": {
+        "dp": "no mean over",
+        "micro": "no mean over",
+        "sp": "no row that divides tokens",
+    },
+    "SwinModel": {"sp": "no row that divides tokens"},
+    "use_weighted_layer_sum": {
+        "pp": "expected False with pp=2",
+        "sp": "expected False with sequence_parallel",
+    },
+    "CLIPModel": {"dp": "do not add up", "micro": "do not add up"},
 }
 # Heads that no power of two divides, at the sizes of published models.
 UNEVEN = [

@@ -67,7 +67,7 @@ CHANGES = {"Mixtral": {"experts_implementation": "eager"}}
 DROPOUTS = (
     "resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_dropout", "classifier_dropout",
     "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob", "dropout",
-    "attention_dropout", "resid_dropout", "embed_dropout", "dropout_rate", "activation_dropout", "seq_classif_dropout", "qa_dropout", "hidden_dropout", "embedding_dropout", "mlp_dropout",
+    "attention_dropout", "resid_dropout", "embed_dropout", "dropout_rate", "activation_dropout", "seq_classif_dropout", "qa_dropout", "hidden_dropout", "embedding_dropout", "mlp_dropout", "drop_path_rate",
 )  # fmt: skip
 
 
@@ -93,10 +93,12 @@ def changes_of(case):
 def batch_of(case, step=0):
     """Padded rows with ignored labels; every row has at least 4 real tokens."""
     g = torch.Generator().manual_seed(100 + step)
-    if case.cls.startswith("ViT"):
-        pixels = torch.randn(case.rows, 3, 12, 12, generator=g)
-        labels = [LABELS[kind](pixels, None, g) for kind in case.labels]
-        return {"pixel_values": pixels, **(labels[0] if labels else {})}
+    if case.cls.startswith(WITHOUT_TEXT):
+        audio = case.cls.startswith("Whisper")
+        inputs = _features(case.rows, g) if audio else _pixels(case.rows, g)
+        (values,) = inputs.values()
+        labels = [LABELS[kind](values, None, g) for kind in case.labels]
+        return {**inputs, **(labels[0] if labels else {})}
     shape = (case.rows, case.choices, TOKENS) if case.choices else (case.rows, TOKENS)
     ids = torch.randint(3, 99, shape, generator=g)
     lengths = torch.randint(4, TOKENS + 1, shape[:-1], generator=g)
@@ -114,7 +116,31 @@ def batch_of(case, step=0):
         batch["decoder_input_ids"] = ids[:, : TOKENS - 4].contiguous()
     for name in case.variant:
         batch |= VARIANTS.get(name, lambda batch, g: {})(batch, g)
+    batch |= BESIDE_TEXT.get(case.cls, lambda batch, g: {})(batch, g)
     return {k: v for k, v in batch.items() if v is not None}
+
+
+def _pixels(rows, g):
+    return {"pixel_values": torch.randn(rows, 3, 12, 12, generator=g)}
+
+
+def _features(rows, g):
+    return {"input_features": torch.randn(rows, 8, 24, generator=g)}
+
+
+def _spoken(batch, g):
+    """Audio for the encoder; the decoder reads the ids, or makes its own of the labels."""
+    ids = batch["input_ids"]
+    decoder = {} if "labels" in batch else {"decoder_input_ids": ids}
+    return {"input_ids": None, "attention_mask": None, **_features(len(ids), g), **decoder}
+
+
+WITHOUT_TEXT = ("ViT", "Swin", "CLIPFor", "WhisperForAudio")
+BESIDE_TEXT = {
+    "WhisperModel": _spoken,
+    "WhisperForConditionalGeneration": _spoken,
+    "CLIPModel": lambda batch, g: _pixels(len(batch["input_ids"]), g),
+}
 
 
 def _with_decoder_inputs(batch, g):
@@ -171,6 +197,10 @@ LABELS = {
     "patches": lambda pixels, m, g: {
         "bool_masked_pos": torch.rand(len(pixels), 9, generator=g) < 0.5
     },
+    "windows": lambda pixels, m, g: {
+        "bool_masked_pos": torch.rand(len(pixels), 36, generator=g) < 0.5
+    },
+    "pairs": lambda ids, m, g: {"return_loss": True},
     "next": lambda ids, m, g: {"next_sentence_label": _ints(2, (len(ids),), g)},
     "mc": lambda ids, m, g: {
         "mc_labels": _ints(ids.shape[1], (len(ids),), g),
@@ -181,7 +211,8 @@ LABELS = {
 
 def cast(batch, dtype):
     """Floating inputs follow the dtype of the model."""
-    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+    floating = {k: v for k, v in batch.items() if torch.is_tensor(v) and v.is_floating_point()}
+    return batch | {k: v.to(dtype) for k, v in floating.items()}
 
 
 @cache
@@ -217,6 +248,10 @@ def plain(case, folder, dtype, attention):
     cls = getattr(transformers, case.cls)
     changes = changes_of(case)
     model = cls.from_pretrained(folder, dtype=dtype, attn_implementation=attention, **changes)
+    for name, made in cls(
+        model.config
+    ).named_parameters():  # Whisper's sines are fixed: a load forgets it
+        model.get_parameter(name).requires_grad_(made.requires_grad)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1, eps=EPS)
     losses, norms = [], []
@@ -261,7 +296,8 @@ def scheduled(case, folder, layout, micro_batches=None, seed=0, out=None, **opti
     for step in range(STEPS):
         optimizer.zero_grad()
         for batch in reversed(batches_of(case, step)):
-            loss = model.train_step({k: v[part] for k, v in cast(batch, dtype).items()})
+            batch = {k: v[part] if torch.is_tensor(v) else v for k, v in batch.items()}
+            loss = model.train_step(cast(batch, dtype))
         losses.append(float(loss))
         if step == 0:
             grads = model.consolidated_state_dict(grads=True)

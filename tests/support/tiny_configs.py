@@ -91,6 +91,24 @@ TINY = {
         "n_embd": 40, "n_head": 5, "n_layer": 3, "n_positions": 16, "rotary_dim": 4, "vocab_size": 99,
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     },
+    "whisper": {
+        **BART, "num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 20, "classifier_proj_size": 14,
+        "forced_eos_token_id": None, "begin_suppress_tokens": None,
+    },
+    "swin": {  # 6 x 6 patches in shifted windows, then 3 x 3 in one
+        "image_size": 12, "patch_size": 2, "window_size": 3, "embed_dim": 20, "depths": [2, 1], "num_heads": [5, 10], "mlp_ratio": 1.9,
+        "encoder_stride": 4,
+    },
+    "clip": {
+        "text_config": {
+            "hidden_size": 30, "num_attention_heads": 5, "num_hidden_layers": 2, "intermediate_size": 70, "vocab_size": 99,
+            "max_position_embeddings": 20, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+        },
+        "vision_config": {
+            "hidden_size": 36, "num_attention_heads": 6, "num_hidden_layers": 2, "intermediate_size": 46, "image_size": 12, "patch_size": 4,
+        },
+        "projection_dim": 14,
+    },
     "wideresnet": {
         "depths": (1, 2, 1), "stem_channels": 8, "width_per_group": 96, "num_labels": 3,
         "small_images": True,

@@ -37,7 +37,7 @@ OPTIONAL = {"dropout", "collectives"}  # a family without dropout; one rank of t
 def test_no_false_alarm(family, layout):
     config, head = config_of(family)
     sizes, knobs = LAYOUTS[layout]
-    if family == "wideresnet" and knobs:
+    if family in ("wideresnet", "swin") and knobs:
         with pytest.raises(ArchitectureError, match="no axis of tokens"):
             verify(config, head, sizes, **knobs)
         return

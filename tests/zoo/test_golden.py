@@ -34,6 +34,7 @@ VARIANTS = {
         {"position_embedding_type": "absolute", "emb_layer_norm_before": True},
         {"add_cross_attention": True, "is_decoder": True},
     ],
+    "swin": [{"use_absolute_embeddings": True, "depths": [1, 1, 1, 1], "num_heads": [5, 5, 5, 5]}],
     "falcon": [
         {"new_decoder_architecture": True, "num_kv_heads": 5},
         {"alibi": True, "multi_query": False, "parallel_attn": False},

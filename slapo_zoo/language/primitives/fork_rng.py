@@ -22,7 +22,7 @@ class ForkRng(Directive):
 
     rewrite:  Dropout:  y = dropout(x)  -->  y = x * mask(seed, step, path, batch row) / (1 - p)
               others:   y = f(x)        -->  y = f(x) under a generator seeded for (step, path, row),
-                        and F.dropout called in f draws as a Dropout does
+                        and F.dropout called in f draws as a Dropout does; so does torch.rand of a batch
     note:     a Dropout then draws the same mask on every layout; `eval()` switches it off
 
     Args:
@@ -119,6 +119,8 @@ class OwnDropout(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """F.dropout(x, p, training) --> x * mask / (1 - p)."""
+        if func is torch.rand:
+            return self._rows(func(*args, **(kwargs or {})))
         if func is not nn.functional.dropout:
             return func(*args, **(kwargs or {}))
         x, p, training = _dropout_arguments(*args, **(kwargs or {}))
@@ -132,6 +134,15 @@ class OwnDropout(TorchFunctionMode):
         if child and columns:
             return dropout(x, **_drawn_columns(self.site, x, p, name, columns, child.size))
         return dropout(x, **_drawn(self.site, x, p, name, self.tokens))
+
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """Numbers that are drawn for each batch row: those of the row, whichever batch it is in."""
+        stream = self.site.state.random
+        if not (x.ndim and stream.num_rows and x.shape[0] % stream.num_rows == 0):
+            return x
+        self.count += 1
+        return stream.uniform(x, f"{self.name}#{self.count}")
 
 
 def _dropout_arguments(
