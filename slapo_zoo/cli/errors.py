@@ -1,5 +1,6 @@
 """How the command line shows an error: four parts on stderr, no traceback, exit code 2."""
 
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -25,10 +26,9 @@ def readable_errors(state: SimpleNamespace | None = None) -> Iterator[None]:
         _say_why(stop)
         raise
     except OSError as error:  # a full disk, a folder that is not there, a file that is ours to read
-        if getattr(state, "debug", False) or error.filename is None:
+        if getattr(state, "debug", False) or (error.filename is None and not is_full(error)):
             raise
-        hint = "check the path, the rights and the space there"
-        report(SlapoError(str(error.filename), "", error.strerror or str(error), hint))
+        report(_of_the_disk(error))
         sys.exit(2)
     except Exception as error:
         if getattr(state, "debug", False) or not is_of_the_network(error):
@@ -37,6 +37,19 @@ def readable_errors(state: SimpleNamespace | None = None) -> Iterator[None]:
         problem = f"no answer ({type(error).__name__}: {str(error).strip() or 'no words'})"
         report(SlapoError("network", "the Hub", problem, hint))
         sys.exit(2)
+
+
+def _of_the_disk(error: OSError) -> SlapoError:
+    """A write says no name of a file."""
+    hint = "check the path, the rights and the space there"
+    if is_full(error):
+        hint = "make room there; a run with a checkpoint goes on from it by the same command"
+    return SlapoError(str(error.filename or "disk"), "", error.strerror or str(error), hint)
+
+
+def is_full(error: OSError) -> bool:
+    """Whether a disk, or what a person may use of it, is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 NETWORK = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")

@@ -87,13 +87,13 @@ def state_of(folder):
 
 def test_resumes_exactly_on_another_layout(job, tmp_path, capfd):
     """Losses, evaluations, best checkpoint and final weights of an uninterrupted run."""
-    run("train", "--config", job / "run.yaml", "--keep", 9, "--checkpoint", tmp_path / "one",
+    run("train", "--config", job / "run.yaml", "--keep", 9, "--checkpoint", tmp_path / "one", "--dp", 2,
         "--set", f"best={tmp_path / 'best'}")  # fmt: skip
     whole = capfd.readouterr().out
     kept = tmp_path / "one" / "step-00000003"
     assert yaml.safe_load((kept / "run.yaml").read_text())["lr_schedule"] == "cosine"
     shutil.copytree(kept, tmp_path / "two")
-    run("train", "--config", kept / "run.yaml", "--checkpoint", tmp_path / "two", "--tp", 2,
+    run("train", "--config", kept / "run.yaml", "--checkpoint", tmp_path / "two", "--tp", 2, "--dp", 1,
         "--set", f"best={tmp_path / 'best2'}", "--set", "keep=null")  # fmt: skip
     rest = capfd.readouterr().out
     assert len(evaluations(whole)) == 6

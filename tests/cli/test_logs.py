@@ -1,11 +1,12 @@
 """Every step leaves a JSON line, and goes to the trackers that are named."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from cli_runs import run, write_gpt2
+from cli_runs import failure, run, write_gpt2
 from slapo_zoo.cli.training import logs
 from slapo_zoo.cli.training.config import ConfigError
 from slapo_zoo.cli.training.options import TrainOptions
@@ -41,6 +42,12 @@ def test_a_line_a_step_also_after_a_kill(job, tmp_path):
     assert {line["tokens"] for line in found} == {64}
     assert {line["mfu"] for line in found} == {None}, "no peak of this processor is known"
     assert all(line["loss"] < 9 and line["memory"] > 1e6 for line in found)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_a_full_disk_under_the_log(job, capsys):
+    said = failure(capsys, *job, "--steps", 1, "--set", "log_file=/dev/full")
+    assert "error: disk: No space left on device\n  hint: make room there" in said
 
 
 def test_a_tracker_of_accelerate(job, tmp_path):

@@ -13,7 +13,7 @@ import numpy as np
 from slapo_zoo.cli.data.rows import Examples, Packed, Rows
 from slapo_zoo.cli.data.tasks import Columns, Task
 from slapo_zoo.cli.data.text_files import DataError, read_documents, visible_files
-from slapo_zoo.cli.errors import is_first
+from slapo_zoo.cli.errors import is_first, is_full
 from slapo_zoo.cli.training.options import TrainOptions
 
 KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
@@ -87,7 +87,7 @@ def _explained(name: str, split: str) -> Any:
     except DataError:
         raise
     except (*_errors(), ValueError, OSError, KeyError, StopIteration) as error:
-        if isinstance(error, OSError) and error.filename is not None:
+        if isinstance(error, OSError) and (error.filename is not None or is_full(error)):
             raise
         cause = error.__cause__ or error
         problem = (str(cause).strip() or type(cause).__name__).splitlines()[0]

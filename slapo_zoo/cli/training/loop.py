@@ -119,7 +119,8 @@ class Training:
         say = Console(highlight=False).print
         say = say if self.engine.model.mesh.rank == 0 else lambda text: None
         say(f"checkpoint: {resumed.step} of {options.steps} steps are done")
-        extra: dict[str, Any] = resumed.extra or {
+        # the same on all dp ranks, so it means the same to any other number of them
+        extra: dict[str, Any] = resumed.extras[0] or {
             "lr": float(self.engine.optimizer.param_groups[0]["lr"])
         }
         if options.lr is None:
@@ -127,7 +128,7 @@ class Training:
         elif options.lr != extra["lr"]:
             say(f"learning rate: {extra['lr']:g} in the checkpoint, {options.lr:g} from now on")
         self.best.restore(extra.get("best"))
-        self.batches.resume(resumed.data_position)
+        self.batches.resume(resumed.data_positions[0])
         return resumed.step
 
 
