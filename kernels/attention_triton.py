@@ -248,12 +248,12 @@ def _options(q: Tensor, k: Tensor, table, classes, key_mask, keep, seeds, p, sca
     flags["PRECISION"] = "ieee"
     plain = table is None and key_mask is None and mask == "none"
     return (*tensors, *sizes), {
-        kernel: flags | tiles(kernel, D, table is not None, plain)
+        kernel: flags | tiles(kernel, D, table is not None, plain, mask)
         for kernel in ("forward", "query", "key")
     }
 
 
-def tiles(kernel: str, head_size: int, table: bool, plain: bool) -> dict[str, Any]:
+def tiles(kernel: str, head_size: int, table: bool, plain: bool, mask: str) -> dict[str, Any]:
     """Tiles that no supported chip spills, found by compiling (`ci/bench.py launches`).
 
     Args:
@@ -261,15 +261,18 @@ def tiles(kernel: str, head_size: int, table: bool, plain: bool) -> dict[str, An
         head_size: D.
         table: whether distances have a bias, whose gradient the query kernel sums.
         plain: no table, no mask, no dropout.
+        mask: of dropout: none, keep, or seeds, which are hashed within the tile.
     """
     block = max(triton.next_power_of_2(head_size), 16)
     BM, BN, warps = 64, 32, 8
     if kernel == "query" and table:
-        BM, warps = 32, 8 if block > 64 else 4
+        BM, warps = 32, 8 if block > 64 and mask != "none" else 4
     elif kernel == "key" and block > 64:
         BM, BN = 32, 16
-    elif kernel == "forward" and plain and block <= 64:
-        BN, warps = 64, 4
+    elif kernel == "key" and mask == "seeds" and not table:
+        warps = 4
+    elif kernel == "forward" and not table and block <= 64:
+        BN, warps = 64 if plain else 32, 4
     sizes = {"BM": BM, "BN": BN, "HEAD": head_size, "BLOCK_D": block}
     return sizes | {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": True}
 
@@ -331,10 +334,9 @@ def backward(
     if q.numel():
         given = (d_out, delta, log_sum, q, k, v, *args)
         sizes = {name: by_query[name] for name in ("HEAD", "BLOCK_D")}
-        grid = (B * H, triton.cdiv(S, 64))
-        _delta_kernel[grid](
-            delta, out.contiguous(), d_out, S, H, **sizes, BM=64, num_warps=4, enable_fp_fusion=True
-        )
+        sizes |= {"BM": 4096 // sizes["BLOCK_D"], "num_warps": 4, "enable_fp_fusion": True}
+        grid = (B * H, triton.cdiv(S, sizes["BM"]))
+        _delta_kernel[grid](delta, out.contiguous(), d_out, S, H, **sizes)
         classes_block = max(triton.next_power_of_2(C), 1)
         _query_kernel[(B * H, blocks)](dq, partial, *given, **by_query, BLOCK_C=classes_block)
         _key_kernel[(B * H, triton.cdiv(T, by_key["BN"]))](dk, dv, *given, **by_key)
