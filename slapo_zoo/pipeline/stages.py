@@ -189,8 +189,10 @@ class Cursor:
 
     def stand_in(self, unit: str, held: bool) -> Any:
         """The output of a call that another stage makes, or None when this one makes it."""
+        if self.plan is None:
+            problem = "it is called beside the model's forward, and each rank holds its own layers"
+            raise ScheduleError(unit, "pipeline", problem, "call the model as a whole, or use pp=1")
         self.index += 1
-        assert self.plan is not None  # noqa: S101 - called within begin and end
         call = self.plan.calls[self.index] if self.index < len(self.plan.calls) else None
         if call is None or call.unit != unit:
             problem = f"its call is number {self.index} here, not in the dry run"

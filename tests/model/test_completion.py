@@ -173,3 +173,18 @@ def outside(folder, stage):
 def test_a_part_is_not_taken_for_the_whole(ranks, stage, tmp_path):
     for said in ranks.run(outside, 2, folder_of("gpt2", tmp_path), stage):
         assert ["alone" in words for words in said] == [True, True, True, False]
+
+
+def of_a_stage(folder):
+    """What each rank is told where a pipeline's model is called in pieces, then a whole step."""
+    model = AutoScheduledModel.from_pretrained(folder, pp=2).train()
+    piece = model.transformer if model.mesh.rank == 0 else model.transformer.wte
+    with pytest.raises(SlapoError) as error:
+        piece(IDS)
+    model.train_step({"input_ids": IDS, "labels": IDS})
+    return str(error.value)
+
+
+def test_a_layer_that_another_stage_holds_is_not_called_alone(ranks, tmp_path):
+    for words in ranks.run(of_a_stage, 2, folder_of("gpt2", tmp_path)):
+        assert "beside the model's forward" in words
