@@ -153,6 +153,5 @@ def test_tp_ranks_share_what_they_keep_of_inputs(case, layout, order, options, l
     for whole, shares in found:
         assert torch.equal(whole[0], shares[0])
         assert all(torch.equal(grad, shares[1][name]) for name, grad in whole[1].items())
-    saved = found[0][0][2] - found[0][1][2]
-    assert saved >= least * BLOCK_INPUT
-    assert saved > 0 or not least
+    if least:
+        assert found[0][0][2] - found[0][1][2] >= least * BLOCK_INPUT
