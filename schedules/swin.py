@@ -39,7 +39,7 @@ SWIN = register(
             ("embeddings.norm",                        whole),           # [D]
             *(one for stage in STAGES for one in of_stage(stage)),
             ("encoder.layers.*.blocks.*.layernorm_*",  whole),           # [D]
-            ("encoder.layers.*.blocks.*.drop_path:SwinDropPath", dropout),  # of whole rows
+            ("encoder.layers.*.blocks.*.drop_path",        dropout),         # of whole rows
             ("encoder.layers.*.blocks.*.mlp",          enter_whole),     # dx summed over tp
             ("encoder.layers.*.blocks.*.mlp.fc1",      column(0)),       # [F/n, D]
             ("encoder.layers.*.blocks.*.mlp.fc2",      row(1, tokens=-1)),  # [D, F/n], y summed over tp

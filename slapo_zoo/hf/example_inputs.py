@@ -22,10 +22,20 @@ def example_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor
     ids = torch.zeros((batch_size, *choices, seq_len), dtype=torch.int64)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     decodes = config.is_encoder_decoder and "Encoder" not in type(model).__name__
-    if hasattr(config, "num_mel_bins") and {"input_features", "input_ids"} & set(takes) == {"input_features"}:
-        shape = batch_size, config.num_mel_bins, 2 * getattr(config, "max_source_positions", seq_len)
+    if hasattr(config, "num_mel_bins") and {"input_features", "input_ids"} & set(takes) == {
+        "input_features"
+    }:
+        shape = (
+            batch_size,
+            config.num_mel_bins,
+            2 * getattr(config, "max_source_positions", seq_len),
+        )
         batch, decodes = {"input_features": torch.zeros(shape)}, "decoder_input_ids" in takes
-    return {**batch, **(images if compares else {}), **({"decoder_input_ids": ids} if decodes else {})}
+    return {
+        **batch,
+        **(images if compares else {}),
+        **({"decoder_input_ids": ids} if decodes else {}),
+    }
 
 
 def _images(config: Any, batch_size: int) -> dict[str, Tensor]:

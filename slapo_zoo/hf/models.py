@@ -227,3 +227,12 @@ def mark_initialized(tensor: torch.Tensor, value: bool = True) -> None:
 def ignored_keys(model: Any) -> list[str]:
     """Regular expressions of checkpoint keys that the class does not expect to use."""
     return list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
+
+
+def freeze_as_made(model: Any) -> Any:
+    """What its class freezes is frozen: a load of `transformers` forgets it (Whisper's sines of positions)."""
+    with torch.device("meta"):
+        made = type(model)(copy.deepcopy(model.config))
+    for name, parameter in made.named_parameters():
+        model.get_parameter(name).requires_grad_(parameter.requires_grad)
+    return model

@@ -21,7 +21,12 @@ from slapo_zoo.pipeline.stages import Cursor, Foreign, StageDone, StagePlan
 from slapo_zoo.pipeline.timeline import Span
 
 ROWS = "_global_rows"  # of a micro-batch, cut beside its tensors; on the CPU, where the host reads them
-MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_features")  # their rows are those of the batch
+MAIN_INPUTS = (
+    "input_ids",
+    "inputs_embeds",
+    "pixel_values",
+    "input_features",
+)  # their rows are those of the batch
 CHANGE_NO_SHAPE = ("cut_pipeline_stage", "checkpoint", "fork_rng")
 FOR_LOSS = "_for_loss:"  # begins the names of what only a loss of one's own is given
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slapo_zoo.hf.models import freeze_as_made
 from slapo_zoo.model.numerics import digest, part_of
 from slapo_zoo.parallel import collectives
 from slapo_zoo.verify.batch import has_loss
@@ -83,6 +84,7 @@ def plain(subject: Subject, dtype: torch.dtype, attention: str, reverse: bool = 
         subject.folder, dtype=dtype, attn_implementation=attention,
         **changes_for_comparison(subject.config),
     )  # fmt: skip
+    freeze_as_made(model)
     batch, result = cast(subject.batch(), dtype), Result()
     batch = {k: v.flip(0) for k, v in batch.items()} if reverse else batch
     with torch.no_grad():

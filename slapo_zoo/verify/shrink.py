@@ -74,7 +74,7 @@ def shrink(
         _set(small, config, LAYERS, lambda n: min(n, _whole_pattern(config, layers)))
     for name, value in SMALL.items():
         _set(small, config, (name,), lambda n, value=value: min(n, value))
-    _cut_lists(small, config, keep_layers)
+    _cut_lists(small, config, keep_layers, keep_head_size)
     for name in TOWERS:
         if name in small:
             within = getattr(config, name), mesh, num_stages, keep_layers, keep_head_size
@@ -150,7 +150,7 @@ def _whole_pattern(config: Any, layers: int) -> int:
     return -(-layers // period) * period
 
 
-def _cut_lists(small: dict[str, Any], config: Any, keep_layers: bool) -> None:
+def _cut_lists(small: dict[str, Any], config: Any, keep_layers: bool, keep_head_size: bool) -> None:
     count = next((small[n] for n in LAYERS if type(small.get(n)) is int), None)
     if small.get("attention_types") and count and not keep_layers:
         pattern = config.attention_types[0][0]
@@ -162,9 +162,11 @@ def _cut_lists(small: dict[str, Any], config: Any, keep_layers: bool) -> None:
     if isinstance(small.get("depths"), list):
         small["depths"] = [1, 2, 1][: len(small["depths"])]
     if isinstance(small.get("num_heads"), list):  # Swin: of each stage
-        small["embed_dim"] = small["num_heads"][0] * HEAD_DIM
+        first = small["num_heads"][0]
+        small["embed_dim"] = first * (small["embed_dim"] // first if keep_head_size else HEAD_DIM)
         later = len(small["num_heads"]) - 1
-        small["depths"], small["window_size"] = [2, *[1] * later], 2
+        small["depths"] = list(config.depths) if keep_layers else [2, *[1] * later]
+        small["window_size"] = 2
         small["image_size"] = small["patch_size"] * 2 * 2**later  # the last stage has one window
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from slapo_zoo.hf.example_inputs import random_batch
-from slapo_zoo.hf.models import tied_names
+from slapo_zoo.hf.models import freeze_as_made, tied_names
 from slapo_zoo.parallel.random_stream import drawn_from
 from slapo_zoo.zoo.derivation.observe import Observation, observe
 from slapo_zoo.zoo.derivation.spelling import find_spelling
@@ -166,7 +166,7 @@ def _watch(config: Any, cls: Any, batch: dict[str, Tensor]) -> Observation:
 
 
 def _run(config: Any, cls: Any, folder: Path, dtype: torch.dtype, batch: dict[str, Tensor], seen: Observation) -> Specimen:  # fmt: skip
-    model = cls.from_pretrained(folder, dtype=dtype, **experts(config))
+    model = freeze_as_made(cls.from_pretrained(folder, dtype=dtype, **experts(config)))
     silence(model)
     batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
     with torch.no_grad():

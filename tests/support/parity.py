@@ -245,14 +245,12 @@ def saved_names(model):
 @cache
 def plain(case, folder, dtype, attention):
     """The reference: plain transformers, one process, the whole batch at once."""
+    from slapo_zoo.hf.models import freeze_as_made
+
     cls = getattr(transformers, case.cls)
     changes = changes_of(case)
     model = cls.from_pretrained(folder, dtype=dtype, attn_implementation=attention, **changes)
-    for name, made in cls(
-        model.config
-    ).named_parameters():  # Whisper's sines are fixed: a load forgets it
-        model.get_parameter(name).requires_grad_(made.requires_grad)
-    model.train()
+    freeze_as_made(model).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1, eps=EPS)
     losses, norms = [], []
     for step in range(STEPS):

@@ -65,6 +65,8 @@ class ForkRng(Directive):
             return  # a row for all dropouts leaves one that was named before as it is
         applied.add(self.name)
         module: Any = site.module
+        if type(site.module) is nn.Identity:
+            return  # a dropout or a stochastic depth of 0, as some classes write it
         if isinstance(site.module, nn.Dropout):
             module.forward = _dropout(site, site.module, self, self._run(site))
         else:
@@ -134,7 +136,6 @@ class OwnDropout(TorchFunctionMode):
         if child and columns:
             return dropout(x, **_drawn_columns(self.site, x, p, name, columns, child.size))
         return dropout(x, **_drawn(self.site, x, p, name, self.tokens))
-
 
     def _rows(self, x: Tensor) -> Tensor:
         """Numbers that are drawn for each batch row: those of the row, whichever batch it is in."""
