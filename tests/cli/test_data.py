@@ -115,14 +115,18 @@ def test_every_row_comes_once_per_epoch():
     assert not torch.equal(first[:4], other.part(0)["input_ids"])
 
 
-@pytest.mark.parametrize("task", [Causal(Letters(), 2), Masked(Letters(), 2, rate=0.5)], ids=str)
+@pytest.mark.parametrize(
+    "task", [Causal(Letters(), 2), Masked(Letters(), 2, rate=0.5)], ids=["next", "masked"]
+)
 def test_data_parallel_parts_make_the_whole(task):
     batches = Batches(ten_rows(task), task, 4, seed=3)
     for name, whole in batches.part(1).items():
         assert torch.equal(whole, torch.cat([batches.part(1, i, 2)[name] for i in (0, 1)]))
 
 
-@pytest.mark.parametrize("task", [Causal(Letters(), 2), Masked(Letters(), 2, rate=0.5)], ids=str)
+@pytest.mark.parametrize(
+    "task", [Causal(Letters(), 2), Masked(Letters(), 2, rate=0.5)], ids=["next", "masked"]
+)
 def test_rows_to_evaluate_come_once_whatever_the_layout(task):
     rows = divided(ten_rows(task), 0.1, seed=0)[0]
     batches = Batches(rows, task, 4, seed=3)

@@ -13,12 +13,13 @@ from slapo_zoo import AutoScheduledModel, SlapoError
 GPT2 = Case("GPT2LMHeadModel", ("tokens",))
 BERT = Case("BertForMaskedLM", ("tokens",))
 DECODER = (("is_decoder", True),)
+WHISPER = "WhisperForConditionalGeneration"  # it listens, and returns no logits
 FAMILIES = {
     "gpt2": GPT2,
     "bert": Case("BertLMHeadModel", (), DECODER),
     "roberta": Case("RobertaForCausalLM", (), DECODER),
     **{case.cls: replace(case, labels=()) for case in (cases[0] for cases in HEADS.values())
-       if case.cls.endswith(("ForCausalLM", "ForConditionalGeneration"))},
+       if case.cls.endswith(("ForCausalLM", "ForConditionalGeneration")) and case.cls != WHISPER},
 }  # fmt: skip
 LAYOUTS = {"one": (1, 1), "tp2": (2, 1), "tp4": (4, 1), "pp2": (1, 2), "tp2-pp2": (2, 2)}
 BASE = {
@@ -110,6 +111,26 @@ def test_equals_plain_transformers(name, layout, root, ranks):
     assert not torch.equal(tokens, want["greedy"][0])
     assert len({tuple(row) for row in tokens.tolist()}) == 3  # the rows differ
     assert (logits[0, 0] - logits[0, 1]).abs().max() > 1e-3
+
+
+def heard(model):
+    torch.manual_seed(SEED)
+    sound = torch.randn(3, model.config.num_mel_bins, 2 * model.config.max_source_positions)
+    return model.eval().generate(sound, max_new_tokens=6, do_sample=False)
+
+
+def heard_on(folder, case, tp, pp):
+    return heard(AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, **changes_of(case)))
+
+
+def test_sound_becomes_tokens_as_in_plain_transformers(root, ranks):
+    case = HEADS["whisper"][0]
+    folder = checkpoint(case, root)
+    plain_model = getattr(transformers, WHISPER).from_pretrained(folder, **changes_of(case))
+    want = heard(plain_model)
+    for tp, pp in ((2, 1), (1, 2)):
+        found = ranks.run(heard_on, 2, folder, case, tp, pp)
+        assert all(torch.equal(tokens, want) for tokens in found)
 
 
 def with_cache(folder):
