@@ -1,7 +1,7 @@
 """Which kernels a model gets, and why: the knob `kernels=`.
 
 Where a kernel applies follows from the classes of the modules, so tables name none. Whether it is
-switched on follows from what was measured on the device (slapo_zoo.dispatch.decide).
+switched on follows from what was measured on the device (slapo_zoo.dispatch.fast_enough).
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from slapo_zoo.dispatch.benchmark import quick_table
-from slapo_zoo.dispatch.decide import PRIOR, decide
+from slapo_zoo.dispatch.fast_enough import PRIOR, decide
 from slapo_zoo.dispatch.registry import Kernel, load_kernels
 from slapo_zoo.dispatch.tables import keep
 from slapo_zoo.errors import ScheduleError

@@ -66,7 +66,7 @@ def _from_data(make):
         if device is None or torch.device(device).type != DEVICE or isinstance(data, torch.Tensor):
             return make(data, *args, device=device, **kwargs)
         for watch in _WATCHES:
-            watch.waits[f"{type(data).__name__} to {DEVICE}", where()] += 1
+            watch.note(f"{type(data).__name__} to {DEVICE}")
         return _on_device(make(data, *args, **kwargs))
 
     return wrapped
@@ -166,6 +166,7 @@ class DeviceOnly(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.waits = Counter()
+        self.uncapturable = Counter()  # of these, those of a model's forward or a backward
         self.collectives = Counter()
 
     def __enter__(self):
@@ -193,13 +194,32 @@ class DeviceOnly(TorchDispatchMode):
     def count(self, name, args, tensors, device):
         """Note an operation for which the host waits."""
         if name in ASKS:
-            self.waits[name, where()] += 1
+            self.note(name)
         elif name in {"_copy_from", "_to_copy"}:
             source, target = tensors[0].device, tensors[1].device if tensors[1:] else device
             if target is not None and source.type != target.type:
-                self.waits[f"copy {source.type} to {target.type}", where()] += 1
+                self.note(f"copy {source.type} to {target.type}")
         elif name.startswith("index") and any(x.dtype == torch.bool for x in _tensors(args[1:2])):
-            self.waits["bool index", where()] += 1
+            self.note("bool index")
+
+    def note(self, what):
+        """One wait; a CUDA graph cannot hold it where a model's layers or a backward run."""
+        self.waits[what, where()] += 1
+        if in_layers():
+            self.uncapturable[what, where()] += 1
+
+
+def in_layers():
+    """Whether the forward of a class of transformers, or a backward, is on the stack."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if (
+            frame.f_code.co_name == "backward"
+            or "/transformers/models/" in frame.f_code.co_filename
+        ):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def where():

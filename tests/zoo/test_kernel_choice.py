@@ -10,7 +10,7 @@ from heads import HEADS
 from parity import LAYOUTS, Case, batch_of, checkpoint, compare, references, scheduled, tiny_config
 from refusals import refused
 from slapo_zoo import AutoScheduledModel, Mesh, SlapoError
-from slapo_zoo.dispatch import decide, registry, tables
+from slapo_zoo.dispatch import fast_enough, registry, tables
 from slapo_zoo.dispatch.benchmark import SHAPES
 from slapo_zoo.zoo import kernel_choice
 from slapo_zoo.zoo.kernel_choice import choose
@@ -167,7 +167,9 @@ def test_what_a_device_cannot_run_is_said_before_the_launch(
     )
     assert bool(said) == ("torch operations" in asked.reason)
     assert "torch operations" not in str(choose(sch, kernel, "cpu"))
-    monkeypatch.setattr(kernel_choice, "decide", lambda *key: decide.Decision(True, "measured"))
+    monkeypatch.setattr(
+        kernel_choice, "decide", lambda *key: fast_enough.Decision(True, "measured")
+    )
     auto = next(c for c in choose(sch, "auto", on) if c.kernel == kernel)
     assert (auto.accepted, said in auto.reason) == (not said, True)
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slapo_zoo.parallel.gradient_buckets import BUCKET_BYTES
 from slapo_zoo.parallel.launch import run_local
 from slapo_zoo.tune.planner.hardware import CPU_SCRATCH, GIB, Hardware
 
 SIZE, ELEMENTS, REPEATS = 1024, 1 << 22, 7
-BUCKET = 32 << 20  # bytes of a sum over ranks
 
 
 def measure(device: str | None, ranks: int = 2) -> Hardware:
@@ -85,7 +85,7 @@ def host_memory() -> int:
 def sum_rate(device: str) -> float:
     """Bytes per second of one rank in a sum over all, counted as on a ring."""
     on = torch.empty(0, device=device).device
-    x = torch.ones(BUCKET // 4, device=on)
+    x = torch.ones(BUCKET_BYTES // 4, device=on)
     seconds = best_time(lambda: dist.all_reduce(x), on, 3)
     n = dist.get_world_size()
-    return 2.0 * BUCKET * (n - 1) / n / seconds
+    return 2.0 * BUCKET_BYTES * (n - 1) / n / seconds
