@@ -138,9 +138,18 @@ def operation_cost(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) ->
     return ELEMENT * written
 
 
+def most_positions(config: Any) -> int | None:
+    """The fewest that a config, or one of a tower within it, has; None where none says."""
+    from transformers import PreTrainedConfig
+
+    towers = (value for value in vars(config).values() if isinstance(value, PreTrainedConfig))
+    found = [getattr(config, "max_position_embeddings", None), *map(most_positions, towers)]
+    return min((n for n in found if n), default=None)
+
+
 def usual_tokens(config: Any) -> int:
     """Tokens of a row when nobody says: all positions of the model, at most MOST_TOKENS."""
-    return min(getattr(config, "max_position_embeddings", None) or MOST_TOKENS, MOST_TOKENS)
+    return min(most_positions(config) or MOST_TOKENS, MOST_TOKENS)
 
 
 def row_length(config: Any, seq_len: int | None) -> int:
@@ -150,7 +159,7 @@ def row_length(config: Any, seq_len: int | None) -> int:
         MeshError: the model has fewer positions.
     """
     tokens = seq_len or usual_tokens(config)
-    longest = getattr(config, "max_position_embeddings", None) or tokens
+    longest = most_positions(config) or tokens
     if tokens > longest:
         problem = f"found {tokens}, the model has {longest} positions"
         raise MeshError("plan", "--seq", problem, "shorten the rows")

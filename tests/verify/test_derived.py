@@ -352,3 +352,13 @@ def test_every_parameter_that_sees_some_tokens_is_summed():
     first = "dinov2.encoder.layer.0"
     assert {f"{first}.scale", f"{first}.layer_scale1.lambda1", f"{first}.norm1.bias"} <= summed
     assert not any("mlp" in name or "embeddings" in name for name in summed)
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1), pytest.param((2, 2, 1), marks=pytest.mark.slow)])
+def test_an_encoder_and_a_decoder_of_two_families(mesh, caplog):
+    """And nothing is printed of a dry run that does not suit it."""
+    encoder, decoder = transformers.BertConfig(), transformers.GPT2Config()
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    assert derive(config, transformers.EncoderDecoderModel, mesh).share > 0.8
+    assert not [record for record in caplog.records if "fake_tensor" in record.name]
