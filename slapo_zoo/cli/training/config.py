@@ -42,7 +42,7 @@ class OnceEach(yaml.SafeLoader):
 def read_config(path: Path) -> dict[str, Any]:
     """The keys of a YAML file, each of its type."""
     try:
-        found = yaml.load(path.read_text(encoding="utf-8"), OnceEach)  # noqa: S506 (it is a SafeLoader)
+        found = OnceEach(path.read_text(encoding="utf-8")).get_single_data()
     except FileNotFoundError:
         hint = "slapo-zoo init writes one"
         raise ConfigError(str(path), "--config", "found no such file", hint) from None
