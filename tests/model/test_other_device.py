@@ -5,6 +5,7 @@ and every wait of the host for the device is counted.
 """
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,8 +32,8 @@ def device_ranks():
 def _model(family, layout, device, **options):
     from slapo_zoo import AutoScheduledModel
 
-    cls = FAMILIES.get(family) or HEADS[family][0].cls
-    case = Case(cls, ("tokens",), dropout=options.pop("dropout", 0.0))
+    found = Case(FAMILIES[family], ("tokens",)) if family in FAMILIES else HEADS[family][0]
+    case = replace(found, dropout=options.pop("dropout", 0.0))
     config, _ = tiny_config(case)
     config.architectures = [case.cls]
     tp, pp, dp = layout[:3]
@@ -135,7 +136,11 @@ def _waits(family, layout, options):
 WAITS = [("gpt2", (2, 1, 2), {}), ("t5", (1, 1, 1), {}),
          ("gpt_neo", (1, 1, 1), {}), ("deberta-v2", (1, 1, 1), {}),
          ("bert", (1, 1, 1), {"kernels": ["unpadded_encoder", "sparse_mlm_head_loss"]})]  # fmt: skip
-NOT_HERE = {"mixtral", "mamba", "vit"}  # operations that the device of these tests has not
+# operations that the device of these tests has not; CLIP's scale comes with a checkpoint only
+NOT_HERE = {"mixtral", "mamba", "vit", "whisper", "swin", "falcon", "clip"}
+MOST = {
+    "esm": 2
+}  # its contact head has no gradient: over dp it is asked whether another rank has one
 GRID = [(family, (2, 1, 2), {}) for family in HEADS if family not in {"gpt2", *NOT_HERE}]
 
 
@@ -146,5 +151,5 @@ GRID = [(family, (2, 1, 2), {}) for family in HEADS if family not in {"gpt2", *N
 def test_the_host_waits_once_per_step_and_not_in_its_layers(device_ranks, family, layout, options):
     world = layout[0] * layout[1] * layout[2]
     for waits, uncapturable in device_ranks.run(_waits, world, family, layout, options):
-        assert sum(waits.values()) <= 1, waits
+        assert sum(waits.values()) <= MOST.get(family, 1), waits
         assert not uncapturable  # in what a CUDA graph would hold
