@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from slapo_zoo.errors import ArchitectureError, SlapoError
 from slapo_zoo.hf import attention
@@ -113,8 +114,9 @@ def build_on_meta(cls: Any, config: Any, dtype: torch.dtype, own_attention: bool
         config._attn_implementation = NAME
     config.dtype = dtype  # a head that builds its base model by an Auto class asks the config
     try:
-        with torch.device("meta"), default_dtype(dtype), no_init_weights():
+        with torch.device("meta"), default_dtype(dtype), no_init_weights(), _Numbers():
             model = cls(config)
+        _keep_numbers(model)
         model.tie_weights()
     except SlapoError:
         raise
@@ -126,6 +128,41 @@ def build_on_meta(cls: Any, config: Any, dtype: torch.dtype, own_attention: bool
     _forget_loose_ties(model)
     without_waits(model)
     return model.train(False)
+
+
+class _Numbers(TorchFunctionMode):
+    """A tensor that a constructor makes of one number has that number, also while the model is on meta."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.tensor and args and isinstance(args[0], int | float):
+            kwargs["device"] = kwargs.get("device") or "cpu"
+        return func(*args, **kwargs)
+
+
+def _keep_numbers(model: Any) -> None:
+    """Put such parameters and buffers on meta too; their values stay in `given_numbers`."""
+    found, made = {}, {}
+    for path, module in model.named_modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and not tensor.is_meta:
+                    found[f"{path}.{name}".lstrip(".")] = tensor.detach()
+                    if id(tensor) not in made:  # a shared one stays shared
+                        meta, is_parameter = (
+                            tensor.detach().to("meta"),
+                            isinstance(tensor, nn.Parameter),
+                        )
+                        made[id(tensor)] = (
+                            nn.Parameter(meta, tensor.requires_grad) if is_parameter else meta
+                        )
+                    held[name] = made[id(tensor)]
+    model.__dict__["given_numbers"] = found
+
+
+def given_numbers(model: Any) -> dict[str, torch.Tensor]:
+    """Name --> value that the constructor gave to a parameter, and that no initialisation sets (CLIP's scale)."""
+    return model.__dict__.get("given_numbers", {})
 
 
 def _forget_loose_ties(model: Any) -> None:

@@ -44,8 +44,11 @@ def initialize_weights(
             hf.init_module(skeleton, module) if whole else _init_own(skeleton, path)
         tensors = dict(_tensors(module, whole))
         for name in wanted:
-            _check_finite(prefix + name, tensors[name])
-            put(prefix + name, tensors[name])
+            tensor = tensors[name]
+            if tensor.is_floating_point() and tensor.isnan().any():
+                tensor = hf.given_numbers(skeleton).get(prefix + name, tensor)
+            _check_finite(prefix + name, tensor)
+            put(prefix + name, tensor)
             left.discard(prefix + name)
         _restore(module, meta)
 

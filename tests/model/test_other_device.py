@@ -136,7 +136,7 @@ def _waits(family, layout, options):
 WAITS = [("gpt2", (2, 1, 2), {}), ("t5", (1, 1, 1), {}),
          ("gpt_neo", (1, 1, 1), {}), ("deberta-v2", (1, 1, 1), {}),
          ("bert", (1, 1, 1), {"kernels": ["unpadded_encoder", "sparse_mlm_head_loss"]})]  # fmt: skip
-# operations that the device of these tests has not; CLIP's scale comes with a checkpoint only
+# operations that the device of these tests has not
 NOT_HERE = {"mixtral", "mamba", "vit", "whisper", "swin", "falcon", "clip"}
 MOST = {
     "esm": 2

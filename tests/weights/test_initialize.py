@@ -4,6 +4,8 @@ import pytest
 import torch
 import transformers
 
+from heads import HEADS
+from parity import tiny_config
 from slapo_zoo import AutoScheduledModel, Mesh, MeshError
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.model.assemble import Assembly
@@ -66,3 +68,10 @@ def test_layers_that_are_left_out_need_one_stage(name):
     with pytest.raises(MeshError, match=rf"{name} with pp=2.*expected 0"):
         Assembly(bart(**{name: 0.1}), None, Mesh(pp=2), torch.float32, BuildOptions())
     AutoScheduledModel.from_config(bart(**{name: 0.1}))
+
+
+def test_a_number_that_the_constructor_gives_is_the_weight():
+    """CLIP's scale: no initialisation of `transformers` sets it."""
+    model = AutoScheduledModel.from_config(tiny_config(HEADS["clip"][0])[0], seed=0)
+    scale = dict(model.named_parameters())["logit_scale"]
+    assert float(scale.detach()) == pytest.approx(model.config.logit_scale_init_value)
