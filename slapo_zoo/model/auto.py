@@ -158,7 +158,7 @@ class AutoScheduledModel:
                 pick_device(device),
             )
             check_precision(precision, dtype, place, target)
-            check_dp_shard(mesh, dp_shard, target, target_options)
+            check_dp_shard(mesh, dp_shard, target, target_options, zero_stage)
             folder = local_folder(str(name_or_path), revision, allow_pickle, hub)
             hf.register_models()
             options = BuildOptions.of(given, device=place)
@@ -227,7 +227,7 @@ class AutoScheduledModel:
             check_knobs("from_config", given)
             place = pick_device(device)
             check_precision(precision, dtype, place, target)
-            check_dp_shard(mesh, dp_shard, target, target_options)
+            check_dp_shard(mesh, dp_shard, target, target_options, zero_stage)
             options = BuildOptions.of(given, device=place)
             trust = Trust(trust_remote_code, verify)
             others = {"auto_class": auto_class, "dtype": dtype, "target": target} | _budget(given)

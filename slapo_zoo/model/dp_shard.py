@@ -195,9 +195,14 @@ def _places(block: nn.Module, groups: Sequence[Group]) -> list[tuple[nn.Module, 
             for name, p in module._parameters.items() if id(p) in at]  # fmt: skip
 
 
-def check_dp_shard(mesh: Mesh, size: int, target: Any, options: Any) -> None:
+def check_dp_shard(mesh: Mesh, size: int, target: Any, options: Any, stage: int = 3) -> None:
     """Refuse a number that does not divide dp, and engines that divide parameters themselves."""
     if size == 1:
+        if stage != 3:  # the default
+            problem = "nothing is sharded over dp at dp_shard=1"
+            raise MeshError(
+                "from_pretrained", f"zero_stage={stage}", problem, "pass dp_shard=N too"
+            )
         return
     if mesh.dp % size:
         near = min(

@@ -18,6 +18,7 @@ from slapo_zoo.parallel.process_group import rank_guard
 from slapo_zoo.parallel.seeds import get_logger
 from slapo_zoo.zoo.arguments import changed_config, local_folder, make_mesh, pick_device
 from slapo_zoo.zoo.hf_arguments import HubArguments, renamed
+from slapo_zoo.zoo.knobs import unknown_knob
 from slapo_zoo.zoo.options import kind_of
 from slapo_zoo.zoo.tuned import CARDS, machine_name, model_name, shape_name
 
@@ -46,6 +47,9 @@ def planned(build: Callable[..., Any]) -> Callable[..., Any]:
         try:
             asked = signature.bind(*args, **given)
         except TypeError:
+            unknown = next(iter(given.keys() - signature.parameters.keys()), "")
+            if unknown:
+                raise unknown_knob("from_config", unknown, signature.parameters) from None
             return build(*args, **given)  # which says what is wrong
         schedule = asked.arguments.get("schedule", "zoo")
         if isinstance(schedule, str | Path) and kind_of(schedule) == "card":

@@ -287,3 +287,8 @@ def test_an_error_of_another_kind_stays_as_it_is():
     with pytest.raises(RuntimeError, match="size of tensor") as caught:
         model(input_ids=ids, position_ids=ids[:, :3])
     assert not isinstance(caught.value, SlapoError)
+
+
+def test_an_unknown_argument_of_from_config_names_the_nearest():
+    with pytest.raises(SlapoError, match=r"from_config: sequence_parallell=[\s\S]*nearest: sequence_parallel"):  # fmt: skip
+        AutoScheduledModel.from_config(transformers.GPT2Config(), sequence_parallell=True)

@@ -358,6 +358,8 @@ def by_hand_over_shards(folder, stage):
 def test_refusals(root, ranks):
     with pytest.raises(MeshError, match=r"does not divide dp=4[\s\S]*nearest is 2"):
         check_dp_shard(Mesh(dp=4), 3, "torch", None)
+    with pytest.raises(MeshError, match=r"zero_stage=2: nothing is sharded[\s\S]*pass dp_shard=N"):
+        check_dp_shard(Mesh(dp=4), 1, "torch", None, 2)
     with pytest.raises(MeshError, match="an engine divides"):
         check_dp_shard(Mesh(dp=4), 2, "deepspeed", None)
     said, loss = ranks.run(refused, 2, checkpoint(GPT2, root))[0]
