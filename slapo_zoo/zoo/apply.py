@@ -151,7 +151,8 @@ def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
     patterns = [prefix + pattern for pattern in table.blocks]
     keep = [prefix + pattern for pattern in table.all_tokens]
     found += [(pattern, all_tokens) for pattern in keep]
-    whole_paths = {path for pattern in keep for path in sch[f"{pattern}.**"].paths}
+    within = [name for pattern in keep for name in (pattern, f"{pattern}.**")]
+    whole_paths = {path for pattern in within for path in sch[pattern].paths}
     for pattern in patterns:
         if stack := sch[pattern].paths:
             found.append((stack[0], (Sync("fwd_pre", "divide_tokens"),)))

@@ -346,6 +346,7 @@ def test_every_parameter_that_sees_some_tokens_is_summed():
     with torch.device("meta"):
         model = transformers.Dinov2ForImageClassification(config)
     model.dinov2.encoder.layer[0].scale = torch.nn.Parameter(torch.empty(4, device="meta"))
+    model.dinov2.encoder.layer[0].mlp.sinks = torch.nn.Parameter(torch.empty(4, device="meta"))
     table = derive_table(config, model, Observation(), {}, tokens=True)
     sch = apply_table(Schedule(model, Mesh(2)), table, BuildOptions(sequence_parallel=True))
     summed = sch.state.sequence_gradients
