@@ -65,14 +65,14 @@ def test_a_copy_is_independent(case, layout, tmp_path, ranks):
         assert zeroed.abs().max() == 0, "the copy computes with weights of the original"
 
 
-def averaged(folder, layout):
+def averaged(folder, layout, options):
     """An exponential average over 3 steps."""
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
     from slapo_zoo import AutoScheduledModel
 
     tp, pp, dp = layout
-    model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, dp=dp, seed=0).train()
+    model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, dp=dp, seed=0, **options).train()
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rows = 4 // dp
@@ -87,12 +87,18 @@ def averaged(folder, layout):
         return weights, average.eval()(**batch_of(CASES[0])).logits
 
 
-@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=["tp2", "pp2", "dp2"])
-def test_an_average_of_weights_is_that_of_one_process(layout, tmp_path, ranks):
+AVERAGES = {
+    "tp2": ((2, 1, 1), {}), "pp2": ((1, 2, 1), {}), "dp2": ((1, 1, 2), {}), "zero3": ((1, 1, 2), {"dp_shard": 2}),
+    "zero1": ((1, 1, 2), {"dp_shard": 2, "zero_stage": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "options"), AVERAGES.values(), ids=AVERAGES)
+def test_an_average_of_weights_is_that_of_one_process(layout, options, tmp_path, ranks):
     case = CASES[0]
     folder = checkpoint(case, tmp_path)
-    weights, logits = ranks.run(averaged, 1, folder, (1, 1, 1))[0]
-    found = ranks.run(averaged, 2, folder, layout)
+    weights, logits = ranks.run(averaged, 1, folder, (1, 1, 1), {})[0]
+    found = ranks.run(averaged, 2, folder, layout, options)
     for name, want in weights.items():
         torch.testing.assert_close(found[0][0][name], want, atol=2e-6, rtol=1e-5, msg=name)
     for _, each in found:

@@ -203,16 +203,21 @@ def test_each_rank_writes_its_own_rows(cls, sizes, layout, size, root, ranks, tm
         assert all(torch.equal(rows[key], tensor) for key, tensor in one.items())
 
 
-def hsdp(folder):
-    options = {"dp_shard": 2}
-    return steps(folder, (1, 1, 4), options, 0, 2)[0]
+HSDP = [((1, 1, 4), {})]
+MORE_HSDP = [
+    ((1, 2, 4), {"zero_stage": 2, "pipeline_order": "1f1b"}),
+    ((1, 2, 4), {"pipeline_order": "zbv"}), ((2, 1, 4), {"zero_stage": 1}),
+]  # fmt: skip
 
 
-def test_copies_of_shards(root, ranks):
+@pytest.mark.parametrize(
+    ("layout", "options"), HSDP + [pytest.param(*c, marks=pytest.mark.slow) for c in MORE_HSDP]
+)
+def test_copies_of_shards(layout, options, root, ranks):
     """dp=4 is two copies of a model that two ranks divide."""
-    folder = checkpoint(GPT2, root)
+    folder, world = checkpoint(GPT2, root), layout[0] * layout[1] * layout[2]
     (whole,) = ranks.run(steps, 1, folder, (1, 1, 1), {}, 0, 2)
-    for found in ranks.run(hsdp, 4, folder):
+    for found, *_ in ranks.run(steps, world, folder, layout, options | SHARDED, 0, 2):
         for mine, one in zip(found, whole[0], strict=True):
             assert mine == pytest.approx(one, rel=1e-4)
 
