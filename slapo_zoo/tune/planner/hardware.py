@@ -8,7 +8,7 @@ from pathlib import Path
 from slapo_zoo.errors import SlapoError
 
 GIB = 2**30
-CPU_SCRATCH = 13.0  # fitted to what `ci/bench.py memory` measured
+CPU_SCRATCH = 4.0  # fitted to what `ci/bench.py memory` measured
 
 
 @dataclass(frozen=True)
