@@ -13,6 +13,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -38,10 +39,10 @@ class Bucket:
         self.wait()
         self.sum, self.late = FlatSum(self.parameters, group, 1.0 / size), False
 
-    def wait(self) -> None:
+    def wait(self, somewhere: set[int] | None = None) -> None:
         """`.grad` may be read and written again."""
         if self.sum is not None:
-            self.sum.finish()
+            self.sum.finish(somewhere)
             self.sum = None
 
 
@@ -53,6 +54,8 @@ class Completion:
         over_tp: whether partial gradients are summed in the backward; else at the end of a step.
         divided_parameters: an engine keeps parameters that no hook can be put on.
         paused: within `no_sync`.
+        missed: whether a parameter had no gradient here in the last step, and a device knows if others do.
+        asks_hosts: some dp rank `missed`; all of them then ask each other in this step, past the device.
     """
 
     def __init__(self, runtime: Any) -> None:
@@ -63,7 +66,7 @@ class Completion:
         self.parameters: list[nn.Parameter] = []
         self.trained: list[int] = []
         self._known: Any = WeakIdKeyDictionary()
-        self.in_step = False
+        self.in_step = self.missed = self.asks_hosts = False
         self._forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Completion":
@@ -272,9 +275,25 @@ class Completion:
         late = [bucket for bucket in self.buckets[: self.next] if bucket.late]
         for bucket in (*self.buckets[self.next :], *late):
             bucket.start(group, size)
+        somewhere = self._somewhere()
         for bucket in self.buckets:
-            bucket.wait()
+            bucket.wait(somewhere)
         self.buckets, self.bucket_of, self.done = [], {}, True
+
+    def _somewhere(self) -> set[int] | None:
+        """Ids of parameters that have a gradient on some dp rank; None where no host asked the others.
+
+        Every sum is under way by then: a host that waits here holds up no device.
+        """
+        parameters = [p for bucket in self.buckets for p in bucket.parameters]
+        here = [p.grad is not None for p in parameters]
+        self.missed = not all(here) and parameters[0].device.type != "cpu"
+        asks, self.asks_hosts = self.asks_hosts and self.in_step, False
+        if not asks:
+            return None
+        held = torch.tensor(here, dtype=torch.int32)
+        dist.all_reduce(held, dist.ReduceOp.MAX, self.mesh.group_of_hosts("dp"))
+        return {id(p) for p, some in zip(parameters, held.tolist(), strict=True) if some}
 
 
 class _Incoming:

@@ -26,6 +26,7 @@ class StepCounts:
         padded: whether a mask hides a token; None without a mask.
         targets: labels that count, of each of our rows; None where labels are no tokens.
         real: real tokens of each of our rows, where the others may be left out.
+        missed: whether a dp rank missed a gradient in the last step.
     """
 
     totals: list[float]
@@ -33,6 +34,7 @@ class StepCounts:
     padded: bool | None = None
     targets: list[int] | None = None
     real: list[int] | None = None
+    missed: bool = False
 
     def rows(self, count: int) -> Tensor:
         """The numbers of our rows among those of all dp ranks; the host reads them, so on the CPU."""
@@ -56,7 +58,8 @@ def ask(
     """
     mesh: Mesh = model.mesh
     device = next(iter(tensors.values())).device
-    summed = [_number(n, device) for n in (*counts, rows)]
+    missed = float(model._slapo.completion.missed)
+    summed = [_number(n, device) for n in (*counts, missed, rows)]
     masks = [tensors[name] for name in MASKS if name in tensors and tensors[name].ndim == 2]
     if mesh.dp == 1 and not masks and not any(isinstance(n, Tensor) for n in counts):
         return StepCounts([float(n) for n in counts], 0)  # nothing to ask: no wait at all
@@ -67,12 +70,12 @@ def ask(
     every, flat = flat[: each.numel()], flat[each.numel() :]
     width = len(summed)
     by_rank = [every[i : i + width] for i in range(0, len(every), width)]
-    totals = [sum(column) for column in zip(*by_rank, strict=True)][:-1]
+    *totals, missing, _ = [sum(column) for column in zip(*by_rank, strict=True)]
     first = int(sum(numbers[-1] for numbers in by_rank[: mesh.coord("dp")]))
     found = {}
     for name, x in own.items():
         found[name], flat = [int(n) for n in flat[: len(x)]], flat[len(x) :]
-    return StepCounts(totals, first, *_read(found, tensors))
+    return StepCounts(totals, first, *_read(found, tensors), missed=missing > 0)
 
 
 def _number(n: float | Tensor, device: torch.device) -> Tensor:

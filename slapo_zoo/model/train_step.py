@@ -81,6 +81,7 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
     divided = tokens_divide(model, of_model({**tensors, **whole}))
     runtime.schedule.state.forward = ForwardContext(divided)
     asked = ask(model, tensors, counts, rows)
+    runtime.completion.asks_hosts = asked.missed
     step, kept = stream.step + 1, LogitsKept() if options.return_logits else None
     check_batch(mesh, tensors, step, model.input_check_interval)
     tensors[ROWS] = asked.rows(rows)  # last: the pipeline's device is the first's

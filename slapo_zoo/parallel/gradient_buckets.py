@@ -1,6 +1,6 @@
 """Gradients are summed over a group (dp, tied stages) bucket by bucket, each bucket in one collective."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -85,10 +85,18 @@ class FlatSum:
             if p.grad is not None and not is_divided(p.grad) and p.grad._base is None:
                 p.grad = part
 
-    def finish(self) -> None:
-        """Wait for it; `.grad` of each parameter is the sum."""
+    def finish(self, somewhere: Container[int] | None = None) -> None:
+        """Wait for it; `.grad` of each parameter is the sum.
+
+        Args:
+            somewhere: ids of the parameters of which some rank has a gradient; without it the host
+                waits for the device to say so, where this rank misses one.
+        """
         self.work.wait()
-        held = self.present if all(self.present) else self.held.tolist()
+        if somewhere is not None:
+            held = [id(p) in somewhere for p in self.parameters]
+        else:
+            held = self.present if all(self.present) else self.held.tolist()
         for p, part, some in zip(self.parameters, self._parts(), held, strict=True):
             if p.grad is None and some:
                 p.grad = torch.zeros_like(p) if is_divided(p) else part

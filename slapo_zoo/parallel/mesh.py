@@ -96,6 +96,15 @@ class Mesh:
             self.__dict__["_groups"] = self._make_groups()
         return self.__dict__["_groups"][mesh_dim]
 
+    def group_of_hosts(self, mesh_dim: str) -> "ProcessGroup":
+        """The same ranks as of `group`, for tensors of the CPU; these ranks together make it on first use."""
+        from slapo_zoo.parallel.compat import group_of_hosts
+
+        known = self.__dict__.setdefault("_hosts", {})
+        if mesh_dim not in known:
+            known[mesh_dim] = group_of_hosts(self.peers(mesh_dim))
+        return known[mesh_dim]
+
     def _make_groups(self) -> "dict[str, ProcessGroup]":
         """Created on first use by all ranks together (a collective call)."""
         import torch.distributed as dist

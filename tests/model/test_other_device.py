@@ -5,6 +5,7 @@ and every wait of the host for the device is counted.
 """
 
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -126,6 +127,7 @@ def _waits(family, layout, options):
         model, batch = _model(family, layout, DEVICE, **options)
         model.input_check_interval = 0  # once in 16 steps it asks for the batches of all ranks
         model.train_step(batch)
+        model.zero_grad()
         watch.waits.clear()
         watch.uncapturable.clear()
         model.train_step(batch)
@@ -138,9 +140,6 @@ WAITS = [("gpt2", (2, 1, 2), {}), ("t5", (1, 1, 1), {}),
          ("bert", (1, 1, 1), {"kernels": ["unpadded_encoder", "sparse_mlm_head_loss"]})]  # fmt: skip
 # operations that the device of these tests has not
 NOT_HERE = {"mixtral", "mamba", "vit", "whisper", "swin", "falcon", "clip"}
-MOST = {
-    "esm": 2
-}  # its contact head has no gradient: over dp it is asked whether another rank has one
 GRID = [(family, (2, 1, 2), {}) for family in HEADS if family not in {"gpt2", *NOT_HERE}]
 
 
@@ -151,5 +150,42 @@ GRID = [(family, (2, 1, 2), {}) for family in HEADS if family not in {"gpt2", *N
 def test_the_host_waits_once_per_step_and_not_in_its_layers(device_ranks, family, layout, options):
     world = layout[0] * layout[1] * layout[2]
     for waits, uncapturable in device_ranks.run(_waits, world, family, layout, options):
-        assert sum(waits.values()) <= MOST.get(family, 1), waits
+        assert sum(waits.values()) <= 1, waits
         assert not uncapturable  # in what a CUDA graph would hold
+
+
+# per step, the dp ranks whose loss reads the contact head of ESM, which its own loss leaves out
+READ_BY = [(), (), (1,), (0, 1), (0,), (), (0, 1), (0, 1), (1,), ()]
+
+
+def _read_by_some(device):
+    from other_device import DeviceOnly, install
+
+    install()
+    found, watch = [], DeviceOnly()
+    with warnings.catch_warnings(), nullcontext() if device == "cpu" else watch:
+        warnings.simplefilter("ignore")
+        model, batch = _model("esm", (1, 1, 2), device)
+        model.input_check_interval = 0
+        head, bias = model.esm.contact_head.regression.parameters()
+        for ranks in READ_BY:
+            model.zero_grad()
+            watch.waits.clear()
+            more = (head.sum() + bias.sum()) * 3 if model.mesh.rank in ranks else 0.0
+            model.train_step(batch, loss_fn=lambda out, _: out.loss + more)  # noqa: B023
+            waits = sum(watch.waits.values())
+            found.append((None if head.grad is None else head.grad.sum().item(), waits))
+    return tuple(zip(*found, strict=True))
+
+
+def test_a_gradient_of_some_ranks_and_steps_is_asked_for_beside_the_device(device_ranks):
+    from other_device import DEVICE
+
+    on_cpu = device_ranks.run(_read_by_some, 2, "cpu")
+    on_device = device_ranks.run(_read_by_some, 2, DEVICE)
+    assert on_device[0][0] == on_device[1][0] == on_cpu[0][0] == on_cpu[1][0]
+    assert [grad is not None for grad in on_cpu[0][0]] == [bool(ranks) for ranks in READ_BY]
+    known = [False, *(len(ranks) < 2 for ranks in READ_BY)]  # that some rank misses one
+    for rank, (_, waits) in enumerate(on_device):
+        pairs = zip(READ_BY, known, strict=False)
+        assert list(waits) == [1 + (rank not in ranks and not asked) for ranks, asked in pairs]
