@@ -72,7 +72,9 @@ def averaged(folder, layout, options):
     from slapo_zoo import AutoScheduledModel
 
     tp, pp, dp = layout
-    model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, dp=dp, seed=0, **options).train()
+    model = AutoScheduledModel.from_pretrained(
+        folder, tp=tp, pp=pp, dp=dp, seed=0, **options
+    ).train()
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rows = 4 // dp
