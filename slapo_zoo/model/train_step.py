@@ -17,6 +17,7 @@ from slapo_zoo.model.batch_check import check_batch
 from slapo_zoo.model.completion import others
 from slapo_zoo.model.data_parallel import DataParallel
 from slapo_zoo.model.input_errors import explained
+from slapo_zoo.model.input_gradients import InputGradients
 from slapo_zoo.model.outputs import as_dict, refuse_outputs
 from slapo_zoo.model.own_loss import (
     OwnLoss,
@@ -105,12 +106,17 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
         return loss if scale is None else loss * scale
 
     parameters = _trained(model, count, device)
-    with runtime.data_parallel.new_gradients(list(parameters.values())):
+    inputs = InputGradients(mesh, tensors, model.parameters())
+    trains = bool(parameters or inputs.given or own)
+    _require_trained(trains or mesh.pp > 1)  # another stage may have what is trained
+    with runtime.data_parallel.new_gradients(list(parameters.values())), inputs.averaged():
         loss = _forward_and_backward(runtime, run, tensors, whole, count)
         _reduce(model, runtime, parameters)
         loss = loss / runtime.precision.scale
-        runtime.precision.unscale(parameters.values(), mesh)
+        held = [*parameters.values(), *(inputs.leaves.values() or inputs.beyond)]
+        runtime.precision.unscale(held, mesh)
     loss, trained = _share(loss if scale is None else loss / scale, mesh, bool(parameters))
+    _require_trained(trains or bool(trained))
     runtime.completion.guard.complete(list(parameters.values()), trained)
     stream.step = step  # a step that failed has drawn nothing
     return loss if kept is None else kept.output(loss, runtime.pipeline)
@@ -126,6 +132,14 @@ def _trained(model: Any, count: int, device: torch.device) -> dict[str, nn.Param
     if type(runtime.data_parallel) is DataParallel:  # an engine's hooks are its own affair
         _require_whole_step(model.mesh, parameters, count)
     return parameters
+
+
+def _require_trained(trains: bool) -> None:
+    """What peft trains beside a model (prompt tuning) is none of its parameters: no step would reach it."""
+    if not trains:
+        problem = "no parameter takes a gradient, and no input asks for one"
+        hint = "unfreeze some; a soft prompt of your own goes into inputs_embeds (docs/your_own_loop.md)"
+        raise SlapoError("train_step", "parameters", problem, hint)
 
 
 def _loss_scale(scaler: Any, device: torch.device) -> Tensor | None:

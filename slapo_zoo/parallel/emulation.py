@@ -7,6 +7,7 @@ the code that runs on many processes: the same collectives, with the same result
 import gc
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from slapo_zoo.errors import MeshError, RankError
 from slapo_zoo.parallel import compat, heartbeat
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.process_group import rank_guard
 
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -63,15 +65,18 @@ def emulate(
                 "gloo", store=store, rank=rank, world_size=size,
                 timeout=timedelta(seconds=timeout_s),
             )  # fmt: skip
-            outcomes[rank] = function(*args, **kwargs)
+            with rank_guard(getattr(function, "__name__", "emulate")):
+                outcomes[rank] = function(*args, **kwargs)
             dist.barrier()
         except BaseException as error:
             failures.append((rank, error))
             _leave_at_once()
+            _forget_frames(error)
         finally:
             if dist.is_initialized():
                 heartbeat.stop()
                 dist.destroy_process_group()
+                gc.collect()  # a group is left when it is freed: who waits for us in it learns so
 
     with _ONE_AT_A_TIME, compat.process_groups_per_thread(), _one_thread():
         threads = [
@@ -88,8 +93,15 @@ def emulate(
     return outcomes
 
 
+def _forget_frames(error: BaseException | None) -> None:
+    """Free what the frames of an error hold: a model among them keeps its groups open."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
 def _leave_at_once() -> None:
-    """Close our connections, so that peers notice: an error's frames keep the groups alive."""
+    """Close our connections, so that peers notice."""
     for group in list(dist.distributed_c10d._world.pg_map):
         with suppress(RuntimeError):
             group.abort()

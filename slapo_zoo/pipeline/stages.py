@@ -191,7 +191,8 @@ class Cursor:
         """The output of a call that another stage makes, or None when this one makes it."""
         if self.plan is None:
             problem = "it is called beside the model's forward, and each rank holds its own layers"
-            raise ScheduleError(unit, "pipeline", problem, "call the model as a whole, or use pp=1")
+            hint = "call the model as a whole (inputs_embeds: of a table of your own), or use pp=1"
+            raise ScheduleError(unit, "pipeline", problem, hint)
         self.index += 1
         call = self.plan.calls[self.index] if self.index < len(self.plan.calls) else None
         if call is None or call.unit != unit:

@@ -1,5 +1,6 @@
 """A mesh in one process: the ranks are threads, the results those of one device."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,21 @@ def test_the_first_error_comes_out_and_nothing_is_left_behind():
     assert not dist.is_initialized()
     assert dist.distributed_c10d._world is world
     assert emulate(dist.get_rank, mesh=(3, 1, 1)) == [0, 1, 2]
+
+
+def fail_before_a_group_has_met():
+    group = dist.new_group([0, 1])
+    if dist.get_rank() == 1:
+        raise ValueError("rank 1 fails")
+    dist.all_reduce(torch.ones(1), group=group)
+
+
+def test_a_rank_that_waits_in_a_group_of_its_own_learns_of_an_error():
+    """Its limit is torch's half an hour, and the error's frames keep the group of the other open."""
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="rank 1 fails"):
+        emulate(fail_before_a_group_has_met, mesh=(2, 1, 1))
+    assert time.monotonic() - began < 20
 
 
 def nested():

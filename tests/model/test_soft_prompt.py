@@ -1,0 +1,117 @@
+"""A learnt prefix of `inputs_embeds` trains on every mesh as in one process of plain transformers."""
+
+import time
+
+import pytest
+import torch
+import transformers
+from peft import PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file
+from torch import nn
+
+from slapo_zoo import AutoScheduledModel, SlapoError, emulate
+
+CONFIG = transformers.GPT2Config(
+    n_embd=32, n_head=4, n_layer=4, vocab_size=64, n_positions=32, bos_token_id=0, eos_token_id=0,
+    resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, architectures=["GPT2LMHeadModel"],
+)  # fmt: skip
+IDS = torch.arange(32).reshape(4, 8) * 5 % 64
+PREFIX = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(3)
+    place = tmp_path_factory.mktemp("prompt")
+    transformers.GPT2LMHeadModel(CONFIG).save_pretrained(place)
+    return place
+
+
+class Prompted(nn.Module):
+    """What a user writes: a table of his own before a model that knows nothing of it."""
+
+    def __init__(self, folder):
+        super().__init__()
+        rows = load_file(folder / "model.safetensors")["transformer.wte.weight"]
+        self.table = nn.Embedding.from_pretrained(rows)
+        drawn = torch.randn(PREFIX, 32, generator=torch.Generator().manual_seed(5))
+        self.prompt = nn.Parameter(0.1 * drawn)
+
+    def batch(self, ids):
+        rows = self.prompt.expand(len(ids), -1, -1)
+        labels = torch.cat([ids.new_full((len(ids), PREFIX), -100), ids], 1)
+        labels[0, -3:] = -100  # rows of other lengths: a mean of means would be another one
+        return {"inputs_embeds": torch.cat([rows, self.table(ids)], 1), "labels": labels}
+
+
+def train(prompted, step, ids):
+    optimizer, losses = torch.optim.SGD([prompted.prompt], lr=1.0), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses.append(float(step(prompted.batch(ids))))
+        optimizer.step()
+    return losses, prompted.prompt.detach()
+
+
+def on_a_mesh(folder, tp, pp, dp, options):
+    model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, dp=dp, **options)
+    model.requires_grad_(False)
+    model.input_check_interval = 1  # the stages hold one and the same prompt after each step
+    rows = IDS.tensor_split(dp)[model.mesh.coord("dp")]
+    return train(Prompted(folder), model.train_step, rows)
+
+
+def plain(folder, dp):
+    """The rows of all dp ranks in one process."""
+    model = transformers.GPT2LMHeadModel.from_pretrained(folder).requires_grad_(False)
+    prompted, parts = Prompted(folder), IDS.tensor_split(dp)
+
+    def step(_):
+        batches = [prompted.batch(part) for part in parts]
+        loss = model(**{k: torch.cat([b[k] for b in batches]) for k in batches[0]}).loss
+        loss.backward()
+        return loss.detach()
+
+    return train(prompted, step, IDS)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [((1, 1, 1), {}), ((2, 1, 1), {"sequence_parallel": True}), ((1, 2, 1), {}), ((1, 1, 2), {}),
+     ((1, 2, 1), {"pipeline_order": "zbv"}), ((1, 2, 1), {"pipeline_order": "interleaved_zero_bubble"}),
+     ((1, 2, 2), {}), ((2, 2, 1), {})],
+)  # fmt: skip
+def test_it_trains_as_in_one_process(folder, mesh, options):
+    losses, prompt = plain(folder, mesh[2])
+    for found, mine in emulate(on_a_mesh, folder, *mesh, options, mesh=mesh):
+        assert found == pytest.approx(losses, rel=1e-5)
+        torch.testing.assert_close(mine, prompt, rtol=1e-4, atol=1e-6)
+
+
+def embeds_beside_the_model(folder):
+    model = AutoScheduledModel.from_pretrained(folder, pp=2).requires_grad_(False)
+    prompted = Prompted(folder)
+    prompted.table = model.get_input_embeddings()
+    model.train_step(prompted.batch(IDS))
+
+
+def test_the_table_of_one_stage_is_refused_at_once(folder):
+    """The stage that holds it goes on and waits for the others: it must learn of their error."""
+    began = time.monotonic()
+    with pytest.raises(SlapoError, match="inputs_embeds: of a table of your own"):
+        emulate(embeds_beside_the_model, folder, mesh=(1, 2, 1))
+    assert time.monotonic() - began < 20
+
+
+def with_peft(folder, pp):
+    model = AutoScheduledModel.from_pretrained(folder, pp=pp)
+    peft = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with pytest.raises(SlapoError, match="no parameter takes a gradient"):
+        peft.train_step({"input_ids": IDS, "labels": IDS})
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_a_prompt_that_no_step_reaches_is_refused(folder, pp):
+    emulate(with_peft, folder, pp, mesh=(1, pp, 1))
