@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf import cpu_dropout_attention as dropped_attention
 from slapo_zoo.hf.attention_backends import BACKENDS, find_backend, implementation
-from slapo_zoo.hf.padding import asks_nothing
+from slapo_zoo.hf.padding import asks_no_positions, asks_nothing
 from slapo_zoo.parallel.known import known
 from slapo_zoo.parallel.random_stream import RandomStream, dropout, hashed_cells
 
@@ -23,9 +23,12 @@ def register_attention() -> None:
 
     Without the second registration the mask is silently None and padding is ignored.
     """
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, masking_utils
     from transformers.masking_utils import AttentionMaskInterface
 
+    find = masking_utils.find_packed_sequence_indices
+    if not hasattr(find, "__wrapped__"):
+        masking_utils.find_packed_sequence_indices = asks_no_positions(find)
     for name, backend in BACKENDS.items():
         AttentionInterface.register(implementation(name), _attention)
         masks: Any = AttentionMaskInterface()

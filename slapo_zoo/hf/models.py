@@ -135,7 +135,10 @@ class _Numbers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func is torch.tensor and args and isinstance(args[0], int | float):
+        is_tensor = (
+            getattr(func, "__name__", "") == "tensor"
+        )  # torch's own, or one wrapped around it
+        if is_tensor and args and isinstance(args[0], int | float):
             kwargs["device"] = kwargs.get("device") or "cpu"
         return func(*args, **kwargs)
 

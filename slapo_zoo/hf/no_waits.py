@@ -1,6 +1,6 @@
 """Where a class of transformers makes the host wait for the device, the same method without a wait.
 
-Both make a tensor of one number on the device: a copy for which the host waits, in each layer or forward.
+They make a tensor of one number on the device: a copy for which the host waits, in each layer or forward.
 """
 
 from types import MethodType
@@ -53,7 +53,20 @@ def _in_buckets(distance: Tensor, mid: int, most: int) -> Tensor:
     return torch.where(far <= mid, distance.to(buckets.dtype), buckets * distance.sign())
 
 
+def _falcon_heads(module: Any, fused: Tensor) -> tuple[Tensor, ...]:
+    """FalconAttention._split_heads; the key and value of a group by slices, as [-1] is copied to the device."""
+    if not (module.new_decoder_architecture or module.multi_query):
+        return type(module)._split_heads(module, fused)
+    width = module.num_heads // module.num_kv_heads + 2
+    grouped = fused.view(*fused.shape[:2], -1, width, module.head_dim)
+    q, k, v = grouped[..., :-2, :], grouped[..., -2:-1, :], grouped[..., -1:, :]
+    if module.new_decoder_architecture:
+        k, v = k.expand(q.shape), v.expand(q.shape)
+    return tuple(x.flatten(2, 3) for x in (q, k, v))
+
+
 METHODS = {
+    "FalconAttention": ("_split_heads", _falcon_heads),
     "GPTNeoSelfAttention": ("_attn", _gpt_neo_attention),
     "DebertaV2Encoder": ("get_rel_pos", _deberta_positions),
 }

@@ -1,4 +1,4 @@
-"""Masks of `transformers` that do not ask the device whether there is padding, where it is known."""
+"""Masks of `transformers` that do not ask the device what is known: padding, and rows of many sequences."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -27,3 +27,16 @@ def asks_nothing(make: Callable[..., Any]) -> Callable[..., Any]:
         return make(*args, **kwargs)
 
     return made
+
+
+def asks_no_positions(find: Callable[..., Any]) -> Callable[..., Any]:
+    """`find_packed_sequence_indices`, which reads whether positions are those of one sequence per row."""
+
+    @wraps(find)
+    def found(position_ids: Any) -> Any:
+        if known().packed is None:
+            return find(position_ids)
+        before = position_ids[:, :1] - 1
+        return (position_ids.diff(prepend=before) != 1).cumsum(-1) if known().packed else None
+
+    return found

@@ -26,6 +26,7 @@ class StepCounts:
         padded: whether a mask hides a token; None without a mask.
         targets: labels that count, of each of our rows; None where labels are no tokens.
         real: real tokens of each of our rows, where the others may be left out.
+        packed: whether a row of positions holds more than one sequence.
         missed: whether a dp rank missed a gradient in the last step.
     """
 
@@ -34,6 +35,7 @@ class StepCounts:
     padded: bool | None = None
     targets: list[int] | None = None
     real: list[int] | None = None
+    packed: bool | None = None
     missed: bool = False
 
     def rows(self, count: int) -> Tensor:
@@ -45,7 +47,7 @@ class StepCounts:
         part = slice(start, start + rows)
         targets = None if self.targets is None or own_loss else sum(self.targets[part])
         real = None if self.real is None else tuple(self.real[part])
-        return Known(self.padded, targets, real, asked=self.targets is not None)
+        return Known(self.padded, targets, real, self.targets is not None, self.packed)
 
 
 def ask(
@@ -62,7 +64,8 @@ def ask(
     summed = [_number(n, device) for n in (*counts, missed, rows)]
     masks = [tensors[name] for name in MASKS if name in tensors and tensors[name].ndim == 2]
     if mesh.dp == 1 and not masks and not any(isinstance(n, Tensor) for n in counts):
-        return StepCounts([float(n) for n in counts], 0)  # nothing to ask: no wait at all
+        packed = None if "position_ids" in tensors else False
+        return StepCounts([float(n) for n in counts], 0, packed=packed)  # nothing to ask: no wait
     own = _of_rows(model, tensors, masks)
     each = all_gather(torch.stack(summed)[None], 0, mesh.group("dp"))
     mine = [x.to(torch.float64) for x in own.values()]
@@ -75,7 +78,9 @@ def ask(
     found = {}
     for name, x in own.items():
         found[name], flat = [int(n) for n in flat[: len(x)]], flat[len(x) :]
-    return StepCounts(totals, first, *_read(found, tensors), missed=missing > 0)
+    asks = "position_ids" in tensors and "packed" not in found  # of axes of their own
+    packed = None if asks else any(found.get("packed", ()))
+    return StepCounts(totals, first, *_read(found, tensors), packed, missing > 0)
 
 
 def _number(n: float | Tensor, device: torch.device) -> Tensor:
@@ -88,7 +93,9 @@ def _of_rows(
     model: Any, tensors: Mapping[str, Tensor], masks: Sequence[Tensor]
 ) -> dict[str, Tensor]:
     """Numbers of our own rows, by what they count."""
-    found = {}
+    found, positions = {}, tensors.get("position_ids")
+    if positions is not None and positions.ndim == 2:
+        found["packed"] = (positions.diff(dim=1) != 1).any()[None]
     if masks:
         found["hidden"] = torch.stack([(mask == 0).any() for mask in masks]).any()[None]
     labels = tensors.get("labels")

@@ -4,11 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GPTNeoConfig
+from transformers import FalconConfig, GPTNeoConfig, masking_utils
 from transformers.models.deberta_v2.modeling_deberta_v2 import DebertaV2Encoder
+from transformers.models.falcon.modeling_falcon import FalconAttention
 from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 
+from slapo_zoo.hf.attention import register_attention
 from slapo_zoo.hf.no_waits import METHODS, without_waits
+from slapo_zoo.parallel.known import Known, knowing
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -46,3 +49,33 @@ def test_positions_of_deberta(buckets, most, S, T):
     assert method(module, *args, given) is given
     module.relative_attention = False
     assert method(module, *args) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"new_decoder_architecture": True, "num_kv_heads": 2}, {"multi_query": False}],
+    ids=str,
+)
+def test_heads_of_falcon(options):
+    config = FalconConfig(hidden_size=24, num_attention_heads=4, num_hidden_layers=1, **options)
+    plain, ours = (FalconAttention(config, layer_idx=0) for _ in range(2))
+    without_waits(ours)
+    fused = torch.randn(2, 3, plain.query_key_value.out_features)
+    wanted, found = plain._split_heads(fused), ours._split_heads(fused)
+    assert "_split_heads" in vars(ours)
+    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+def test_rows_of_many_sequences():
+    register_attention()
+    one, two = torch.tensor([[3, 4, 5, 6]]), torch.tensor([[0, 1, 0, 1]])
+    find = masking_utils.find_packed_sequence_indices
+    assert find(one) is None
+    for positions in (one, two):
+        wanted = find.__wrapped__(positions)
+        with knowing(Known(packed=True)):
+            assert find(positions).tolist() == (
+                [[0, 0, 0, 0]] if wanted is None else wanted.tolist()
+            )
+    with knowing(Known(packed=False)):
+        assert find(one) is None

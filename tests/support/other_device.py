@@ -44,6 +44,12 @@ def install():
     registration._setup_privateuseone_for_python_backend(DEVICE, Module())
     library = torch.library.Library("_", "IMPL")
     library.fallback(lambda func, *args, **kwargs: _run(func, args, kwargs), "PrivateUse1")
+    aten = torch.library.Library("aten", "IMPL")
+    aten.impl("convolution_overrideable", _convolution, "PrivateUse1")  # torch's own only raise
+    aten.impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1")
+    aten.impl("_grouped_mm", _grouped_mm, "PrivateUse1")
+    getitem = torch.Tensor.__getitem__
+    torch.Tensor.__getitem__ = lambda x, index: getitem(x, _listed(index) if _is_here(x) else index)
     torch.tensor, torch.as_tensor = _from_data(torch.tensor), _from_data(torch.as_tensor)
     new_tensor = torch.Tensor.new_tensor
     torch.Tensor.new_tensor = lambda x, data, **options: (
@@ -56,7 +62,31 @@ def install():
         lambda group: [torch.device(DEVICE)] if _WATCHES and group.group_name not in _GLOO
         else types.__get__(group))  # fmt: skip
     dist.new_group = _named(dist.new_group)
-    return library
+    return library, aten
+
+
+def _convolution(*args):
+    return _run(torch.ops.aten.convolution.default, args, {})
+
+
+def _convolution_backward(grad, x, weight, *rest):
+    args = (grad, x, weight, grad.shape[1:2], *rest)  # the third: of the bias
+    return _run(torch.ops.aten.convolution_backward.default, args, {})
+
+
+def _grouped_mm(*args, **kwargs):
+    """As on an H100: a kernel for bfloat16; any other type goes group by group, as the host reads them."""
+    for watch in _WATCHES if args[0].dtype != torch.bfloat16 else ():
+        watch.note("groups of a product to cpu")
+    return _run(torch.ops.aten._grouped_mm.default, args, kwargs)
+
+
+def _listed(index):
+    """An index with a list in it: torch copies the list to the device."""
+    many = index if isinstance(index, tuple) else (index,)
+    if not any(isinstance(x, list) for x in many):
+        return index
+    return tuple(torch.tensor(x, device=DEVICE) if isinstance(x, list) else x for x in many)
 
 
 def _from_data(make):
@@ -157,6 +187,8 @@ def _on_numbers(func, args, kwargs):
     args = [torch.as_tensor(x) if isinstance(x, int | float) and "Tensor" in str(takes.type) else x
             for x, takes in zip(args, func._schema.arguments, strict=False)]  # fmt: skip
     with torch.no_grad():
+        if func.name() == "aten::histc" and not args[0].is_floating_point():  # a GPU counts them
+            return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
         return func(*args, **kwargs)
 
 
@@ -199,8 +231,12 @@ class DeviceOnly(TorchDispatchMode):
             source, target = tensors[0].device, tensors[1].device if tensors[1:] else device
             if target is not None and source.type != target.type:
                 self.note(f"copy {source.type} to {target.type}")
-        elif name.startswith("index") and any(x.dtype == torch.bool for x in _tensors(args[1:2])):
-            self.note("bool index")
+        elif name.startswith(("index", "_index")):
+            index = _tensors(args[1:2])
+            if any(x.dtype in (torch.bool, torch.uint8) for x in index):
+                self.note("bool index")
+            if _is_here(args[0]) and any(not _is_here(x) for x in index):
+                self.note("index of the CPU")  # torch copies it to the device
 
     def note(self, what):
         """One wait; a CUDA graph cannot hold it where a model's layers or a backward run."""
