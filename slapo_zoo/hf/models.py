@@ -259,6 +259,19 @@ def init_module(model: Any, module: nn.Module) -> None:
     model._init_weights(module)
 
 
+def init_own(model: Any, path: str) -> None:
+    """Initialise what a module holds itself as the innermost model around it does; its children stay."""
+    parts = path.split(".") if path else []
+    above = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts) + 1)]
+    model = next(m for m in reversed(above) if hasattr(m, "_init_weights"))
+    model._init_weights(initialized_as(above[-1]))
+
+
+def initialized_as(module: Any) -> Any:
+    """The module itself, or that for which it stands in on a stage of a pipeline."""
+    return module.__dict__.get("_original", module)
+
+
 def mark_initialized(tensor: torch.Tensor, value: bool = True) -> None:
     """Tell the initialisation of `transformers` to leave a tensor alone."""
     tensor._is_hf_initialized = value  # pyright: ignore[reportAttributeAccessIssue]

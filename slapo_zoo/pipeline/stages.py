@@ -72,14 +72,15 @@ def _rank(path: str, ranks: Sequence[re.Pattern[str]]) -> int:
 
 
 def assign_stages(
-    units: Sequence[str], cuts: Sequence[Cut], repeated: Sequence[str] = ()
-) -> dict[str, tuple[int, ...]]:
+    units: Sequence[str], cuts: Sequence[Cut], repeated: Sequence[str] = (), everywhere: Sequence[str] = ()
+) -> dict[str, tuple[int, ...]]:  # fmt: skip
     """Unit --> the stages that hold it: one, or several for a shared block that is cut.
 
     Args:
         units: in the order they run.
         cuts: after which of them a stage ends.
         repeated: units that run more than once in a forward.
+        everywhere: units that every stage holds.
     """
     for unit, _ in cuts:
         if unit not in units:
@@ -90,6 +91,8 @@ def assign_stages(
         ends = [call for name, call in cuts if name == unit]
         shared = unit in repeated or len(ends) > 1 or any(ends)
         stages[unit] = tuple(range(stage, stage + len(ends) + 1)) if shared else (stage,)
+        if unit in everywhere:
+            stages[unit] = tuple(range(len(cuts) + 1))
         stage += len(ends)
     return stages
 
@@ -235,7 +238,7 @@ class Foreign(nn.Module):
         original = self.__dict__.get("_original")
         if original is None:
             raise AttributeError(name)
-        return getattr(original, name)
+        return _elsewhere(self.unit, name, getattr(original, name))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output that the unit has on its own stage."""
@@ -244,6 +247,48 @@ class Foreign(nn.Module):
     def extra_repr(self) -> str:
         """Shown in the tree: which class another stage holds."""
         return self.original_name
+
+
+class Part(Foreign):
+    """A module within such a unit: it may be looked at, and not be called."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: only a call of the unit itself is made by another stage."""
+        raise _computed_with(self.unit, "is called")
+
+
+class Numbers(Tensor):
+    """A parameter of such a unit: its shape, dtype and device, and no data; torch adds one to real tensors silently."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse what would compute with it; what is written into it is lost, and nobody reads it here."""
+        if func is Tensor.copy_ and isinstance(args[0], Numbers):
+            return args[0]
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        unit = next(x.unit for x in given if isinstance(x, Numbers))
+        if any(not isinstance(x, Numbers) and not x.is_meta and x.ndim for x in given):
+            raise _computed_with(unit, "is computed with")
+        found = super().__torch_function__(func, types, args, kwargs)
+        for x in tree_leaves(found):
+            if isinstance(x, Numbers):
+                x.unit = unit
+        return found
+
+
+def _elsewhere(unit: str, name: str, found: Any) -> Any:
+    """What a forward may look at of a unit that another stage holds."""
+    if isinstance(found, nn.Module):
+        return Part(f"{unit}.{name}", found, Cursor())
+    if isinstance(found, Tensor) and found.is_meta:
+        found = found.detach().as_subclass(Numbers)
+        found.unit = f"{unit}.{name}"
+    return found
+
+
+def _computed_with(path: str, what: str) -> ScheduleError:
+    problem = f"it {what} beside its own module's call, and another stage holds it"
+    return ScheduleError(path, "pipeline", problem, "use pp=1")
 
 
 def keep_stages(
@@ -261,7 +306,10 @@ def keep_stages(
             _follow(unit, module, cursor)
             continue
         parent, _, name = unit.rpartition(".")
-        model.get_submodule(parent)._modules[name] = Foreign(unit, module, cursor)
+        model.get_submodule(parent)._modules[name] = found = Foreign(unit, module, cursor)
+        computed = module._non_persistent_buffers_set  # on each stage (LayoutLMv3's positions)
+        found._buffers.update({name: module._buffers[name] for name in computed})
+        found._non_persistent_buffers_set.update(computed)
     return cursor
 
 

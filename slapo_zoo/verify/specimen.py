@@ -41,6 +41,7 @@ class Specimen:
         dtype: in which it is compared: float64, or float32 where it cannot run in that.
         batch: the input, with labels.
         outputs: tensors that it returns in eval mode.
+        uncached: the same without a cache, which a pipeline has not: some make other masks then.
         loss: of a training forward.
         grads: name --> gradient of that loss; empty for a head without a loss.
         seen: what it does with its parameters.
@@ -52,6 +53,7 @@ class Specimen:
     dtype: torch.dtype
     batch: dict[str, Tensor]
     outputs: dict[str, Tensor]
+    uncached: dict[str, Tensor]
     loss: float
     grads: dict[str, Tensor]
     seen: Observation
@@ -170,7 +172,9 @@ def _run(config: Any, cls: Any, folder: Path, dtype: torch.dtype, batch: dict[st
     silence(model)
     batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
     with torch.no_grad():
-        outputs = tensors(model.eval()(**batch))
+        outputs = uncached = tensors(model.eval()(**batch))
+        if accepts(cls, "use_cache"):
+            uncached = tensors(model(**batch, use_cache=False))
     loss, grads = 0.0, {}
     if "loss" in outputs:
         found = model.train()(**batch).loss
@@ -179,7 +183,7 @@ def _run(config: Any, cls: Any, folder: Path, dtype: torch.dtype, batch: dict[st
         grads = {
             n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in own_parameters(model)
         }
-    return Specimen(config, cls, folder, dtype, batch, outputs, loss, grads, seen)
+    return Specimen(config, cls, folder, dtype, batch, outputs, uncached, loss, grads, seen)
 
 
 def own_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter]]:

@@ -41,7 +41,7 @@ def initialize_weights(
             return
         meta = _to_cpu(module, whole)
         with drawn_from(mix(seed, zlib.crc32(path.encode()))), torch.no_grad():
-            hf.init_module(skeleton, module) if whole else _init_own(skeleton, path)
+            hf.init_module(skeleton, module) if whole else hf.init_own(skeleton, path)
         tensors = dict(_tensors(module, whole))
         for name in wanted:
             tensor = tensors[name]
@@ -62,13 +62,6 @@ def initialize_weights(
         _check_finite(name, torch.tensor(torch.nan))
 
 
-def _init_own(skeleton: Any, path: str) -> None:
-    """The model's own initialisation of what a module holds itself; its children stay on meta."""
-    parts = path.split(".") if path else []
-    above = [skeleton.get_submodule(".".join(parts[:i])) for i in range(len(parts) + 1)]
-    next(m for m in reversed(above) if hasattr(m, "_init_weights"))._init_weights(above[-1])
-
-
 def _tensors(module: nn.Module, whole: bool = True) -> list[tuple[str, Tensor]]:
     """Parameters and buffers with duplicates: a tie is drawn once, wherever it is wanted."""
     return [
@@ -78,7 +71,7 @@ def _tensors(module: nn.Module, whole: bool = True) -> list[tuple[str, Tensor]]:
 
 
 def _to_cpu(module: nn.Module, whole: bool = True) -> list[tuple[dict, str, Tensor]]:
-    """Give a meta module storage, poisoned so that a forgotten tensor is noticed."""
+    """Give a meta module storage, such that a forgotten tensor is noticed."""
     before, made = [], {}
     for sub in module.modules() if whole else (module,):
         for held in (sub._parameters, sub._buffers):
@@ -87,12 +80,17 @@ def _to_cpu(module: nn.Module, whole: bool = True) -> list[tuple[dict, str, Tens
                     continue
                 before.append((held, name, tensor))
                 if id(tensor) not in made:
-                    empty = torch.empty_like(tensor, device="cpu")
-                    fresh = empty.fill_(torch.nan) if empty.is_floating_point() else empty.zero_()
+                    fresh = _poisoned(tensor, torch.device("cpu"))
                     is_parameter = isinstance(tensor, nn.Parameter)
                     made[id(tensor)] = nn.Parameter(fresh, False) if is_parameter else fresh
                 held[name] = made[id(tensor)]
     return before
+
+
+def _poisoned(tensor: Tensor, device: torch.device) -> Tensor:
+    """Storage for a meta tensor: NaN until something sets it."""
+    empty = torch.empty_like(tensor, device=device)
+    return empty.fill_(torch.nan) if empty.is_floating_point() else empty.zero_()
 
 
 def _restore(module: nn.Module, before: list[tuple[dict, str, Tensor]]) -> None:
@@ -111,13 +109,30 @@ def fill_buffers(model: Any, device: torch.device) -> None:
 
     rewrite:  buffer on meta  -->  buffer on `device`, as the reference build has it
     """
-    for module in model.modules():
+    made: list[str] = []
+    for path, module in model.named_modules():
         names = [n for n, b in module._buffers.items() if b is not None and b.is_meta]
         if not names:
             continue
+        own = hf.initialized_as(module)
         for name in names:
-            module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
-        for parameter in module.parameters():  # some draw those of their children anew (CLIP)
+            own._buffers[name] = module._buffers[name] = _poisoned(module._buffers[name], device)
+        for parameter in own.parameters():  # some draw those of their children anew (CLIP)
             hf.mark_initialized(parameter)
         with torch.no_grad():
-            model._init_weights(module)
+            hf.init_own(model, path)
+        made += [f"{path}.{name}" for name in names]
+    for name in made:
+        _set_from_above(model, name)
+        _check_finite(name, model.get_buffer(name))
+
+
+def _set_from_above(model: Any, name: str) -> None:
+    """Some buffers are set by a module further up (Falcon-H1's scales)."""
+    path = name.rpartition(".")[0]
+    while path and model.get_buffer(name).isnan().any():
+        path = path.rpartition(".")[0]
+        for parameter in model.get_submodule(path).parameters():
+            hf.mark_initialized(parameter)
+        with torch.no_grad():
+            hf.init_own(model, path)

@@ -19,6 +19,7 @@ from slapo_zoo.weights.keys import KeyMap
 from slapo_zoo.zoo.apply import apply_table, block_paths, units_of
 from slapo_zoo.zoo.derive import find_table
 from slapo_zoo.zoo.options import BuildOptions
+from slapo_zoo.zoo.table import base_prefix
 from slapo_zoo.zoo.tuned import tuned_knobs
 
 DEFAULT = BuildOptions()
@@ -78,7 +79,8 @@ class Outline:
         blocks = block_paths(self.schedule, self.table)
         self.units = units_of(self.model, self.table, blocks)
         repeated = blocks if self.table.calls else ()  # also with one cut, after the first call
-        self.stages = assign_stages(self.units, self.state.cuts, repeated)
+        held = [base_prefix(self.model) + path for path in self.table.everywhere]
+        self.stages = assign_stages(self.units, self.state.cuts, repeated, held)
         self.holders = {unit: self._ranks(stages) for unit, stages in self.stages.items()}
         self.specs = tensor_specs(self.model, whole, self.state, self.holders)
         self.tied_ranks = _tied_ranks(self.state, self.holders)

@@ -35,6 +35,7 @@ class Table:
         after_blocks: modules below the base model that run after the blocks, though defined before.
         order: children beside and above the blocks in the order in which they run, by full pattern,
             where the model defines them in another one.
+        everywhere: modules below the base model that every stage holds: others read their weights, or call a part.
         calls: config attribute: how often a shared block runs (ALBERT).
         seam: whether the attention of the family goes through the AttentionInterface.
         all_tokens: modules within blocks, below the base model, that always see all tokens.
@@ -63,6 +64,7 @@ class Table:
     blocks: tuple[str, ...]
     after_blocks: tuple[str, ...] = ()
     order: tuple[str, ...] = ()
+    everywhere: tuple[str, ...] = ()
     calls: str = ""
     seam: bool = True
     all_tokens: tuple[str, ...] = ()

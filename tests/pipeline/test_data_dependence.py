@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.pipeline.dataflow import Call, Shape, dry_run
 from slapo_zoo.pipeline.runtime import Pipeline
+from slapo_zoo.pipeline.stages import keep_stages
 
 
 class Chooser(nn.Module):
@@ -73,3 +74,23 @@ def test_micro_batches_that_would_be_cut_differently_are_refused():
     assert Pipeline.plans_of_all(looking, [{"n": 1}, {"n": 1}]) == 1
     with pytest.raises(ScheduleError, match="differs between micro-batches"):
         Pipeline.plans_of_all(looking, [{"n": 1}, {"n": 2}])
+
+
+def test_what_another_stage_holds_is_looked_at_and_not_computed_with():
+    """A sum of a real tensor and one without data is that real tensor, in torch: nothing would tell."""
+    with torch.device("meta"):
+        unit = Chooser().half()
+        unit.register_buffer("rows", torch.arange(3), persistent=False)
+    root = nn.ModuleDict({"a": unit, "b": nn.Linear(2, 2)})
+    keep_stages(root, {"a": (0,), "b": (1,)}, [1])
+    weight = root["a"].linear.weight
+    assert (weight.shape, weight.dtype) == ((4, 4), torch.float16)
+    weight.copy_(torch.ones(4, 4))  # lost, as nobody reads it here
+    assert (weight.t() / 2).unit == "a.linear.weight"
+    with pytest.raises(
+        ScheduleError, match=r"a.linear.weight: pipeline: it is computed with beside"
+    ):
+        torch.ones(4, 4).add_(weight.t())
+    with pytest.raises(ScheduleError, match=r"a.linear: pipeline: it is called beside"):
+        root["a"].linear(torch.ones(4))
+    assert "a.rows" in dict(root.named_buffers())  # computed on every stage

@@ -39,6 +39,10 @@ CLASSES = {
     "youtu": transformers.YoutuForCausalLM,
     "jetmoe": transformers.JetMoeForCausalLM,
     "qwen2_audio": transformers.Qwen2AudioForConditionalGeneration,
+    "layoutlmv3": transformers.LayoutLMv3ForSequenceClassification,
+    "modernvbert": transformers.ModernVBertForMaskedLM,
+    "t5gemma": transformers.T5GemmaForConditionalGeneration,
+    "falcon_h1": transformers.FalconH1ForCausalLM,
 }
 MUTATED = ("bloom", "qwen2", "distilbert", "qwen2_moe")
 
@@ -203,16 +207,29 @@ def test_a_tower_that_cannot_be_cut_is_held_as_a_whole(searches, monkeypatch):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
-    "name", ["camembert", "convnext", "youtu", "jetmoe", "qwen2_audio", "ctrl"]
+    "name",
+    [
+        "camembert",
+        "convnext",
+        "youtu",
+        "jetmoe",
+        "qwen2_audio",
+        "ctrl",
+        "layoutlmv3",
+        "modernvbert",
+        "t5gemma",
+        "falcon_h1",
+    ],
 )
 def test_what_its_class_needs_is_heeded(name):
     """Heads defined before their embedding; a constructor that looks at its numbers; rows of padding;
-    experts that are chosen in a block; a forward that looks at its inputs."""
-    config, cls = tiny(CLASSES[name].config_class(num_labels=3)), CLASSES[name]
+    experts that are chosen in a block; a forward that looks at its inputs; weights that are read, and parts
+    that are called, beside their modules; other masks without a cache; buffers that a module above sets."""
+    config, cls = CLASSES[name].config_class(num_labels=3), CLASSES[name]
     with tempfile.TemporaryDirectory() as scratch:
-        subject = specimen(config, cls, Path(scratch))
-        found = Search(config, subject, (1, 2, 1), {})
-        assert probe(subject, found._gathered(config, found.small), (1, 2, 1)) == ""
+        subject = specimen(config, cls, Path(scratch), Sizes())
+        found = Search(subject.config, subject, (1, 2, 1), {})
+        assert probe(subject, found._gathered(subject.config, found.small), (1, 2, 1)) == ""
 
 
 def test_a_plan_that_does_not_serve_the_real_config_is_left_out():

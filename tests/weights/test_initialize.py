@@ -9,7 +9,7 @@ from parity import tiny_config
 from slapo_zoo import AutoScheduledModel, Mesh, MeshError
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.model.assemble import Assembly
-from slapo_zoo.weights.initialize import initialize_weights
+from slapo_zoo.weights.initialize import fill_buffers, initialize_weights
 from slapo_zoo.zoo.options import BuildOptions
 from tiny_configs import TINY
 
@@ -75,3 +75,34 @@ def test_a_number_that_the_constructor_gives_is_the_weight():
     model = AutoScheduledModel.from_config(tiny_config(HEADS["clip"][0])[0], seed=0)
     scale = dict(model.named_parameters())["logit_scale"]
     assert float(scale.detach()) == pytest.approx(model.config.logit_scale_init_value)
+
+
+class Tables(torch.nn.Module):
+    """A model within a model; each sets what it knows of."""
+
+    def __init__(self, *names):
+        super().__init__()
+        self.names = names
+        with torch.device("meta"):
+            self.rotary = torch.nn.Module()
+            for name in ("own", "above", "forgotten"):
+                self.rotary.register_buffer(name, torch.empty(2), persistent=False)
+
+    def _init_weights(self, module):
+        for name in self.names:
+            if hasattr(module, name):
+                getattr(module, name).fill_(1)
+
+
+def test_a_buffer_is_set_by_the_innermost_model_or_one_above_it_or_refused():
+    """Storage that nobody sets holds what was in memory before, and it is never served."""
+    outer = Tables()
+    outer.inner = Tables("own")
+    outer.rotary = torch.nn.Module()
+    outer._init_weights = lambda module: outer.inner.rotary.above.fill_(2) if module is outer else 0
+    with pytest.raises(
+        WeightsError, match=r"inner.rotary.forgotten: the model's own initialisation"
+    ):
+        fill_buffers(outer, torch.device("cpu"))
+    found = outer.inner.rotary
+    assert (found.own.tolist(), found.above.tolist()) == ([1.0, 1.0], [2.0, 2.0])

@@ -9,7 +9,7 @@ from slapo_zoo.weights.keys import Pieces
 from slapo_zoo.zoo.rules import Row
 from slapo_zoo.zoo.table import Table
 
-LISTS = ("blocks", "after_blocks", "order", "all_tokens", "whole_batch")
+LISTS = ("blocks", "after_blocks", "order", "everywhere", "all_tokens", "whole_batch")
 PLAIN = ("model_type", "source", "seam", "batch_statistics", "shifts_labels", "undivided")
 PAIRS = ("renames",)
 

@@ -38,6 +38,7 @@ class Observation:
         uses: parameter --> when it was first used.
         entered: path of a module --> when it was first called.
         foreign: parameters that other modules than their own compute with.
+        called_in_part: modules of which others called a child.
         draws: modules whose own forward draws random numbers, children not counted.
         targets: how many targets each cross entropy has averaged over.
         spelling: how the family's files spell its names.
@@ -51,12 +52,19 @@ class Observation:
     uses: dict[str, int] = field(default_factory=dict)
     entered: dict[str, int] = field(default_factory=dict)
     foreign: set[str] = field(default_factory=set)
+    called_in_part: set[str] = field(default_factory=set)
     draws: set[str] = field(default_factory=set)
     targets: list[int] = field(default_factory=list)
     spelling: Spelling = field(default_factory=Spelling)
     shifts_labels: bool | None = None
     chains: dict[str, list[str]] = field(default_factory=dict)
     dropouts: dict[str, set[str]] = field(default_factory=dict)
+
+    @property
+    def wanted_everywhere(self) -> set[str]:
+        """Modules of which others read the weights only (LayoutLMv3), or call a part (ModernVBERT)."""
+        readers = {name.rpartition(".")[0] for name in self.foreign} - self.calls.keys()
+        return readers | (self.called_in_part & self.calls.keys())
 
     def first_use(self, path: str) -> int:
         """When the first parameter below a path was used, else the module called; a large number for never."""
@@ -81,6 +89,9 @@ class Watch(TorchFunctionMode):
 
     def _enter(self, path: str) -> Any:
         def enter(module: nn.Module, args: Any) -> None:
+            parent = path.rpartition(".")[0]
+            if parent and not f"{self.stack[-1]}.".startswith(f"{parent}."):
+                self.seen.called_in_part.add(parent)
             self.stack.append(path)
             self.seen.calls[path] = self.seen.calls.get(path, 0) + 1
             self.seen.entered.setdefault(path, self._now())

@@ -151,6 +151,7 @@ def derive_table(
         heads=tuple(row for row, here in zip(rows, inside, strict=True) if not here),
         blocks=tuple(stack.removeprefix(prefix) for stack in stacks),
         order=order_of(model, seen, stacks),
+        everywhere=tuple(p.removeprefix(prefix) for p in sorted(seen.wanted_everywhere)),
         all_tokens=tuple(p.removeprefix(prefix) for p in parts_of_blocks(model, stacks) if tokens),
         seam=False,
         **what_was_seen(config, model, seen),

@@ -39,7 +39,7 @@ def to_source(table: Table, per_rank: Mapping[str, str]) -> str:
 
 def _fields(table: Table) -> Iterator[tuple[str, Any]]:
     empty = Table(model_type="", source="", dims={}, body=(), heads=(), blocks=())
-    for key in ("blocks", "order", "all_tokens", "renames", "pieces", "whole_batch", "seam", "shifts_labels", "undivided",
+    for key in ("blocks", "order", "everywhere", "all_tokens", "renames", "pieces", "whole_batch", "seam", "shifts_labels", "undivided",
                 "batch_statistics"):  # fmt: skip
         if getattr(table, key) != getattr(empty, key):
             yield key, getattr(table, key)
