@@ -22,10 +22,7 @@ ALBERT = register(
     Table(
         model_type="albert",
         source="transformers 5.23.0, models/albert/modeling_albert.py",
-        dims={
-            "num_heads": "num_attention_heads",
-            "head_dim": "hidden_size // num_attention_heads",
-        },
+        dims={"num_heads": "num_attention_heads", "head_dim": "hidden_size // num_attention_heads"},
         body=(
             # module                                 rule                       per rank
             ("embeddings.word_embeddings",           vocab),                  # [ceil(V/n), E], y summed over tp

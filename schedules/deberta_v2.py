@@ -13,10 +13,7 @@ DEBERTA_V2 = register(
     Table(
         model_type="deberta-v2",
         source="transformers 5.23.0, models/deberta_v2/modeling_deberta_v2.py",
-        dims={
-            "num_heads": "num_attention_heads",
-            "head_dim": "hidden_size // num_attention_heads",
-        },
+        dims={"num_heads": "num_attention_heads", "head_dim": "hidden_size // num_attention_heads"},
         body=(
             # module                                         rule                 per rank
             ("embeddings.word_embeddings",                   vocab),            # [ceil(V/n), E], y summed over tp

@@ -12,10 +12,7 @@ DISTILBERT = register(
     Table(
         model_type="distilbert",
         source="transformers 5.23.0, models/distilbert/modeling_distilbert.py",
-        dims={
-            "num_heads": "n_heads",
-            "head_dim": "dim // n_heads",
-        },
+        dims={"num_heads": "n_heads", "head_dim": "dim // n_heads"},
         body=(
             # module                                rule                   per rank
             ("embeddings.word_embeddings",          vocab),                # [ceil(V/n), D], y summed over tp

@@ -10,10 +10,7 @@ ESM = register(
     Table(
         model_type="esm",
         source="transformers 5.23.0, models/esm/modeling_esm.py",
-        dims={
-            "num_heads": "num_attention_heads",
-            "head_dim": "hidden_size // num_attention_heads",
-        },
+        dims={"num_heads": "num_attention_heads", "head_dim": "hidden_size // num_attention_heads"},
         body=(
             # module                                     rule                     per rank
             ("embeddings.word_embeddings",               vocab),                # [ceil(V/n), D], y summed over tp

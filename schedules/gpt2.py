@@ -11,11 +11,7 @@ GPT2 = register(
     Table(
         model_type="gpt2",
         source="transformers 5.23.0, models/gpt2/modeling_gpt2.py",
-        dims={
-            "num_heads": "n_head",
-            "head_dim": "n_embd // n_head",
-            "hidden": "n_embd",
-        },
+        dims={"num_heads": "n_head", "head_dim": "n_embd // n_head", "hidden": "n_embd"},
         body=(
             # module               rule                                                      per rank
             ("wte",                vocab),                                                 # [ceil(V/n), D], y summed over tp

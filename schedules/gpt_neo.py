@@ -13,10 +13,7 @@ GPT_NEO = register(
     Table(
         model_type="gpt_neo",
         source="transformers 5.23.0, models/gpt_neo/modeling_gpt_neo.py",
-        dims={
-            "num_heads": "num_heads",
-            "head_dim": "hidden_size // num_heads",
-        },
+        dims={"num_heads": "num_heads", "head_dim": "hidden_size // num_heads"},
         body=(
             # module                     rule                           per rank
             ("wte",                      vocab),                      # [ceil(V/n), D], y summed over tp

@@ -11,10 +11,7 @@ GPTJ = register(
     Table(
         model_type="gptj",
         source="transformers 5.23.0, models/gptj/modeling_gptj.py",
-        dims={
-            "num_heads": "n_head",
-            "head_dim": "n_embd // n_head",
-        },
+        dims={"num_heads": "n_head", "head_dim": "n_embd // n_head"},
         body=(
             # module                  rule                           per rank
             ("wte",                   vocab),                      # [ceil(V/n), D], y summed over tp

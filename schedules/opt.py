@@ -10,10 +10,7 @@ OPT = register(
     Table(
         model_type="opt",
         source="transformers 5.23.0, models/opt/modeling_opt.py",
-        dims={
-            "num_heads": "num_attention_heads",
-            "head_dim": "hidden_size // num_attention_heads",
-        },
+        dims={"num_heads": "num_attention_heads", "head_dim": "hidden_size // num_attention_heads"},
         body=(
             # module                                  rule                       per rank
             ("decoder.embed_tokens",                  vocab),                  # [ceil(V/n), W], y summed over tp

@@ -10,10 +10,7 @@ VIT = register(
     Table(
         model_type="vit",
         source="transformers 5.23.0, models/vit/modeling_vit.py",
-        dims={
-            "num_heads": "num_attention_heads",
-            "head_dim": "hidden_size // num_attention_heads",
-        },
+        dims={"num_heads": "num_attention_heads", "head_dim": "hidden_size // num_attention_heads"},
         body=(
             # module                        rule                       per rank
             ("embeddings",                  whole),                  # cls_token [1, 1, D], position_embeddings [1, N + 1, D]

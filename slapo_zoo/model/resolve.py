@@ -62,10 +62,7 @@ def _card_steps(
 ) -> Any:
     """What a schedule card does to this model on this mesh."""
     cls = hf.resolve_class(config, auto_class)
-    order = {
-        "pipeline_order": options.pipeline_order,
-        "stages_per_rank": options.stages_per_rank,
-    }
+    order = {"pipeline_order": options.pipeline_order, "stages_per_rank": options.stages_per_rank}
     stages = StageMap.make(options.pipeline_order, mesh.pp, options.stages_per_rank).num_stages
     name = str(options.schedule)
     return steps_for(name, config, cls, mesh, stages, trust.remote_code, trust.verify, **order)

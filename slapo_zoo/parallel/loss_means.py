@@ -16,11 +16,7 @@ LABELS = (
     "mc_labels", "labels", "next_sentence_label", "sentence_order_label", "start_positions",
     "end_positions", "bool_masked_pos",
 )  # fmt: skip
-MEANS = (
-    functional.cross_entropy,
-    functional.mse_loss,
-    functional.binary_cross_entropy_with_logits,
-)
+MEANS = (functional.cross_entropy, functional.mse_loss, functional.binary_cross_entropy_with_logits)
 
 
 def count_targets(class_name: str, batch: Mapping[str, Any]) -> list[Tensor]:

@@ -24,12 +24,7 @@ from slapo_zoo.verify.compare import Comparison, compare, replicas
 from slapo_zoo.verify.report import Report, figures
 from slapo_zoo.verify.runs import RankResult, Result, plain, recorded, scheduled
 from slapo_zoo.verify.shrink import dropouts, shrink
-from slapo_zoo.verify.subject import (
-    Subject,
-    changes_for_comparison,
-    one_rank,
-    write_weights,
-)
+from slapo_zoo.verify.subject import Subject, changes_for_comparison, one_rank, write_weights
 from slapo_zoo.zoo.table import families
 
 TIMEOUT_S = 30.0

@@ -199,11 +199,9 @@ def page(outcomes: list[Outcome]) -> str:
 
     trained = [o for o in outcomes if not o.problem]
     tried = {layout: [o for o in trained if layout in o.layouts] for layout in LAYOUTS}
-    equal = {
-        layout: sum(o.layouts[layout] == EQUAL for o in some) for layout, some in tried.items()
-    }
     counts = {
-        layout: _counted(equal[layout], len(some), len(trained)) for layout, some in tried.items()
+        layout: _counted(sum(o.layouts[layout] == EQUAL for o in some), len(some), len(trained))
+        for layout, some in tried.items()
     }
     shared = [o for o in trained if o.layouts.get("tp2") == EQUAL and o.share]
     untried = sorted(model_types().keys() - {o.model_type for o in outcomes})
@@ -227,11 +225,8 @@ def page(outcomes: list[Outcome]) -> str:
         )
     lines += ["", "## What is refused, and why", ""]
     for o in sorted(trained, key=lambda o: o.model_type):
-        why = {
-            layout: text
-            for layout, text in o.layouts.items()
-            if text != EQUAL and layout != "tp2 sp"
-        }
+        refused = {layout: text for layout, text in o.layouts.items() if text != EQUAL}
+        why = {layout: text for layout, text in refused.items() if layout != "tp2 sp"}
         if why:
             reason = _short(next(iter(why.values())))
             lines.append(f"- `{o.model_type}` ({', '.join(why)}): {reason}")
@@ -254,7 +249,5 @@ def _counted(equal: int, tried: int, trained: int) -> str:
 
 
 def _short(text: str) -> str:
-    text = text.removeprefix(f"{REFUSED}: ").partition("no table is right here: ")[
-        2
-    ] or text.removeprefix(f"{REFUSED}: ")
+    text = text.removeprefix(f"{REFUSED}: ").rpartition("no table is right here: ")[2]
     return text.replace("|", "/").replace("<", "").replace(">", "")[:160]

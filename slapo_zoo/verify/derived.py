@@ -101,9 +101,8 @@ class Search:
         self.proven: set[str] | None = None
         self.stack = ""
         self.small = _on_meta(subject.config, subject.cls)
-        self.groups = [
-            group.name for group in find_groups(Modules(self.small, subject.seen), chains=False)
-        ]
+        groups = find_groups(Modules(self.small, subject.seen), chains=False)
+        self.groups = [group.name for group in groups]
 
     def run(self) -> Proof:
         """The first candidate that is right on the whole mesh."""
@@ -220,9 +219,8 @@ def shapes_per_rank(table: Table, frozen: Table, model: Any, tp: int) -> dict[st
         paths = select_paths(pattern, modules)
         weight = getattr(modules[paths[0]], "weight", None) if paths else None
         if isinstance(weight, torch.Tensor):
-            placed = [
-                d.placement for d in rule if isinstance(d, Shard) and d.param_name == "weight"
-            ]
+            shards = (d for d in rule if isinstance(d, Shard))
+            placed = [d.placement for d in shards if d.param_name == "weight"]
             shape = tuple(weight.shape)
             found[short] = str(list(placed[0].local_shape(shape, tp, 0) if placed else shape))
     return found
@@ -236,9 +234,8 @@ def divided_share(table: Table, model: Any) -> float:
     for pattern, rule in table.heads:
         for directive in rule:
             if isinstance(directive, Shard):
-                found |= {
-                    f"{path}.{directive.param_name}" for path in select_paths(pattern, modules)
-                }
+                paths = select_paths(pattern, modules)
+                found |= {f"{path}.{directive.param_name}" for path in paths}
     total = sum(p.numel() for p in parameters.values()) or 1
     return sum(p.numel() for name, p in parameters.items() if name in found) / total
 

@@ -18,13 +18,7 @@ from slapo_zoo.hf.models import freeze_as_made, tied_names
 from slapo_zoo.parallel.random_stream import drawn_from
 from slapo_zoo.zoo.derivation.observe import Observation, observe
 from slapo_zoo.zoo.derivation.spelling import find_spelling
-from slapo_zoo.zoo.derivation.tiny import (
-    TOKENS,
-    Sizes,
-    sizes_in_turn,
-    tiny,
-    without_dropout,
-)
+from slapo_zoo.zoo.derivation.tiny import TOKENS, Sizes, sizes_in_turn, tiny, without_dropout
 
 NOISE = 0.05  # added to every weight: biases of 0 and norms of 1 would hide mistakes
 MOST = 2e7  # parameters that a tiny model may have

@@ -81,11 +81,7 @@ def apply_table(
 def _require_needed(sch: Schedule, table: Table, tokens_divided: bool) -> None:
     """ArchitectureError for a config whose forward the table does not divide."""
     config, mesh = sch.model.config, sch.mesh
-    where = {
-        "": mesh.tp > 1,
-        "sp": tokens_divided and mesh.tp > 1,
-        "pp": mesh.pp > 1,
-    }
+    where = {"": mesh.tp > 1, "sp": tokens_divided and mesh.tp > 1, "pp": mesh.pp > 1}
     hints = {"sp": "leave sequence_parallel out", "pp": "use pp=1"}
     beside = {"sp": " with sequence_parallel", "pp": f" with pp={mesh.pp}"}
     for name, needed, only in ((*need, "")[:3] for need in table.needs):
@@ -178,11 +174,8 @@ def _where(sch: Schedule, pattern: str, directive: Directive) -> list[str]:
         return [pattern]
     name, modules = directive.param_name, sch.state.modules
     paths = sch[pattern].paths
-    having = [
-        p
-        for p in paths
-        if modules[p]._parameters.get(name, modules[p]._buffers.get(name)) is not None
-    ]
+    held = {p: modules[p]._parameters.get(name, modules[p]._buffers.get(name)) for p in paths}
+    having = [p for p, tensor in held.items() if tensor is not None]
     return [pattern] if having == list(paths) else having
 
 

@@ -8,9 +8,7 @@ from slapo_zoo.cli.arguments import AsJson
 from slapo_zoo.cli.errors import stdout_for_json
 
 
-def list_families(
-    as_json: AsJson = False,
-) -> None:
+def list_families(as_json: AsJson = False) -> None:
     """Print the families that have a table, and what each table offers."""
     with stdout_for_json(as_json):
         from slapo_zoo.zoo.features import features

@@ -12,9 +12,7 @@ from slapo_zoo.cli.errors import stdout_for_json
 PACKAGES = ("slapo-zoo", "torch", "transformers", "safetensors", "triton", "deepspeed", "xformers")
 
 
-def show_version(
-    as_json: AsJson = False,
-) -> None:
+def show_version(as_json: AsJson = False) -> None:
     """Print the versions of the package and of what it stands on."""
     with stdout_for_json(as_json):
         found = {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}

@@ -7,15 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from slapo_zoo.cli.data.tasks import (
-    IGNORED,
-    Columns,
-    Task,
-    inputs_of,
-    pad_id,
-    padded,
-    width_of,
-)
+from slapo_zoo.cli.data.tasks import IGNORED, Columns, Task, inputs_of, pad_id, padded, width_of
 from slapo_zoo.cli.data.text_files import DataError
 
 ASIDE = ("token_type_ids",)  # what else a tokenizer may make

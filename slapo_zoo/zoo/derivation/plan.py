@@ -10,12 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from slapo_zoo.errors import ArchitectureError
 from slapo_zoo.language.directive import join
 from slapo_zoo.language.primitives import CoreAttentionSeam, ExpertParallel, Shard, Sync
 from slapo_zoo.parallel.paths import select
 from slapo_zoo.zoo.derivation.observe import Observation
 from slapo_zoo.zoo.derivation.rows import Modules, find_groups, what_was_seen
+from slapo_zoo.zoo.derivation.stacks import star
+from slapo_zoo.zoo.derive import refusal
 from slapo_zoo.zoo.rules import (
     Row,
     Rule,
@@ -28,7 +29,7 @@ from slapo_zoo.zoo.rules import (
     vocab_head,
     whole,
     whole_on_heads,
-)
+)  # fmt: skip
 from slapo_zoo.zoo.table import Table, base_prefix
 
 QUERY, KEYS = ("q_proj",), ("k_proj", "v_proj")
@@ -49,11 +50,6 @@ split_input: Rule = (
 def plan_of(config: Any) -> dict[str, str]:
     """Module pattern below the base model --> style; empty when `transformers` has no plan."""
     return dict(getattr(config, "base_model_tp_plan", None) or {})
-
-
-def _refusal(config: Any, problem: str, hint: str) -> ArchitectureError:
-    what = f"schedule='auto' for model_type={config.model_type!r}"
-    return ArchitectureError("zoo", what, problem, hint)
 
 
 def table_of_plan(config: Any, model: Any, seen: Observation) -> Table:
@@ -79,7 +75,7 @@ def table_of_plan(config: Any, model: Any, seen: Observation) -> Table:
     }
     body = list(_plan_rows(config, plan, modules))
     embedding = base.get_input_embeddings()
-    rest = dict.fromkeys(_star(path) for path, m in modules.items() if _own(m))
+    rest = dict.fromkeys(star(path) for path, m in modules.items() if _own(m))
     divided = {pattern for pattern, _ in body} | plan.keys()
     for pattern in rest:
         if pattern not in divided:
@@ -114,15 +110,11 @@ def _refuse_dropout(config: Any, seam: bool) -> None:
             continue
         if "dropout" in name or name.endswith("pdrop"):
             problem = f"found {name}={value}, and a plan does not say where it drops"
-            raise _refusal(config, problem, f"pass {name}=0.0, or write a table")
+            raise refusal(config, problem, f"pass {name}=0.0, or write a table")
 
 
 def _own(module: nn.Module) -> bool:
     return next(module.parameters(recurse=False), None) is not None
-
-
-def _star(path: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
 def _one(pattern: str, modules: Mapping[str, nn.Module]) -> Any:
@@ -134,7 +126,7 @@ def _one(pattern: str, modules: Mapping[str, nn.Module]) -> Any:
 
 def _dims(config: Any) -> dict[str, Any]:
     if not isinstance(getattr(config, "num_attention_heads", None), int):
-        raise _refusal(
+        raise refusal(
             config, "its config has no num_attention_heads", "use the text model's config"
         )
 
@@ -187,14 +179,14 @@ def _rule(config: Any, style: str, name: str, pattern: str, heads: bool) -> Rule
             return column(0, "head_dim", kv=True)
         if name not in QUERY:
             problem = f"the plan divides {pattern}, which is none of q, k and v"
-            raise _refusal(config, problem, "write a table (docs/adding_an_architecture.md)")
+            raise refusal(config, problem, "write a table (docs/adding_an_architecture.md)")
         return column(0, unit, together=together)
     if style == "colwise":
         return column(0)
     if style not in rules:
         problem = f"the plan has the style {style!r} for {pattern}"
         hint = f"known styles: {', '.join(['colwise', *rules])}; write a table for the others"
-        raise _refusal(config, problem, hint)
+        raise refusal(config, problem, hint)
     return rules[style]
 
 
@@ -211,4 +203,4 @@ def _blocks(config: Any, plan: Mapping[str, str], modules: Mapping[str, nn.Modul
     for pattern in plan:
         if found := re.match(r"(.*?)\.\*", pattern):
             return f"{found[1]}.*"
-    raise _refusal(config, "the plan names no repeated blocks", "write a table")
+    raise refusal(config, "the plan names no repeated blocks", "write a table")

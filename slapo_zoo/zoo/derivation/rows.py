@@ -23,7 +23,7 @@ from slapo_zoo.zoo.rules import (
     vocab,
     vocab_head,
     whole,
-)
+)  # fmt: skip
 from slapo_zoo.zoo.table import Table, base_prefix
 
 LEAST_SHARE = 1e-3  # of all parameters; a smaller module is not worth a collective

@@ -78,11 +78,8 @@ def _calls(rule: Rule) -> Iterator[tuple[str, dict[str, Any]]]:
     """Rules with arguments that may have made this one."""
     first = rule[0] if rule else None
     if isinstance(first, Shard):
-        unit, together, groups = (
-            _name(first.unit),
-            _name(first.together),
-            tuple(map(_name, first.groups)),
-        )
+        unit, together = _name(first.unit), _name(first.together)
+        groups = tuple(map(_name, first.groups))
         dims = {"unit": unit, "together": together}
         given = {key: value for key, value in dims.items() if value}
         yield "column_joined", {"axis": first.axis}

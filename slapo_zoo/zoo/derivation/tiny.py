@@ -51,15 +51,9 @@ class Sizes:
     widths: str = "rounded"
 
 
-ROUNDED, HALVED, KEPT = (
-    "rounded",
-    "halved",
-    "kept",
-)  # widths: to whole heads; all by one power of 2; as they are
-IMAGES, STACKS = (
-    (1, 4),
-    (1, 3),
-)  # times the size of an image, times the layers: some stacks need more
+# widths: to whole heads; all by one power of 2; as they are
+ROUNDED, HALVED, KEPT = "rounded", "halved", "kept"
+IMAGES, STACKS = (1, 4), (1, 3)  # times the size of an image, the layers: some stacks need more
 
 
 def sizes_in_turn(sizes: Sizes) -> Iterator[Sizes]:
@@ -135,6 +129,7 @@ def _repair(config: Any, own: dict[str, Any]) -> None:
     now = {name: value for name, value in vars(config).items() if type(value) is int}
     rope, rest = now.get("qk_rope_head_dim"), now.get("qk_nope_head_dim")
     width = now.get("mamba_expand", now.get("expand", 0)) * now.get("hidden_size", 0)
+    kinds = own.get("layers_block_type") and config.layers_block_type
     wanted = {
         "qk_head_dim": rope and rest and rope + rest,
         "head_dim": _with_rotary(own, rope, rest)
@@ -142,13 +137,7 @@ def _repair(config: Any, own: dict[str, Any]) -> None:
         else own.get("head_dim", 0) is None and _head_size(now),
         "mamba_n_heads": width // (now.get("mamba_d_head") or width or 1),
         "mamba_d_ssm": width,
-        "hybrid_layer_ids": [
-            i
-            for i, kind in enumerate(
-                (own.get("layers_block_type") and config.layers_block_type) or ()
-            )
-            if kind == "hybrid"
-        ],
+        "hybrid_layer_ids": [i for i, kind in enumerate(kinds or ()) if kind == "hybrid"],
         "mamba_headdim": width // now.get("n_mamba_heads", 1),
         "attention_head_dim": now.get("attention_hidden_size", 0)
         // (now.get("num_attention_heads") or 1),
