@@ -154,6 +154,10 @@ WRONG = {
     "zero-in-stages": (
         "--engine deepspeed --zero-stage 2 --pp 2", "DeepSpeed's pipeline takes stage 0 and 1"
     ),
+    "stages": ("--pp 9", "9 stages, but the model has 2 blocks"),
+    "heads": ("--tp 7", "heads cannot be sharded over tp=7"),
+    "stages-of-an-order": ("--pp 2 --set load.pipeline_order=zbv", "the model has 2 blocks"),
+    "rows": ("--dp 3", "expected a multiple of dp * micro-batches = 3"),
     "pp-of-megatron": ("--engine megatron --pp 2", "found pp=2, expected 1"),
 }  # fmt: skip
 

@@ -1,5 +1,6 @@
 """A training job from its arguments: check everything first, then start the ranks."""
 
+import copy
 import difflib
 import importlib.util
 import inspect
@@ -16,7 +17,7 @@ from slapo_zoo.cli.data.read import kind_of
 from slapo_zoo.cli.data.stream import Stream
 from slapo_zoo.cli.errors import is_first
 from slapo_zoo.cli.training.config import ConfigError, read_config
-from slapo_zoo.cli.training.inputs import Inputs, row_length, task_of
+from slapo_zoo.cli.training.inputs import TASKS, Inputs, row_length, task_of
 from slapo_zoo.cli.training.logs import find_trackers
 from slapo_zoo.cli.training.loop import StoppedError, train
 from slapo_zoo.cli.training.options import TrainOptions
@@ -163,7 +164,6 @@ def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:
     check_batch(options.batch_size, options.dp or 1, options.micro_batches)
     check_evaluation(options)
     find_trackers(options)
-    learning_rates(options)
     if options.log_file is not None and Path(options.log_file).is_dir():
         raise ConfigError("train", "log_file", "found a folder, expected a file", "name a file")
     for name in (options.data, options.eval_data):
@@ -180,7 +180,27 @@ def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:
     task = task_of(config, options.task)
     if task == "pairs":
         check_pairs(options)
+    check_mesh(options, TASKS[task].head, config)
+    learning_rates(options)  # the last: what it imports takes a second
     return replace(options, task=task, seq_len=row_length(options.seq_len, config)), config
+
+
+def check_mesh(options: TrainOptions, head: str, config: Any) -> None:
+    """Heads, blocks and widths can be divided as asked for: the program is tried on meta, on no rank."""
+    world = options.tp * options.pp * (options.dp or 1)
+    if world == 1 or "schedule" in options.load:  # a program of one's own may divide otherwise
+        return
+    import torch
+
+    from slapo_zoo.parallel.mesh import Mesh
+    from slapo_zoo.zoo.options import BuildOptions
+    from slapo_zoo.zoo.outline import Outline
+
+    fields = BuildOptions.__dataclass_fields__.keys() - {"device", "seed", "kernels"}
+    knobs = {name: value for name, value in options.load.items() if name in fields}
+    config = copy.deepcopy(config)
+    config.update({k: v for k, v in options.load.items() if hasattr(config, k) and k not in knobs})
+    Outline(config, head, Mesh(options.tp, options.pp, options.dp or 1), torch.float32, **knobs)
 
 
 # arguments of from_pretrained --> the key that decides them
