@@ -5,12 +5,13 @@ saves the model before it trains: the file holds the keys and bits that plain `t
 A part runs always, which has every family and layout, and every head of a table; `ci/run.py grid` runs all cells.
 """
 
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers.models.auto import modeling_auto
 
 from heads import ELSEWHERE, HEADLESS, HEADS, REFUSED, UNEVEN
@@ -73,10 +74,10 @@ def size(layout):
 
 
 def refusal(case, layout):
-    """The words of the error, where a head cannot have a layout."""
+    """The words of the error, where a head cannot have a layout; of one error where several would do."""
     words = {k: v for name in (case.cls, *dict(case.config)) for k, v in REFUSED.get(name, {}).items()}  # fmt: skip
     parts = {"pp": layout[1] > 1, "dp": layout[2] > 1, "sp": layout[3:] == (True,)}  # fmt: skip
-    return next((words[name] for name, asked in parts.items() if asked and name in words), None)
+    return "|".join(words[name] for name, asked in parts.items() if asked and name in words)
 
 
 @pytest.mark.parametrize(("family", "case", "layout"), [*cells()])
@@ -213,13 +214,34 @@ def test_dropout_draws_as_one_process_does(family, case, layout, root, ranks, re
     alone = (case, folder, (1, 1, 1), None, 7, None)
     truth = on_one_rank(ranks, *alone, dtype="float64")
     results = ranks.run(scheduled, size(sizes), case, folder, sizes, None, 7)
-    compare(results[0][0], [on_one_rank(ranks, *alone)], truth)
+    near = (case, nudged(folder), *alone[2:])
+    compare(results[0][0], [on_one_rank(ranks, *alone), on_one_rank(ranks, *near)], truth)
     calm = replace(case, dropout=0.0)
     without = on_one_rank(ranks, calm, checkpoint(calm, root), *alone[2:])
     assert abs(truth.losses[0] - without.losses[0]) > 1e-4
 
 
 KEPT: dict = {}
+
+
+def nudged(folder):
+    """The same checkpoint, each weight moved by at most half a unit in its last place.
+
+    What that changes is rounding: norms behind sums of many ranks enlarge it (Gemma 3).
+    """
+    near = folder.with_name(f"{folder.name}-near")
+    if not near.exists():
+        shutil.copytree(folder, near)
+        draw = torch.Generator().manual_seed(0)
+        for file in near.glob("*.safetensors"):
+            tensors = load_file(file)
+            for x in tensors.values():
+                if x.dtype == torch.float32:
+                    x.mul_(
+                        1 + (torch.rand(x.shape, generator=draw) - 0.5) * torch.finfo(x.dtype).eps
+                    )
+            save_file(tensors, file, {"format": "pt"})
+    return near
 
 
 def on_one_rank(ranks, *arguments, dtype="float32") -> Result:
