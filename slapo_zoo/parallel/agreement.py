@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from slapo_zoo.errors import MeshError, RankError, SlapoError, agreed
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.parallel.patience import gather_objects
+from slapo_zoo.parallel.patience import gather_objects, patient_group
 from slapo_zoo.parallel.process_group import lost_peer, peer_error
 
 T = TypeVar("T")
@@ -42,6 +42,24 @@ def together(mesh: Mesh, what: str, action: Callable[[], T]) -> list[T]:
         if failure is not None:
             raise RankError(f"rank {rank}", what, *failure)
     return [outcome for outcome, _ in reports]
+
+
+def once_for_all(what: str, action: Callable[[], T]) -> T:
+    """What `action` returns on rank 0, on every rank; its failure is that of all. A collective call.
+
+    Args:
+        what: the step, as error messages name it.
+        action: what to do; its result must survive pickling.
+    """
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if size == 1:
+        return action()
+    found: list[Any] = [None]
+    is_first = dist.get_rank() == 0
+    together(Mesh(dp=size, rank=dist.get_rank()), what,
+             lambda: found.__setitem__(0, action()) if is_first else None)  # fmt: skip
+    dist.broadcast_object_list(found, 0, group=patient_group())
+    return found[0]
 
 
 def _portable(error: Exception) -> tuple[str, str]:

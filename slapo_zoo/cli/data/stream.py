@@ -11,6 +11,7 @@ from slapo_zoo.cli.data.batches import CHANCE, ORDER, generator_of, part_of
 from slapo_zoo.cli.data.rows import places_of
 from slapo_zoo.cli.data.tasks import Task
 from slapo_zoo.cli.data.text_files import DataError
+from slapo_zoo.parallel.agreement import once_for_all
 
 
 class Stream:
@@ -65,14 +66,18 @@ class Stream:
         self.start, self.next = position["at"], None
 
     def _read(self) -> None:
-        """The rows of the block that starts at `start`, and where the one after it does."""
+        """The block that starts at `start`; it is read and tokenised once, for all ranks."""
+        self.rows, self.next = once_for_all("reading data", self._block)
+
+    def _block(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Its rows, and where the one after it starts."""
         wanted, rows, at = self.steps * self.batch_size, [], dict(self.start)
         cut = self._packed if self.task.packs else self._examples
         for row, place in cut(at):
             rows.append(row)
             if len(rows) == wanted:
-                self.rows, self.next = rows, {**place, "block": self.start["block"] + 1}
-                return
+                return rows, {**place, "block": self.start["block"] + 1}
+        raise AssertionError("documents have no end")
 
     def _documents(self, at: dict[str, Any]) -> Iterator[tuple[dict[str, list[Any]], dict[str, Any]]]:  # fmt: skip
         """Encoded examples from a place on, for ever, each with the place before it."""
