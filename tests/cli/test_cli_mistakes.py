@@ -5,12 +5,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from slapo_zoo.cards import hub
 from slapo_zoo.cli.main import main
+from slapo_zoo.tune.planner.hardware import find_hardware
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +82,32 @@ def test_a_plan_for_programs(gpt2, capfd):
     _, out, _ = run(capfd, "plan", gpt2, *shared)
     states = sum(rank["optimizer"] for rank in found["training"]["ranks"])
     assert json.loads(out)["training"]["ranks"][0]["optimizer"] < states
+
+
+def test_cards_and_a_calibration_for_programs(gpt2, tmp_path, capfd, monkeypatch):
+    def data(*words):
+        code, out, _ = run(capfd, *words, "--json")
+        assert code == 0
+        return json.loads(out)
+
+    card, other = tmp_path / "card", tmp_path / "other"
+    made = data("card", "make", gpt2, card, "--checkpoint-ratio", 0.5)
+    assert made.keys() == {"folder", "steps", "hash"}
+    data("card", "make", gpt2, other)
+    assert data("card", "diff", card, card) == {"same": True, "diff": ""}
+    assert "checkpoint" in data("card", "diff", card, other)["diff"]
+    sha = "0123456789abcdef" * 2 + "01234567"
+    at = hub.Reference("me/x", sha)
+    monkeypatch.setattr(hub, "push", lambda *args, **options: at)
+    monkeypatch.setattr(
+        hub, "pull", lambda *args: SimpleNamespace(folder=card, root=card, reference=at)
+    )
+    assert data("card", "push", card, "me/x") == {"card": f"me/x@{sha}"}
+    fetched = data("card", "pull", f"me/x@{sha}", tmp_path / "here")
+    assert fetched == {"card": f"me/x@{sha}", "folder": str(tmp_path / "here")}
+    found = find_hardware("a100")
+    monkeypatch.setattr("slapo_zoo.tune.planner.calibrate.measure", lambda *args: found)
+    assert data("calibrate", tmp_path / "a.json") == json.loads((tmp_path / "a.json").read_text())
 
 
 def test_times_of_kernels_for_programs(capfd, monkeypatch):

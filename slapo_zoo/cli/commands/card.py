@@ -35,19 +35,27 @@ def make(
     checkpoint_ratio: CheckpointRatio = 0.0,
     any_size: Annotated[bool, typer.Option(help="For every size with as many blocks.")] = False,
     auto_class: Head = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write the zoo's schedule of a model as a card; what was not measured says so."""
     from slapo_zoo.cards.make import zoo_card
     from slapo_zoo.parallel.mesh import Mesh
     from slapo_zoo.zoo.arguments import config_of
 
-    config, head = config_of(model)
-    card = zoo_card(
-        config, auto_class or head, Mesh(tp, pp, dp), model, sequence_parallel=sequence_parallel,
-        checkpoint_ratio=checkpoint_ratio, any_size=any_size,
-    )  # fmt: skip
-    card.write(folder)
-    typer.echo(f"{folder}: {len(card.program.steps)} steps, {card.program.hash}")
+    with stdout_for_json(as_json):
+        config, head = config_of(model)
+        card = zoo_card(
+            config, auto_class or head, Mesh(tp, pp, dp), model, sequence_parallel=sequence_parallel,
+            checkpoint_ratio=checkpoint_ratio, any_size=any_size,
+        )  # fmt: skip
+        card.write(folder)
+    steps, digest = len(card.program.steps), card.program.hash
+    _say(as_json, f"{folder}: {steps} steps, {digest}", folder=folder, steps=steps, hash=digest)
+
+
+def _say(as_json: bool, text: str, **facts: object) -> None:
+    """The outcome of a command, for people or for programs."""
+    typer.echo(json.dumps(facts, indent=1, default=str) if as_json else text)
 
 
 @app.command()
@@ -87,7 +95,11 @@ def verify(
 
 
 @app.command()
-def diff(card: Name, other: Annotated[str, typer.Argument(help="Another card.")]) -> None:
+def diff(
+    card: Name,
+    other: Annotated[str, typer.Argument(help="Another card.")],
+    as_json: AsJson = False,
+) -> None:
     """What one card does beside another, as a unified diff of their programs."""
     from slapo_zoo.cards.use import load_card
     from slapo_zoo.errors import CardError
@@ -96,7 +108,8 @@ def diff(card: Name, other: Annotated[str, typer.Argument(help="Another card.")]
     if programs[0].model_class != programs[1].model_class:
         classes = " and ".join(program.model_class for program in programs)
         raise CardError("card diff", "class", f"they are for {classes}", "compare two of one class")
-    typer.echo(programs[0].diff(programs[1], card, other) or "the programs are the same")
+    text = programs[0].diff(programs[1], card, other)
+    _say(as_json, text or "the programs are the same", same=not text, diff=text)
 
 
 @app.command()
@@ -106,11 +119,14 @@ def push(
     tag: Annotated[str | None, typer.Option(help="A name for the commit.")] = None,
     private: Annotated[bool, typer.Option(help="Of a new repository.")] = False,
     parent: Annotated[str | None, typer.Option(help="The sha it must still be at.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Publish a card on the Hub as one commit; prints the reference to write down."""
     from slapo_zoo.cards.hub import push
 
-    typer.echo(str(push(folder, repo_id, private=private or None, tag=tag, parent=parent)))
+    with stdout_for_json(as_json):
+        found = push(folder, repo_id, private=private or None, tag=tag, parent=parent)
+    _say(as_json, str(found), card=found)
 
 
 @app.command()
@@ -119,13 +135,16 @@ def pull(
     folder: Annotated[
         Path | None, typer.Argument(help="Where to copy it; none: the cache.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Fetch a card and check it; prints the commit that was fetched."""
     from slapo_zoo.cards.card import read_card
     from slapo_zoo.cards.hub import Reference, pull
 
-    found = pull(Reference.parse(card))
-    checked = read_card(found.folder, found.root)
-    if folder is not None:
-        checked.write(folder)
-    typer.echo(f"{found.reference} {folder or found.folder}")
+    with stdout_for_json(as_json):
+        found = pull(Reference.parse(card))
+        checked = read_card(found.folder, found.root)
+        if folder is not None:
+            checked.write(folder)
+    place = folder or found.folder
+    _say(as_json, f"{found.reference} {place}", card=found.reference, folder=place)

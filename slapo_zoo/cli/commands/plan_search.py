@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from slapo_zoo.cli.arguments import Device
+from slapo_zoo.cli.arguments import AsJson, Device
 from slapo_zoo.cli.errors import check_new_file, stdout_for_json
 
 
@@ -67,14 +67,19 @@ def calibrate(
     output: Annotated[Path, typer.Argument(help="JSON file to write.")],
     device: Device = "auto",
     ranks: Annotated[int, typer.Option(min=1, help="Local ranks that talk to each other.")] = 2,
+    as_json: AsJson = False,
 ) -> None:
     """Measure this machine once: matrix products, memory, launches and links, for `plan`."""
     from slapo_zoo.cli.training.job import device_named
     from slapo_zoo.tune.planner.calibrate import measure
 
     check_new_file(output, "output")
-    found = measure(device_named(device), ranks)
+    with stdout_for_json(as_json):
+        found = measure(device_named(device), ranks)
     found.write(output)
+    if as_json:
+        typer.echo(output.read_text())
+        return
     rates = ", ".join(f"{name} {rate / 1e9:.3g} GFLOP/s" for name, rate in found.matmul.items())
     typer.echo(f"{found.name}: {rates}; memory {found.bandwidth / 1e9:.3g} GB/s, "
                f"links {found.link / 1e9:.3g} GB/s; written to {output}")  # fmt: skip
