@@ -64,8 +64,12 @@ def apply_table(
     blocks = block_paths(sch, table)
     cuts = place_cuts(sch, table, num_stages or sch.mesh.pp)
     rows = [(p, _with_backend(rule, options.attention)) for p, rule in table.rows(sch.model)]
+    divided = options.sequence_parallel and sch.mesh.tp > 1
+    if divided:  # first, so that a product that is a part itself sums the gradient of all tokens
+        prefix = base_prefix(sch.model)
+        _apply_rows(sch, [(prefix + pattern, all_tokens[:1]) for pattern in table.all_tokens])
     _apply_rows(sch, rows)
-    if options.sequence_parallel and sch.mesh.tp > 1:
+    if divided:
         _apply_rows(sch, _sequence_rows(sch, table, rows))
     _apply_rows(sch, [("**:Dropout", dropout)])
     device = device_name(options.device)
@@ -146,7 +150,7 @@ def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
     prefix, found = base_prefix(sch.model), []
     patterns = [prefix + pattern for pattern in table.blocks]
     keep = [prefix + pattern for pattern in table.all_tokens]
-    found += [(pattern, all_tokens) for pattern in keep]
+    found += [(pattern, all_tokens[1:]) for pattern in keep]
     within = [name for pattern in keep for name in (pattern, f"{pattern}.**")]
     whole_paths = {path for pattern in within for path in sch[pattern].paths}
     for pattern in patterns:

@@ -353,6 +353,9 @@ def test_tokens_are_divided_between_the_parts_of_a_block():
     found = derive(transformers.ErnieConfig(), transformers.ErnieForMaskedLM, (2, 1, 1), **asked)
     parts = ("attention", "intermediate", "output")
     assert found.open_table.all_tokens == tuple(f"encoder.layer.*.{part}" for part in parts)
+    for name in ("BioGpt", "OpenAIGPT"):  # a part that is a product itself; parts that return lists
+        cls = getattr(transformers, {"BioGpt": "BioGptForCausalLM"}.get(name, f"{name}LMHeadModel"))
+        assert derive(cls.config_class(), cls, (2, 1, 1), **asked).share > 0.7
     with pytest.raises(ArchitectureError, match="no tokens that tp ranks could divide"):
         derive(transformers.ConvNextConfig(), transformers.ConvNextForImageClassification, (2, 1, 1), **asked)  # fmt: skip
 

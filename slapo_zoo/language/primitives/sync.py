@@ -68,7 +68,9 @@ def tensors_alike(op: Callable[[Tensor], Tensor], args: tuple, kwargs: dict) -> 
 
 
 def on_output(op: Callable[[Tensor], Tensor], y: Any) -> Any:
-    """Apply `op` to an output, or to the first tensor of a tuple of outputs."""
+    """Apply `op` to an output, or to the first tensor of a tuple or list of outputs."""
+    if isinstance(y, list):
+        return list(on_output(op, tuple(y)))
     return first_tensor(op, y, {})[0] if isinstance(y, tuple) else op(y)
 
 
