@@ -55,8 +55,6 @@ def _in_buckets(distance: Tensor, mid: int, most: int) -> Tensor:
 
 def _falcon_heads(module: Any, fused: Tensor) -> tuple[Tensor, ...]:
     """FalconAttention._split_heads; the key and value of a group by slices, as [-1] is copied to the device."""
-    if not (module.new_decoder_architecture or module.multi_query):
-        return type(module)._split_heads(module, fused)
     width = module.num_heads // module.num_kv_heads + 2
     grouped = fused.view(*fused.shape[:2], -1, width, module.head_dim)
     q, k, v = grouped[..., :-2, :], grouped[..., -2:-1, :], grouped[..., -1:, :]

@@ -281,10 +281,7 @@ class Completion:
         self.buckets, self.bucket_of, self.done = [], {}, True
 
     def _somewhere(self) -> set[int] | None:
-        """Ids of parameters that have a gradient on some dp rank; None where no host asked the others.
-
-        Every sum is under way by then: a host that waits here holds up no device.
-        """
+        """Ids of parameters with a gradient on some dp rank; asked while all sums are under way, or None."""
         parameters = [p for bucket in self.buckets for p in bucket.parameters]
         here = [p.grad is not None for p in parameters]
         self.missed = not all(here) and parameters[0].device.type != "cpu"

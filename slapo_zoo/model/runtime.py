@@ -153,6 +153,10 @@ def may_unpad(model: Any, batch: Mapping[str, Any]) -> bool:
     config = model.config
     shown = any(batch.get(name) or getattr(config, name, False)
                 for name in ("output_hidden_states", "output_attentions", "is_decoder"))  # fmt: skip
+    if any(
+        m._compiled_call_impl for m in model.modules()
+    ):  # real tokens in a row have no fixed shape
+        return False
     return not (shown or state.checkpointed or state.forward.tokens_divided or model.mesh.pp > 1)
 
 

@@ -42,15 +42,6 @@ def new_group(ranks: Sequence[int]) -> Any:
     return dist.new_group(ranks, timeout=world._get_backend(group_device()).options._timeout)
 
 
-def group_of_hosts(ranks: Sequence[int]) -> Any:
-    """A gloo group beside one of devices: what is asked over it waits for no device.
-
-    A collective call of these ranks alone.
-    """
-    waits = dist.group.WORLD._get_backend(group_device()).options._timeout  # pyright: ignore[reportOptionalMemberAccess]
-    return dist.new_group(ranks, waits, backend="gloo", use_local_synchronization=True)
-
-
 def patient_group(seconds: float) -> Any:
     """A gloo group of all ranks that waits so long, but is itself made or given up sooner.
 

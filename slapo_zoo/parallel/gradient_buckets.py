@@ -86,12 +86,7 @@ class FlatSum:
                 p.grad = part
 
     def finish(self, somewhere: Container[int] | None = None) -> None:
-        """Wait for it; `.grad` of each parameter is the sum.
-
-        Args:
-            somewhere: ids of the parameters of which some rank has a gradient; without it the host
-                waits for the device to say so, where this rank misses one.
-        """
+        """Wait for it; `.grad` of each parameter is the sum; `somewhere`: ids of those that a rank has."""
         self.work.wait()
         if somewhere is not None:
             held = [id(p) in somewhere for p in self.parameters]

@@ -97,12 +97,17 @@ class Mesh:
         return self.__dict__["_groups"][mesh_dim]
 
     def group_of_hosts(self, mesh_dim: str) -> "ProcessGroup":
-        """The same ranks as of `group`, for tensors of the CPU; these ranks together make it on first use."""
-        from slapo_zoo.parallel.compat import group_of_hosts
+        """The ranks of `group` over gloo, which waits for no device; they together make it on first use."""
+        import torch.distributed as dist
+
+        from slapo_zoo.parallel.compat import group_device
 
         known = self.__dict__.setdefault("_hosts", {})
         if mesh_dim not in known:
-            known[mesh_dim] = group_of_hosts(self.peers(mesh_dim))
+            world: Any = dist.group.WORLD
+            waits = world._get_backend(group_device()).options._timeout
+            own = {"backend": "gloo", "use_local_synchronization": True}
+            known[mesh_dim] = dist.new_group(self.peers(mesh_dim), waits, **own)
         return known[mesh_dim]
 
     def _make_groups(self) -> "dict[str, ProcessGroup]":

@@ -174,6 +174,10 @@ class RandomStream:
         """Numbers of [0, 1) in the shape of x, each row from a cell of its own (stochastic depth)."""
         import numpy as np
 
+        if self.hashes(x.device):  # what is drawn on the host would be waited for
+            counter = torch.arange(x[0].numel(), device=x.device)
+            bits = hashed_bits(counter, self.seeds(x, site)[:, None])
+            return (bits / 0x1000000).to(x.dtype).view(x.shape)
         seeds = self.cells(len(x), site)
         drawn = [np.random.Generator(np.random.SFC64(s)).random(x[0].numel()) for s in seeds]
         return torch.from_numpy(np.stack(drawn)).to(x.device, x.dtype).view(x.shape)
@@ -204,11 +208,15 @@ def hashed_cells(x: Tensor, p: float, seeds: Sequence[int] | Tensor) -> Tensor:
 
 def is_kept(counter: Tensor, key: Tensor, p: float) -> Tensor:
     """Whether dropout keeps element `counter` of the cell with seed `key`; the two broadcast."""
+    return hashed_bits(counter, key) >= int(p * 0x1000000)
+
+
+def hashed_bits(counter: Tensor, key: Tensor) -> Tensor:
+    """24 random bits of element `counter` of the cell with seed `key`."""
     bits = counter * STRIDE + key  # int64 wraps around, as intended
     for multiplier in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
         bits = (bits ^ ((bits >> 31) & 0x1FFFFFFFF)) * multiplier
-    bits = (bits >> 40) & 0xFFFFFF
-    return bits >= int(p * 0x1000000)
+    return (bits >> 40) & 0xFFFFFF
 
 
 def dropout(

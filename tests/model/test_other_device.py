@@ -138,7 +138,7 @@ def _waits(family, layout, options):
     return dict(watch.waits), dict(watch.uncapturable)
 
 
-WAITS = [("gpt2", (2, 1, 2), {}), ("t5", (1, 1, 1), {}), ("falcon", (1, 1, 1), {}), ("whisper", (1, 1, 2), {}),
+WAITS = [("gpt2", (2, 1, 2), {}), ("t5", (1, 1, 1), {}), ("falcon", (1, 1, 1), {}), ("swin", (1, 1, 1), {"dropout": 0.1}), ("whisper", (1, 1, 2), {}),
          ("gpt_neo", (1, 1, 1), {}), ("deberta-v2", (1, 1, 1), {}),
          ("bert", (1, 1, 1), {"kernels": ["unpadded_encoder", "sparse_mlm_head_loss"]})]  # fmt: skip
 # A GPU has a kernel for the products of experts in bfloat16 alone, of rows of 16 bytes.

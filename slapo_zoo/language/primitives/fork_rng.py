@@ -88,7 +88,11 @@ class ForkRng(Directive):
         def forked(*args: Any, **kwargs: Any) -> Any:
             if not site.module.training:
                 return forward(*args, **kwargs)
-            with torch.random.fork_rng(), OwnDropout(site, self.tokens, rank, child):
+            own = OwnDropout(site, self.tokens, rank, child)
+            if torch.compiler.is_compiling():  # no graph holds a generator of torch
+                with own:
+                    return forward(*args, **kwargs)
+            with torch.random.fork_rng(), own:
                 torch.manual_seed(rng.mix(stream.seed, *stream.position(), hash_path(site), rank))
                 return forward(*args, **kwargs)
 
