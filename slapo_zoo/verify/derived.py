@@ -56,9 +56,7 @@ class Proof:
         tp, pp, dp = self.sizes
         divided = f", tp divides {self.share:.0%} of the parameters" if tp > 1 else ""
         found = [f"proven on tp={tp}, pp={pp}, dp={dp}: outputs, loss and every gradient{divided}"]
-        return found + [
-            f"{name} stays whole: {why}" for name, why in self.left_whole.items() if why
-        ]
+        return found + [f"{n} stays whole: {why}" for n, why in self.left_whole.items() if why]
 
     def document(self) -> dict[str, Any]:
         """As plain data, for the cache."""

@@ -120,9 +120,7 @@ class _Numbers:
 
     def __init__(self, outline: Outline):
         prefix = base_prefix(outline.model)
-        shapes = [
-            re.escape(prefix + block).replace(r"\*\*", ".*") for block in outline.table.blocks
-        ]
+        shapes = [re.escape(prefix + b).replace(r"\*\*", ".*") for b in outline.table.blocks]
         self._known = re.compile("|".join(f"(?:{s.removesuffix(chr(92) + '*')})(?=[0-9])" for s in shapes))  # fmt: skip
         self._shared = bool(outline.table.calls)
 

@@ -69,9 +69,7 @@ def _rank(subject: Specimen, sizes: tuple[int, int, int], knobs: dict[str, Any])
     micro_batches = 1 if whole else 2
     loss = float(model.train().train_step(part, micro_batches=micro_batches))
     if knobs.get("sequence_parallel") and not model._slapo.schedule.state.forward.tokens_divided:
-        problem = (
-            "its batch has no tokens that tp ranks could divide, so it was not seen to be right"
-        )
+        problem = "its batch has no tokens that tp ranks could divide: it was not seen to be right"
         raise SlapoError("verify", "sequence_parallel", problem, "leave sequence_parallel out")
     grads = model.consolidated_state_dict(grads=True)
     held = {n: (digest(p.grad), part_of(model, n)) for n, p in model.named_parameters() if p.grad is not None}  # fmt: skip
@@ -124,7 +122,5 @@ def _off(found: Tensor, want: Tensor, tolerance: float, scale: float = 1.0) -> b
     found, want = found.detach().double(), want.detach().double()
     same = torch.equal(found.isfinite(), want.isfinite())
     error = float((found - want).nan_to_num(0.0, 0.0, 0.0).abs().max())
-    allowed = (
-        tolerance * float(want.nan_to_num(0.0, 0.0, 0.0).abs().max()) + 0.01 * tolerance * scale
-    )
+    allowed = tolerance * (float(want.nan_to_num(0.0, 0.0, 0.0).abs().max()) + 0.01 * scale)
     return not same or not error <= allowed

@@ -25,9 +25,7 @@ def cpu_name() -> str:
     """Model name and number of cores of this machine's processor."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            lines = [
-                line.partition(":")[2].strip() for line in file if line.startswith("model name")
-            ]
+            lines = [x.partition(":")[2].strip() for x in file if x.startswith("model name")]
     except OSError:
         lines = []
     name = lines[0] if lines else platform.processor() or platform.machine()
@@ -60,9 +58,7 @@ def shape_name(config: Any) -> str:
     parts = {"": config} | {
         f"{name}.": part for name in ("text_config", "vision_config") if (part := getattr(config, name, None))
     }  # fmt: skip
-    sizes = {
-        f"{at}{name}": getattr(part, name, None) for at, part in parts.items() for name in SHAPE
-    }
+    sizes = {f"{at}{n}": getattr(part, n, None) for at, part in parts.items() for n in SHAPE}
     found = [f"{name}={size}" for name, size in sizes.items() if type(size) is int]
     return " ".join((config.model_type, *found))
 

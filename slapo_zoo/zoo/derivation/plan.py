@@ -126,9 +126,7 @@ def _one(pattern: str, modules: Mapping[str, nn.Module]) -> Any:
 
 def _dims(config: Any) -> dict[str, Any]:
     if not isinstance(getattr(config, "num_attention_heads", None), int):
-        raise refusal(
-            config, "its config has no num_attention_heads", "use the text model's config"
-        )
+        raise refusal(config, "its config has no num_attention_heads", "use its text config")
 
     kv = "num_key_value_heads"
     kv = kv if isinstance(getattr(config, kv, None), int) else "num_attention_heads"

@@ -210,9 +210,7 @@ def _chains(modules: Modules) -> Iterator[Group]:
             continue
         axes = [linear_axis(modules.patterns[name][0]) for name in chain]
         width = modules.patterns[makers[0]][0].weight.shape[axes[0]]
-        rows = [
-            (name, (*enter_once, *column(axis))) for name, axis in zip(makers, axes, strict=False)
-        ]
+        rows = [(n, (*enter_once, *column(axis))) for n, axis in zip(makers, axes, strict=False)]
         rows.append((taker, row(1 - axes[-1], tokens=-1)))
         dropped = {star(path) for path, names in modules.seen.dropouts.items()
                    if {star(name) for name in names} <= set(makers)}  # fmt: skip

@@ -20,9 +20,7 @@ POSITIONS = re.compile(
     r"(max_position_embeddings|n_positions|positions|max_(seq|sequence)_len(gth)?|n_ctx|context_length)$"
 )
 EXPERTS = re.compile(r"(num_experts|num_local_experts|n_routed_experts|num_routed_experts)$")
-CHOSEN = re.compile(
-    r"(experts_per_tok|top_k|topk|moe_k|num_selected_experts|num_experts_per_token)$"
-)
+CHOSEN = re.compile(r"(experts_per_tok|top_k|topk|moe_k|num_selected_experts|experts_per_token)$")
 GROUPS = re.compile(r"^(n_group|num_expert_group|topk_group|n_groups?)$")
 WIDTH = re.compile(
     r"hidden|d_model|latents|n_embd|emb|width|dim|intermediate|ffn|d_ff|inner|mlp|size|channels|rank|filters|features|state"
