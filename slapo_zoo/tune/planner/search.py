@@ -260,9 +260,7 @@ class Planner:
         sizes = {name: getattr(rank, name) for name in PARTS} | {
             "libraries": self.hardware.reserved
         }
-        parts = ", ".join(
-            f"{n} {size / GIB:.1f}" for n, size in sizes.items() if size / GIB >= 0.05
-        )
+        parts = ", ".join(f"{n} {x / GIB:.1f}" for n, x in sizes.items() if x / GIB >= 0.05)
         return (f"stage {found.fullest} needs {total:.1f} GiB of {self.hardware.memory / GIB:.1f}"
                 f" ({parts})")  # fmt: skip
 
