@@ -198,3 +198,11 @@ def test_the_command_says_what_it_will_do_first(tmp_path, capsys):
     assert "model: found none" in failure(capsys, "train", "--set", "steps=3")
     assert "write key=value" in failure(capsys, "train", "m", "--set", "steps")
     assert "steps=[1: found no YAML" in failure(capsys, "train", "m", "--set", "steps=[1")
+
+
+def test_an_entry_after_a_value_that_has_none():
+    """The last one counts, as with a key that is given twice."""
+    assert read_sets(["columns=null", "columns.text=body"]) == {"columns": {"text": "body"}}
+    assert read_sets(["columns.text=a", "columns.label=b", "lr=1", "lr=2"]) == {
+        "columns": {"text": "a", "label": "b"}, "lr": 2.0,
+    }  # fmt: skip
