@@ -16,13 +16,7 @@ from slapo_zoo.parallel.mesh import Mesh
 
 
 class InputGradients:
-    """The tensors of a batch that ask for a gradient; with stages, leaves take their place in it.
-
-    Args:
-        mesh: of all ranks.
-        tensors: of the batch.
-        own: the parameters of the model, which know their sums.
-    """
+    """The tensors of a batch that ask for a gradient; with stages, leaves take their place in it."""
 
     def __init__(self, mesh: Mesh, tensors: dict[str, Tensor], own: Iterable[Tensor]):
         self.mesh = mesh

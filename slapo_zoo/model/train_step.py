@@ -13,19 +13,13 @@ from torch import Tensor, nn
 
 from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.language.directive import ForwardContext
+from slapo_zoo.model import own_loss
 from slapo_zoo.model.batch_check import check_batch
 from slapo_zoo.model.completion import others
 from slapo_zoo.model.data_parallel import DataParallel
 from slapo_zoo.model.input_errors import explained
 from slapo_zoo.model.input_gradients import InputGradients
 from slapo_zoo.model.outputs import as_dict, refuse_outputs
-from slapo_zoo.model.own_loss import (
-    OwnLoss,
-    divisor_of,
-    for_loss_alone,
-    of_model,
-    require_gradients,
-)
 from slapo_zoo.model.runtime import (
     Runtime,
     count_rows,
@@ -57,9 +51,9 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
     """Forward and backward of one batch: see `Scheduled.train_step`."""
     runtime: Runtime = model._slapo
     mesh, stream, targets = model.mesh, runtime.schedule.state.random, options.targets
-    require_gradients()
+    own_loss.require_gradients()
     if options.loss_fn is not None:
-        batch = for_loss_alone(runtime.own_forward, batch)
+        batch = own_loss.for_loss_alone(runtime.own_forward, batch)
     tensors, whole = split_batch(batch)
     if takes_cache(runtime):
         whole["use_cache"] = False
@@ -79,7 +73,7 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
         targets = [items / mesh.dp] if items is not None and targets is None else targets
     is_part = options.loss_fn is None and (count * mesh.dp > 1 or targets is not None)
     counts = targets if targets is not None else count_targets(name, tensors) if is_part else []
-    divided = tokens_divide(model, of_model({**tensors, **whole}))
+    divided = tokens_divide(model, own_loss.of_model({**tensors, **whole}))
     runtime.schedule.state.forward = ForwardContext(divided)
     asked = ask(model, tensors, counts, rows)
     runtime.completion.asks_hosts = asked.missed
@@ -87,13 +81,15 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
     check_batch(mesh, tensors, step, model.input_check_interval)
     tensors[ROWS] = asked.rows(rows)  # last: the pipeline's device is the first's
     parts = count * mesh.dp
-    own = options.loss_fn and OwnLoss(options.loss_fn, divisor_of(targets, asked.totals, parts))
+    own = options.loss_fn and own_loss.OwnLoss(
+        options.loss_fn, own_loss.divisor_of(targets, asked.totals, parts)
+    )
     loss_of, scale = own or _loss, _loss_scale(options.scaler, device)
 
     def run(part: Mapping[str, Any], part_rows: Tensor) -> Tensor:
         """The loss of one micro-batch, its means taken over the whole batch."""
         place = stream.at(step, int(part_rows[0]), len(part_rows))
-        inputs = of_model(part)
+        inputs = own_loss.of_model(part)
         means = GlobalMeans(asked.totals) if is_part else nullcontext()
         numbers = asked.of_rows(int(part_rows[0]) - asked.first, len(part_rows), own is not None)
         with explained(model, inputs), place, means, knowing(numbers):

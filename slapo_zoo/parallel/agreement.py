@@ -45,19 +45,13 @@ def together(mesh: Mesh, what: str, action: Callable[[], T]) -> list[T]:
 
 
 def once_for_all(what: str, action: Callable[[], T]) -> T:
-    """What `action` returns on rank 0, on every rank; its failure is that of all. A collective call.
-
-    Args:
-        what: the step, as error messages name it.
-        action: what to do; its result must survive pickling.
-    """
+    """What `action` returns on rank 0, on every rank; its failure is that of all. A collective call."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     if size == 1:
         return action()
     found: list[Any] = [None]
-    is_first = dist.get_rank() == 0
     together(Mesh(dp=size, rank=dist.get_rank()), what,
-             lambda: found.__setitem__(0, action()) if is_first else None)  # fmt: skip
+             lambda: None if dist.get_rank() else found.__setitem__(0, action()))  # fmt: skip
     dist.broadcast_object_list(found, 0, group=patient_group())
     return found[0]
 

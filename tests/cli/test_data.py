@@ -22,7 +22,6 @@ from slapo_zoo.cli.data.tasks import IGNORED
 from slapo_zoo.cli.data.text_files import DataError, read_documents
 from slapo_zoo.cli.training.inputs import other_rows, require_rows
 from slapo_zoo.cli.training.options import TrainOptions
-from slapo_zoo.errors import SlapoError
 
 GENERATOR = torch.Generator
 
@@ -351,47 +350,6 @@ def test_a_stream_goes_on_where_it_stood(task, tmp_path):
         rows = packed(made, *(row["text"] for row in rows))[[*range(6)]]["input_ids"].tolist()
         assert sorted(block) == sorted(rows)
         assert block != rows, "shuffled within the block"
-
-
-class Counted(read.Source):
-    """Counts what it tokenises."""
-
-    encoded = 0
-
-    def encode(self, example):
-        self.encoded += 1
-        return super().encode(example)
-
-
-def stream_on_a_rank(path, last):
-    made = Causal(tokenizer(eos_token=END), 8)
-    source = Counted(TrainOptions("m", data=path, stream=True), made, {"text": "text"})
-    stream = Stream(source, made, batch_size=4, seed=5, block=8)
-    batches = [stream.part(step)["input_ids"] for step in range(last)]
-    return source.encoded, torch.stack(batches), stream.position(last)
-
-
-def test_a_stream_is_tokenised_by_one_rank(ranks, tmp_path):
-    """The others get its rows, and are where it is in the data."""
-    path = write_rows(tmp_path, "jsonl", [{"text": "word " * (i % 7)} for i in range(20)])
-    alone = stream_on_a_rank(path, 5)
-    found = ranks.run(stream_on_a_rank, 2, path, 5)
-    assert [count for count, _, _ in found] == [alone[0], 0]
-    for _, batches, place in found:
-        assert torch.equal(batches, alone[1])
-        assert place == alone[2]
-
-
-def empty_on_a_rank(path):
-    with pytest.raises(SlapoError) as caught:
-        stream_on_a_rank(path, 1)
-    return str(caught.value)
-
-
-def test_a_stream_without_rows_is_an_error_on_every_rank(ranks, tmp_path):
-    path = tmp_path / "empty.jsonl"
-    path.write_text("")
-    assert all("found no row" in text for text in ranks.run(empty_on_a_rank, 2, str(path)))
 
 
 def test_an_empty_stream_is_an_error(tmp_path):

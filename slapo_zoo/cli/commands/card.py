@@ -6,16 +6,7 @@ from typing import Annotated
 
 import typer
 
-from slapo_zoo.cli.arguments import (
-    AsJson,
-    CheckpointRatio,
-    Dp,
-    Head,
-    Model,
-    Pp,
-    SequenceParallel,
-    Tp,
-)  # fmt: skip
+from slapo_zoo.cli import arguments
 from slapo_zoo.cli.errors import stdout_for_json
 from slapo_zoo.cli.waiting import waiting
 
@@ -26,16 +17,16 @@ Folder = Annotated[Path, typer.Argument(help="The folder of a card.")]
 
 @app.command()
 def make(
-    model: Model,
+    model: arguments.Model,
     folder: Folder,
-    tp: Tp = 1,
-    pp: Pp = 1,
-    dp: Dp = 1,
-    sequence_parallel: SequenceParallel = False,
-    checkpoint_ratio: CheckpointRatio = 0.0,
+    tp: arguments.Tp = 1,
+    pp: arguments.Pp = 1,
+    dp: arguments.Dp = 1,
+    sequence_parallel: arguments.SequenceParallel = False,
+    checkpoint_ratio: arguments.CheckpointRatio = 0.0,
     any_size: Annotated[bool, typer.Option(help="For every size with as many blocks.")] = False,
-    auto_class: Head = None,
-    as_json: AsJson = False,
+    auto_class: arguments.Head = None,
+    as_json: arguments.AsJson = False,
 ) -> None:
     """Write the zoo's schedule of a model as a card; what was not measured says so."""
     from slapo_zoo.cards.make import zoo_card
@@ -54,12 +45,11 @@ def make(
 
 
 def _say(as_json: bool, text: str, **facts: object) -> None:
-    """The outcome of a command, for people or for programs."""
     typer.echo(json.dumps(facts, indent=1, default=str) if as_json else text)
 
 
 @app.command()
-def lint(card: Name, as_json: AsJson = False) -> None:
+def lint(card: Name, as_json: arguments.AsJson = False) -> None:
     """Check a card; nothing of it is executed. Exit code 2 says what is wrong with it."""
     with stdout_for_json(as_json):
         from slapo_zoo.cards.use import load_card
@@ -79,7 +69,7 @@ def verify(
         str | None, typer.Option(help="A folder or Hub id; none: its base model.")
     ] = None,
     full: Annotated[bool, typer.Option(help="The model as it is, not a small one.")] = False,
-    as_json: AsJson = False,
+    as_json: arguments.AsJson = False,
 ) -> None:
     """Run the schedule of a card against the plain model, and write the outcome into the card."""
     from slapo_zoo.cards.card import read_card
@@ -98,7 +88,7 @@ def verify(
 def diff(
     card: Name,
     other: Annotated[str, typer.Argument(help="Another card.")],
-    as_json: AsJson = False,
+    as_json: arguments.AsJson = False,
 ) -> None:
     """What one card does beside another, as a unified diff of their programs."""
     from slapo_zoo.cards.use import load_card
@@ -119,7 +109,7 @@ def push(
     tag: Annotated[str | None, typer.Option(help="A name for the commit.")] = None,
     private: Annotated[bool, typer.Option(help="Of a new repository.")] = False,
     parent: Annotated[str | None, typer.Option(help="The sha it must still be at.")] = None,
-    as_json: AsJson = False,
+    as_json: arguments.AsJson = False,
 ) -> None:
     """Publish a card on the Hub as one commit; prints the reference to write down."""
     from slapo_zoo.cards.hub import push
@@ -135,7 +125,7 @@ def pull(
     folder: Annotated[
         Path | None, typer.Argument(help="Where to copy it; none: the cache.")
     ] = None,
-    as_json: AsJson = False,
+    as_json: arguments.AsJson = False,
 ) -> None:
     """Fetch a card and check it; prints the commit that was fetched."""
     from slapo_zoo.cards.card import read_card

@@ -77,9 +77,6 @@ def calibrate(
     with stdout_for_json(as_json):
         found = measure(device_named(device), ranks)
     found.write(output)
-    if as_json:
-        typer.echo(output.read_text())
-        return
     rates = ", ".join(f"{name} {rate / 1e9:.3g} GFLOP/s" for name, rate in found.matmul.items())
-    typer.echo(f"{found.name}: {rates}; memory {found.bandwidth / 1e9:.3g} GB/s, "
+    typer.echo(output.read_text() if as_json else f"{found.name}: {rates}; memory {found.bandwidth / 1e9:.3g} GB/s, "
                f"links {found.link / 1e9:.3g} GB/s; written to {output}")  # fmt: skip

@@ -70,7 +70,6 @@ class Stream:
         self.rows, self.next = once_for_all("reading data", self._block)
 
     def _block(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Its rows, and where the one after it starts."""
         wanted, rows, at = self.steps * self.batch_size, [], dict(self.start)
         cut = self._packed if self.task.packs else self._examples
         for row, place in cut(at):

@@ -69,8 +69,7 @@ def read_sets(words: Sequence[str]) -> dict[str, Any]:
             hint = "write the value as in YAML, in quotes where it has brackets"
             problem = f"found no YAML: {str(error).splitlines()[0]}"
             raise ConfigError("--set", word, problem, hint) from None
-        before = found.get(key)
-        entries = before if isinstance(before, dict) else {}
+        entries = held if isinstance(held := found.get(key), dict) else {}
         found[key] = {**entries, entry: value} if entry else value
     return checked(found, "--set")
 

@@ -1,0 +1,58 @@
+"""Rows of a stream are read by one rank for all."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from cli_runs import END, tokenizer
+from slapo_zoo.cli.data import read
+from slapo_zoo.cli.data.language import Causal
+from slapo_zoo.cli.data.stream import Stream
+from slapo_zoo.cli.training.options import TrainOptions
+from slapo_zoo.errors import SlapoError
+
+
+class Counted(read.Source):
+    """Counts what it tokenises."""
+
+    encoded = 0
+
+    def encode(self, example):
+        self.encoded += 1
+        return super().encode(example)
+
+
+def stream_on_a_rank(path, last):
+    made = Causal(tokenizer(eos_token=END), 8)
+    source = Counted(TrainOptions("m", data=path, stream=True), made, {"text": "text"})
+    stream = Stream(source, made, batch_size=4, seed=5, block=8)
+    batches = [stream.part(step)["input_ids"] for step in range(last)]
+    return source.encoded, torch.stack(batches), stream.position(last)
+
+
+def test_a_stream_is_tokenised_by_one_rank(ranks, tmp_path):
+    """The others get its rows, and are where it is in the data."""
+    path = str(tmp_path / "rows.jsonl")
+    Path(path).write_text(
+        "".join(json.dumps({"text": "word " * (i % 7)}) + "\n" for i in range(20))
+    )
+    alone = stream_on_a_rank(path, 5)
+    found = ranks.run(stream_on_a_rank, 2, path, 5)
+    assert [count for count, _, _ in found] == [alone[0], 0]
+    for _, batches, place in found:
+        assert torch.equal(batches, alone[1])
+        assert place == alone[2]
+
+
+def empty_on_a_rank(path):
+    with pytest.raises(SlapoError) as caught:
+        stream_on_a_rank(path, 1)
+    return str(caught.value)
+
+
+def test_a_stream_without_rows_is_an_error_on_every_rank(ranks, tmp_path):
+    path = tmp_path / "empty.jsonl"
+    path.write_text("")
+    assert all("found no row" in text for text in ranks.run(empty_on_a_rank, 2, str(path)))
