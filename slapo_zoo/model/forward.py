@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -50,6 +51,20 @@ def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         else _run_stages(model, run, batch)
     )
     return output.to_tuple() if wants_tuple else output
+
+
+@functools.cache
+def uncompiled() -> Callable[..., Any]:
+    """`forward_of` as it is, within a whole model that is compiled: a compiler would follow one rank's
+    numbers past what ranks do together (a loss without its logits, stages), and ranks would part.
+    """
+    return torch.compiler.disable(_warned, reason="a model on several tp or pp ranks")
+
+
+def _warned(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    said = "torch.compile: a whole model on tp={} pp={} runs uncompiled; compile its blocks: block.compile()"
+    warnings.warn(said.format(model.mesh.tp, model.mesh.pp), stacklevel=2)
+    return forward_of(model, args, kwargs)
 
 
 def _run_whole(model: Any, run: Callable[..., Any], batch: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.model import adapters
 from slapo_zoo.model.batch_check import INTERVAL
 from slapo_zoo.model.current_specs import refresh_specs, written_as
-from slapo_zoo.model.forward import forward_of
+from slapo_zoo.model.forward import forward_of, uncompiled
 from slapo_zoo.model.generation import Generates
 from slapo_zoo.model.memory import Memory, memory
 from slapo_zoo.model.optimizers import note_divided
@@ -385,6 +385,8 @@ def scheduled_class(cls: type) -> type:
 
     @functools.wraps(cls.forward)  # pyright: ignore[reportAttributeAccessIssue]
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and self.mesh.tp * self.mesh.pp > 1:
+            return uncompiled()(self, args, kwargs)
         return forward_of(self, args, kwargs)
 
     # object.__init_subclass__ of transformers reads annotations; the name serves its look-ups.
