@@ -175,13 +175,13 @@ def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:
     for name in ("output", "best"):
         if (folder := getattr(options, name)) is not None:
             check_output(Path(folder), f"--{name}")
+    learning_rates(options)
     config = checkpoint_config(options.model)
     check_load(options.load, config)
     task = task_of(config, options.task)
     if task == "pairs":
         check_pairs(options)
     check_mesh(options, TASKS[task].head, config)
-    learning_rates(options)  # the last: what it imports takes a second
     return replace(options, task=task, seq_len=row_length(options.seq_len, config)), config
 
 
