@@ -1,6 +1,6 @@
 """What a training step asks of its batch: all in one read, the only wait of the host in a step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,12 +51,13 @@ class StepCounts:
 
 
 def ask(
-    model: Any, tensors: Mapping[str, Tensor], counts: Sequence[float | Tensor], rows: int
-) -> StepCounts:
+    model: Any, tensors: Mapping[str, Tensor], counts: Sequence[float | Tensor], rows: int,
+    whole: Iterable[str] = (),
+) -> StepCounts:  # fmt: skip
     """Read the counts of a step: one tensor, one collective over dp, one wait.
 
     dp ranks may hold different numbers of rows. The tensor is on the batch's device: nccl serves no
-    other.
+    other. `whole` names inputs that are not divided.
     """
     mesh: Mesh = model.mesh
     device = next(iter(tensors.values())).device
@@ -64,7 +65,7 @@ def ask(
     summed = [_number(n, device) for n in (*counts, missed, rows)]
     masks = [tensors[name] for name in MASKS if name in tensors and tensors[name].ndim == 2]
     if mesh.dp == 1 and not masks and not any(isinstance(n, Tensor) for n in counts):
-        packed = None if "position_ids" in tensors else False
+        packed = None if _positions(tensors, whole) else False
         return StepCounts([float(n) for n in counts], 0, packed=packed)  # nothing to ask: no wait
     own = _of_rows(model, tensors, masks)
     each = all_gather(torch.stack(summed)[None], 0, mesh.group("dp"))
@@ -78,9 +79,14 @@ def ask(
     found = {}
     for name, x in own.items():
         found[name], flat = [int(n) for n in flat[: len(x)]], flat[len(x) :]
-    asks = "position_ids" in tensors and "packed" not in found  # of axes of their own
-    packed = None if asks else any(found.get("packed", ()))
+    others = _positions(tensors, whole) - {"position_ids"} or "packed" not in found
+    packed = None if _positions(tensors, whole) and others else any(found.get("packed", ()))
     return StepCounts(totals, first, *_read(found, tensors), packed, missing > 0)
+
+
+def _positions(*batch: Iterable[str]) -> set[str]:
+    """Inputs that may hold several sequences in a row: of a decoder, or one row for all, too."""
+    return {name for part in batch for name in part if name.endswith("position_ids")}
 
 
 def _number(n: float | Tensor, device: torch.device) -> Tensor:

@@ -75,7 +75,7 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
     counts = targets if targets is not None else count_targets(name, tensors) if is_part else []
     divided = tokens_divide(model, own_loss.of_model({**tensors, **whole}))
     runtime.schedule.state.forward = ForwardContext(divided)
-    asked = ask(model, tensors, counts, rows)
+    asked = ask(model, tensors, counts, rows, whole)
     runtime.completion.asks_hosts = asked.missed
     step, kept = stream.step + 1, LogitsKept() if options.return_logits else None
     check_batch(mesh, tensors, step, model.input_check_interval)
