@@ -88,13 +88,17 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None, None]:
     """T5Attention. What it hands to the next layer as `position_bias` is the table, not [1, H, S, T].
 
-    So all attentions of a model are served, or none. With a cache that holds tokens, or packed sequences,
-    the model's own forward runs, in every layer alike.
+    With a cache that holds tokens, or packed sequences, or after a layer that handed on such a bias, the
+    model's own forward runs.
     """
-    held = past_key_values is not None and past_key_values.get_seq_length(module.layer_idx)
+    held = 0 if past_key_values is None else past_key_values.get_seq_length(module.layer_idx)
     source = hidden_states if key_value_states is None else key_value_states
     causal = module.is_causal and key_value_states is None
-    if held or not hides_only_padding(mask, hidden_states.shape[1], source.shape[1], causal):
+    made = position_bias is not None and position_bias.ndim == 4
+    S, T = hidden_states.shape[1], source.shape[1]
+    if made or held or not hides_only_padding(mask, S, T, causal):
+        if position_bias is not None and not made:
+            position_bias = _bias_of(module, position_bias, S, S + held)
         args = (hidden_states, mask, key_value_states, position_bias, past_key_values)
         return type(module).forward(module, *args, **kwargs)
     q = _heads(module, module.q(hidden_states))
@@ -110,6 +114,14 @@ def _forward(
         **(_dropout(module, q, k) if module.training else {}),
     )  # fmt: skip
     return module.o(out.transpose(1, 2).flatten(2)), position_bias, None
+
+
+def _bias_of(module: Any, table: Tensor, S: int, T: int) -> Tensor:
+    """The bias [1, H, S, T] of a table [buckets, H]; the queries are the last of T positions."""
+    i, j = (torch.arange(n, T, device=table.device) for n in (T - S, 0))
+    far = module.relative_attention_max_distance
+    bucket = relative_buckets(j - i[:, None], not module.is_decoder, len(table), far)
+    return table[bucket].permute(2, 0, 1)[None]
 
 
 def _heads(module: Any, x: Tensor) -> Tensor:

@@ -55,6 +55,10 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 def later(seeds: Tensor, elements: Tensor | int) -> Tensor:
     """Seeds of cells that begin `elements` later: element i of the new one is i + elements of the old."""
+    if torch.compiler.is_compiling() and not isinstance(elements, Tensor):
+        from slapo_zoo.parallel.drawn_in_graphs import moved_seeds
+
+        return moved_seeds(seeds, 1, 0, elements)
     return seeds + elements * signed(STRIDE) if isinstance(elements, Tensor) else seeds + signed(elements * STRIDE)  # fmt: skip
 
 
@@ -62,6 +66,10 @@ def split_cells(seeds: Tensor, parts: int, size: int) -> Tensor:
     """Each cell cut into `parts` runs of `size` elements: seeds [n] --> [n * parts], the same masks."""
     if parts == 1:
         return seeds
+    if torch.compiler.is_compiling():  # a compiler reckons with numbers that do not wrap around
+        from slapo_zoo.parallel.drawn_in_graphs import moved_seeds
+
+        return moved_seeds(seeds, parts, size, 0)
     starts = torch.arange(0, parts * size, size, device=seeds.device)
     return later(seeds[:, None], starts).flatten()
 

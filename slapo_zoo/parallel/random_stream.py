@@ -10,9 +10,11 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 
 from slapo_zoo.parallel.device_seeds import STRIDE, DeviceSeeds, later, mix, split_cells
 from slapo_zoo.parallel.known import known, places
@@ -36,6 +38,18 @@ class RandomStream:
     real_tokens: Tensor | None = None  # [B, S], while all that are real stand in one row
     real_at: Tensor | None = None  # [N], where they are among all B * S
     device_seeds: DeviceSeeds = field(default_factory=DeviceSeeds, repr=False)
+    has_rows: bool = True  # whether axis 0 of what is dropped are batch rows
+    now: Tensor | None = field(default=None, repr=False, compare=False)  # `position` for a graph
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A position is a tensor too: see drawn_in_graphs."""
+        super().__setattr__(name, value)
+        if name in ("step", "first_row", "num_rows"):
+            self._moved()
+
+    def _moved(self) -> None:
+        if detect_fake_mode() is None:  # what a dry run makes must not be met again
+            self.now = torch.tensor(self.position(), device="cpu")
 
     @contextmanager
     def packing(self, real: Tensor) -> Iterator[None]:
@@ -56,15 +70,26 @@ class RandomStream:
     def at(self, step: int, first_row: int, num_rows: int) -> Iterator[None]:
         """Draw as if the model were at another position."""
         before = self.position()
-        self.step, self.first_row, self.num_rows = step, first_row, num_rows
+        self._go(step, first_row, num_rows)
         try:
             yield
         finally:
-            self.step, self.first_row, self.num_rows = before
+            self._go(*before)
+
+    def _go(self, step: int, first_row: int, num_rows: int) -> None:
+        self.__dict__.update(step=step, first_row=first_row, num_rows=num_rows)
+        self._moved()
 
     @contextmanager
     def without_rows(self) -> Iterator[None]:
         """Draw for what has no batch rows: the same for every micro-batch, dp rank and packing."""
+        if torch.compiler.is_compiling():  # a graph must not ask for a number of the position
+            self.has_rows = False
+            try:
+                yield
+            finally:
+                self.has_rows = True
+            return
         packed, self.real_tokens = self.real_tokens, None
         try:
             with self.at(self.step, 0, 0):
@@ -85,6 +110,11 @@ class RandomStream:
             keep = hashed_cells(x, p, self.seeds(x, site, heads))
             return keep.div_(1.0 - p) if p < 1.0 else keep
         real = self.real_tokens
+        if torch.compiler.is_compiling():
+            from slapo_zoo.parallel.drawn_in_graphs import drawn_mask
+
+            at = self.now, self.seed, self.has_rows, real
+            return drawn_mask(*at, site, list(heads), x.shape, p, x.dtype)
         if real is not None:
             whole = x.new_empty(()).expand(*real.shape, *x.shape[2:])
             return self._mask(whole, p, site, heads)[real][None]
@@ -113,12 +143,23 @@ class RandomStream:
         """
         real, rows = self.real_tokens, x.shape[0]
         rows = rows if real is None or heads else len(real)
-        key = zlib.crc32(site.encode())
-        found = self.device_seeds.find(x.device, self.seed, self.position(), key, rows, heads)
+        found = self.found(x.device, site, rows, heads)
         if real is None or heads or self.real_at is None:
             return found
         width = x.numel() // max(x.shape[1], 1)
         return split_cells(found, real.shape[1], width).index_select(0, self.real_at)
+
+    def found(
+        self, device: torch.device, site: str, rows: int, heads: Sequence[int] = ()
+    ) -> Tensor:
+        """[rows * len(heads)] seeds of a site, on the device."""
+        if torch.compiler.is_compiling():
+            from slapo_zoo.parallel.drawn_in_graphs import drawn_seeds
+
+            at = self.now, self.seed, self.has_rows
+            return drawn_seeds(*at, site, rows, list(heads), device)
+        key = zlib.crc32(site.encode())
+        return self.device_seeds.find(device, self.seed, self.position(), key, rows, heads)
 
     def seeds_of_columns(self, x: Tensor, site: str, run: tuple[int, int], size: int) -> Tensor:
         """As `keep_columns`: a seed per row of the last axis."""
@@ -172,12 +213,17 @@ class RandomStream:
 
     def uniform(self, x: Tensor, site: str) -> Tensor:
         """Numbers of [0, 1) in the shape of x, each row from a cell of its own (stochastic depth)."""
-        import numpy as np
+        if torch.compiler.is_compiling():
+            from slapo_zoo.parallel.drawn_in_graphs import drawn_uniform
 
+            at = self.now, self.seed, self.has_rows
+            return drawn_uniform(*at, site, x.shape, x.dtype, x.device)
         if self.hashes(x.device):  # what is drawn on the host would be waited for
             counter = torch.arange(x[0].numel(), device=x.device)
             bits = hashed_bits(counter, self.seeds(x, site)[:, None])
             return (bits / 0x1000000).to(x.dtype).view(x.shape)
+        import numpy as np
+
         seeds = self.cells(len(x), site)
         drawn = [np.random.Generator(np.random.SFC64(s)).random(x[0].numel()) for s in seeds]
         return torch.from_numpy(np.stack(drawn)).to(x.device, x.dtype).view(x.shape)
@@ -201,6 +247,10 @@ class RandomStream:
 
 def hashed_cells(x: Tensor, p: float, seeds: Sequence[int] | Tensor) -> Tensor:
     """A counter-based mask in tensor operations, for devices where seeding per cell is slow."""
+    if torch.compiler.is_compiling() and isinstance(seeds, Tensor):
+        from slapo_zoo.parallel.drawn_in_graphs import hashed_mask
+
+        return hashed_mask(seeds, p, x.shape, x.dtype)
     key = torch.as_tensor(seeds, dtype=torch.int64, device=x.device)
     counter = torch.arange(x.numel() // max(len(key), 1), dtype=torch.int64, device=x.device)
     return is_kept(counter[None], key[:, None], p).to(x.dtype).view(x.shape)

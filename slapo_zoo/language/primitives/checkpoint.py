@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -99,6 +99,8 @@ def recompute_module(
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not (module.training and is_grad_enabled() and path in state.checkpointed):
             return forward(*args, **kwargs)
+        if torch.compiler.is_compiling() and policy != OFFLOAD and path not in state.offloads.paths:
+            return _in_a_graph(forward, args, kwargs, POLICIES.get(policy))
         away = nullcontext()
         if path in state.offloads.paths:
             away = state.offloads.call(path, module, state.keeps)
@@ -116,6 +118,18 @@ def recompute_module(
 
     recomputed.recomputes = True  # pyright: ignore[reportFunctionMemberAccess]
     module.forward = recomputed
+
+
+def _in_a_graph(
+    forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any], kept: set[Any] | None
+) -> Any:
+    """What a compiler takes: nothing need be restored, for its graph holds the stream's position."""
+    if kept is not None:
+        operations = [op for op in kept if not isinstance(op, str)]
+        kwargs = {
+            **kwargs, "context_fn": partial(create_selective_checkpoint_contexts, operations)
+        }  # fmt: skip
+    return recompute.checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def restoring(

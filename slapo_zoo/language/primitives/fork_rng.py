@@ -103,7 +103,7 @@ class _Child:
     """A module whose result is this rank's run of `size` columns, and whether it was just made."""
 
     def __init__(self, module: nn.Module, run: Run | None, size: int):
-        self.run, self.size, self.ran = run, size, False
+        self.run, self.size, self.ran = run, int(size), False
         module.register_forward_hook(self._ran)
 
     def _ran(self, *_: Any) -> None:
@@ -189,7 +189,11 @@ def _drawn_columns(
 def _dropout(
     site: Site, module: nn.Dropout, directive: ForkRng, run: Run | None
 ) -> Callable[[Tensor], Tensor]:
-    stream, path = site.state.random, site.path
+    stream, path, size = (
+        site.state.random,
+        site.path,
+        int(directive.size),
+    )  # a plain one, for graphs
 
     def draws(input: Tensor) -> dict[str, Any]:
         """What is drawn for an input: `keep`, or `seeds` and `p`."""
@@ -204,7 +208,7 @@ def _dropout(
             if hashes:
                 return {"seeds": stream.seeds(input, path, heads), "p": p}
             return {"keep": stream.keep_mask(input, p, path, heads)}
-        return _drawn_columns(site, input, p, path, run, directive.size)
+        return _drawn_columns(site, input, p, path, run, size)
 
     def forward(input: Tensor) -> Tensor:
         if not module.training or module.p == 0.0:

@@ -1,0 +1,105 @@
+"""What a random stream draws, as operators: a compiled graph takes the position of the stream as its input.
+
+They are functions of their arguments alone, so a graph draws anew at every step without a compilation,
+and what it recomputes in its backward is what it drew, wherever the stream has gone meanwhile.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.parallel.device_seeds import DeviceSeeds, later, split_cells
+from slapo_zoo.parallel.random_stream import RandomStream, hashed_cells
+
+NAMESPACE = "slapo_zoo"
+# A graph that is replayed, as CUDA graphs are, would not ask for the position again.
+UNSAFE = [t for n in ("cudagraph_unsafe",) if (t := getattr(torch.Tag, n, None)) is not None]
+_SEEDS = DeviceSeeds()  # of all graphs
+
+
+def _stream(at: Tensor, seed: int, rows: bool, real: Tensor | None) -> RandomStream:
+    step, first_row, num_rows = at.tolist()  # on the host: nothing waits
+    place = (first_row, num_rows) if rows else (0, 0)
+    stream = RandomStream(seed, step, *place, device_seeds=_SEEDS)
+    stream.real_tokens = real if rows else None
+    return stream
+
+
+@torch.library.custom_op(f"{NAMESPACE}::drawn_mask", mutates_args=(), tags=UNSAFE)
+def drawn_mask(
+    at: Tensor, seed: int, rows: bool, real: Tensor | None, site: str, heads: Sequence[int],
+    shape: Sequence[int], p: float, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """RandomStream.keep_mask on a CPU for a tensor of `shape`.
+
+    Args:
+        at: int64 [3], step, first row and rows of the stream.
+        seed: of the stream.
+        rows: whether axis 0 are batch rows.
+        real: as RandomStream.real_tokens.
+        site: as in keep_mask.
+        heads: as in keep_mask.
+        shape: of the mask.
+        p: as in keep_mask.
+        dtype: of the mask.
+    """
+    whole = torch.empty((), dtype=dtype).expand(list(shape))
+    return _stream(at, seed, rows, real).keep_mask(whole, p, site, list(heads)).clone()
+
+
+@drawn_mask.register_fake
+def _(at, seed, rows, real, site, heads, shape, p, dtype):
+    return torch.empty(shape, dtype=dtype)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::drawn_uniform", mutates_args=(), tags=UNSAFE)
+def drawn_uniform(
+    at: Tensor, seed: int, rows: bool, site: str, shape: Sequence[int], dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:  # fmt: skip
+    """RandomStream.uniform for a tensor of `shape` on the device; arguments as above."""
+    whole = torch.empty((), dtype=dtype, device=device).expand(list(shape))
+    return _stream(at, seed, rows, None).uniform(whole, site)
+
+
+@drawn_uniform.register_fake
+def _(at, seed, rows, site, shape, dtype, device):
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::drawn_seeds", mutates_args=(), tags=UNSAFE)
+def drawn_seeds(
+    at: Tensor, seed: int, rows: bool, site: str, count: int, heads: Sequence[int],
+    device: torch.device,
+) -> Tensor:  # fmt: skip
+    """DeviceSeeds.find for `count` rows, of the site's name; arguments as above."""
+    return _stream(at, seed, rows, None).found(device, site, count, list(heads)).clone()
+
+
+@drawn_seeds.register_fake
+def _(at, seed, rows, site, count, heads, device):
+    return torch.empty(count * max(len(heads), 1), dtype=torch.int64, device=device)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::moved_seeds", mutates_args=())
+def moved_seeds(seeds: Tensor, parts: int, size: int, first: int) -> Tensor:
+    """device_seeds.split_cells into `parts` of `size`, then `later` by `first`."""
+    return later(split_cells(seeds, parts, size), first)
+
+
+@moved_seeds.register_fake
+def _(seeds, parts, size, first):
+    return seeds.new_empty(seeds.numel() * parts)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::hashed_mask", mutates_args=())
+def hashed_mask(seeds: Tensor, p: float, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """hashed_cells for a tensor of `shape`."""
+    whole = torch.empty((), dtype=dtype, device=seeds.device).expand(list(shape))
+    return hashed_cells(whole, p, seeds)
+
+
+@hashed_mask.register_fake
+def _(seeds, p, shape, dtype):
+    return seeds.new_empty(shape, dtype=dtype)
