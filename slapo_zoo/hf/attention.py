@@ -45,7 +45,14 @@ def _attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **
 
 
 def sdpa(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any):
-    """The sdpa function of `transformers`; q [B, H, S, d] --> [B, S, H, d]."""
+    """The sdpa function of `transformers`, or ours where it has none; q [B, H, S, d] --> [B, S, H, d]."""
+    if kwargs.get("softcap") is not None:  # no schedule has put `core_attn` here
+        if attention.training and kwargs.get("dropout"):
+            problem = f"dropout={kwargs['dropout']} of capped scores in a module without core_attn"
+            hint = "set the config's attention dropout to 0, or schedule the module's attention"
+            raise SlapoError("attention", type(attention).__name__, problem, hint)
+        core = CoreAttention(RandomStream(), ATTRIBUTE, ()).eval()
+        return core(q, k, v, mask, attention=attention, **kwargs)
     return BACKENDS["sdpa"].run(attention, q, k, v, mask, **kwargs)
 
 

@@ -60,7 +60,7 @@ class Footprint(DryRun):
         for name, module in model.named_modules():
             if name.rpartition(".")[2] == ATTRIBUTE:
                 self._watch(module)
-        for p in model.parameters():
+        for p in (p for p in model.parameters() if p.requires_grad):
             p.register_post_accumulate_grad_hook(self._accumulated)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

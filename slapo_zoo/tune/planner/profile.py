@@ -22,6 +22,7 @@ from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.language.traffic import Traffic
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.random_stream import RandomStream
 from slapo_zoo.pipeline.runtime import fake_schedule
 from slapo_zoo.pipeline.stages import StagePlan, leaf_units
 from slapo_zoo.tune.planner.footprint import Footprint
@@ -103,12 +104,11 @@ class Family:
     def __init__(self, config: Any, auto_class: Any = None):
         hf.register_models()
         self.config, self.target_len = copy.deepcopy(config), 0
+        for name in [n for n in vars(config) if n.endswith("layerdrop")]:
+            setattr(self.config, name, 0.0)  # a layer that is skipped now and then is one that runs
         self.cls: Any = hf.resolve_class(self.config, auto_class)
         self.table: Table = find_table(self.config, self.cls, "zoo", Mesh())
-        self.model = hf.build_on_meta(
-            self.cls, copy.deepcopy(self.config), torch.float32, self.table.seam
-        )
-        self.blocks = block_paths(Schedule(self.model, Mesh()), self.table)
+        self.model, self.blocks = self._built(self.config)
         late = [base_prefix(self.model) + path for path in self.table.after_blocks]
         self.unit_names = leaf_units(self.model, self.blocks, late)
         self.total_parameters = sum(p.numel() for p in self.model.parameters())
@@ -116,15 +116,23 @@ class Family:
         self.small: Any = small or self.config
         self.is_small = small is not None
 
+    def _built(self, config: Any) -> tuple[Any, list[str]]:
+        """A model on meta and the paths of its blocks."""
+        seam = self.table.seam
+        model = hf.build_on_meta(self.cls, copy.deepcopy(config), torch.float32, seam)
+        return model, block_paths(Schedule(model, Mesh()), self.table)
+
     def _small(self) -> Any:
-        """The config with few blocks of each kind, or None where blocks differ from each other."""
+        """The config with few blocks of each kind, or None where blocks differ or none says how many."""
         kinds = _kinds(self.blocks)
         if self.table.calls or max(map(len, kinds.values())) <= KEPT_BLOCKS + 1:
             return None
         for kind in kinds.values():
             if len({_shapes(self.model, block) for block in kind[1:]}) > 1:
                 return None
-        return shorter(self.config, {len(kind) for kind in kinds.values()})
+        small = shorter(self.config, {len(kind) for kind in kinds.values()})
+        kept = [] if small is None else map(len, _kinds(self._built(small)[1]).values())
+        return small if set(kept) == {KEPT_BLOCKS} else None
 
     def profile(
         self, tp: int, sequence_parallel: bool, seq_len: int, dtype: torch.dtype,
@@ -216,6 +224,11 @@ def shorter(config: Any, counts: set[int]) -> Any:
     for name in LAYER_COUNTS:
         if getattr(config, name, None) in counts:
             setattr(small, name, KEPT_BLOCKS)
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            if (short := shorter(part, counts)) is None:
+                return None
+            setattr(small, name, short)
     return small
 
 
@@ -229,7 +242,7 @@ class DryRun:
     shared: list[tuple[int, frozenset[str]]]
 
 
-class _Masks:
+class _Masks(RandomStream):
     """Stands for the random stream: masks of the right size, of which nothing is drawn.
 
     Args:
@@ -237,10 +250,8 @@ class _Masks:
         in_bytes: a mask has a byte per number, and no numbers of other ranks.
     """
 
-    seed = 0
-    real_tokens = None
-
     def __init__(self, on_cpu: bool, in_bytes: bool = False):
+        super().__init__()
         self.on_cpu, self.in_bytes = on_cpu, in_bytes
 
     def draws_in_blocks(self, device: torch.device) -> bool:
@@ -251,18 +262,6 @@ class _Masks:
         """As RandomStream.hashes: the runtimes that are simulated keep their masks."""
         return False
 
-    def seeds(self, x: Tensor, site: str, heads: Any = ()) -> Tensor:
-        """As RandomStream.seeds."""
-        return x.new_empty(x.shape[0] * max(len(heads), 1), dtype=torch.int64)
-
-    def seeds_of_columns(self, x: Tensor, site: str, run: Any, size: int) -> Tensor:
-        """As RandomStream.seeds_of_columns."""
-        return x.new_empty(x.shape[:-1].numel(), dtype=torch.int64)
-
-    def seeds_of_tokens(self, x: Tensor, site: str, n: int, r: int) -> Tensor:
-        """As RandomStream.seeds_of_tokens."""
-        return self.seeds(x, site)
-
     def cells(self, count: int, site: str, heads: Any = ()) -> list[int]:
         """As RandomStream.cells."""
         return [0] * (count * max(len(heads), 1))
@@ -272,9 +271,9 @@ class _Masks:
         """As RandomStream.draw_cells."""
         return x.new_empty(x.shape)
 
-    def position(self) -> tuple[int, int, int]:
-        """Of no step."""
-        return (0, 0, 0)
+    def uniform(self, x: Tensor, site: str) -> Tensor:
+        """As RandomStream.uniform."""
+        return torch.empty_like(x)
 
     def keep_mask(self, x: Tensor, p: float, site: str, heads: Any = ()) -> Tensor:
         """As RandomStream.keep_mask."""

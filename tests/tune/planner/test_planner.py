@@ -55,6 +55,20 @@ def test_three_blocks_stand_for_all(case):
             assert one.peak + one.held == pytest.approx(two.peak + two.held, rel=0.01)
 
 
+@pytest.mark.parametrize("cls, changes", [
+    ("CLIPForImageClassification", {"vision_config": {"num_hidden_layers": 7, "hidden_size": 36}}),
+    ("M2M100ForConditionalGeneration", {"encoder_layers": 6, "decoder_layers": 6, "encoder_layerdrop": 0.5}),
+    ("SwinForImageClassification", {"drop_path_rate": 0.1}), ("DebertaV2ForMaskedLM", {}),
+    ("Gemma2ForCausalLM", {"num_hidden_layers": 6}), ("WhisperForConditionalGeneration", {}),
+])  # fmt: skip
+def test_what_is_planned_has_the_weights_of_the_model(cls, changes):
+    """Each unit once, in families of sub-configs, windows, distances, capped scores and layers skipped."""
+    config = config_for(Case(cls, ("class",), tuple(changes.items()), dropout=0.1))
+    planner = Planner(config, CPU, 12)
+    whole = planner.family.total_parameters
+    assert planner.forecast(Layout(rows=2)).ranks[0].weights == pytest.approx(2 * whole, rel=0.01)
+
+
 def test_families_whose_blocks_differ_are_run_whole():
     neo = config_for(Case("GPTNeoForCausalLM", ("tokens",)))
     assert shorter(neo, {4}) is None
