@@ -224,12 +224,15 @@ def shorter(config: Any, counts: set[int]) -> Any:
     for name in LAYER_COUNTS:
         if getattr(config, name, None) in counts:
             setattr(small, name, KEPT_BLOCKS)
-    for name in config.sub_configs:
-        if (part := getattr(config, name, None)) is not None:
-            if (short := shorter(part, counts)) is None:
-                return None
-            setattr(small, name, short)
-    return small
+    parts = {name: shorter(part, counts) for name, part in _parts(config)}
+    for name, part in parts.items():
+        setattr(small, name, part)
+    return None if None in parts.values() else small
+
+
+def _parts(config: Any) -> list[tuple[str, Any]]:
+    found = ((name, getattr(config, name, None)) for name in config.sub_configs)
+    return [(name, part) for name, part in found if part is not None]
 
 
 @dataclass(frozen=True)
