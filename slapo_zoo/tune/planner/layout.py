@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from slapo_zoo.pipeline.orders import StageMap, find_order
+from slapo_zoo.pipeline.timeline import BACKWARD, BACKWARD_WEIGHT, FORWARD
 
 RECOMPUTE = ((0.0, ""), (0.25, ""), (0.5, ""), (0.75, ""), (1.0, "save_matmuls"), (1.0, ""))
 LEAST = ((1.0, "sharded"),)  # where tp ranks have whole tokens
@@ -134,3 +135,45 @@ def orders_for(
         for virtual in many if pp <= MOST_INTERLEAVED or many == (1,) else ():
             if pp * virtual <= blocks and _places(name, pp, virtual).admits(count):
                 yield name, virtual
+
+
+@lru_cache(maxsize=4096)
+def in_flight(order: str, pp: int, virtual: int, micro_batches: int, rank: int) -> tuple[int, ...]:
+    """Micro-batches that each stage of a rank holds at the fullest moment.
+
+    Args:
+        order: of the pipeline.
+        pp: its ranks.
+        virtual: stages per rank.
+        micro_batches: of a step.
+        rank: pp coordinate.
+    """
+    if pp == 1:
+        return (1,)
+    if order in ("1f1b", "gpipe"):
+        deep = order == "gpipe" or micro_batches < pp
+        return (micro_batches if deep else pp - rank,)
+    if order == "interleaved_1f1b":
+        # a rank warms up with a round of every chunk but the last, and two more per rank behind it
+        ahead = min(micro_batches * virtual, (virtual - 1) * pp + 2 * (pp - 1 - rank) + 1)
+        chunks = [i // pp % virtual for i in range(ahead)]
+        return tuple(chunks.count(chunk) for chunk in range(virtual))
+    return _played(order, pp, virtual, micro_batches)[rank]
+
+
+@lru_cache(maxsize=512)
+def _played(order: str, pp: int, virtual: int, micro_batches: int) -> list[tuple[int, ...]]:
+    """Of every rank, from the order itself."""
+    places = places_of(Layout(pp=pp, pipeline_order=order, stages_per_rank=virtual))
+    found = []
+    for rank, actions in enumerate(places.actions(micro_batches)):
+        now = dict.fromkeys(places.stages_of(rank), 0)
+        most = tuple(now.values())
+        for action in actions:
+            now[action.stage] += (action.kind == FORWARD) - (
+                action.kind in (BACKWARD, BACKWARD_WEIGHT)
+            )
+            if sum(now.values()) > sum(most):
+                most = tuple(now.values())
+        found.append(most)
+    return found

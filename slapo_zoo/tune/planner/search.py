@@ -4,7 +4,6 @@ import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,10 +14,9 @@ from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.pipeline.orders import balanced_cuts
 from slapo_zoo.pipeline.stages import leaf_units
-from slapo_zoo.pipeline.timeline import BACKWARD, BACKWARD_WEIGHT, FORWARD
 from slapo_zoo.pipeline.unit_costs import unit_costs
 from slapo_zoo.tune.planner.hardware import GIB, Hardware
-from slapo_zoo.tune.planner.layout import Layout, divisors, layouts, places_of
+from slapo_zoo.tune.planner.layout import Layout, divisors, in_flight, layouts, places_of
 from slapo_zoo.tune.planner.memory import (
     RankMemory,
     Recompute,
@@ -26,13 +24,15 @@ from slapo_zoo.tune.planner.memory import (
     rank_memory,
     stage_memory,
 )
+from slapo_zoo.tune.planner.mixtures import mixed
 from slapo_zoo.tune.planner.profile import Family, Profile
-from slapo_zoo.tune.planner.refine import refine
+from slapo_zoo.tune.planner.refine import STARTS, refine
 from slapo_zoo.tune.planner.runtime import find_precision, find_runtime
 from slapo_zoo.tune.planner.timing import CLOSED, How, StageTime, StepTime, stage_time, step_time
 from slapo_zoo.zoo.apply import block_paths, spread
 from slapo_zoo.zoo.table import base_prefix
 
+WORTH = 0.01  # of a step, for which each block has a policy of its own
 PARTS = ("weights", "gradients", "optimizer", "activations", "working", "buffers")
 
 
@@ -145,13 +145,14 @@ class Planner:
             key = layout.tp, layout.pp, layout.dp
             least[key] = min(least.get(key, (memory, layout)), (memory, layout))
         fits += self._refined(fits, limit, orders)
+        fits += self._mixed(fits, [at for _, at in least.values()], limit)
         if not looked_at:
             problem = f"found no way to divide {gpus} devices and {batch} rows"
             raise MeshError("plan", f"--gpus {gpus} --batch {batch}", problem, _near(gpus, batch))
         fitting = {(f.layout.tp, f.layout.pp, f.layout.dp) for f in fits}
         short = sorted(one for key, one in least.items() if key not in fitting)
         refused = [(str(at), self.why(self.forecast(at))) for _, at in short] + refused
-        fits.sort(key=lambda found: (found.step.seconds, found.memory, found.layout))
+        fits.sort(key=lambda found: (found.step.seconds, found.memory, str(found.layout)))
         return Found(fits, refused, looked_at, self.hardware, batch, self.seq_len,
                      self.family.total_parameters)  # fmt: skip
 
@@ -166,6 +167,22 @@ class Planner:
         known = {found.layout for found in fits}
         better = refine(self.forecast, fit, fits, len(self.family.blocks), orders)
         return list({f.layout: f for f in better if f.layout not in known}.values())
+
+    def _mixed(
+        self, fits: Sequence[Forecasted], over: Sequence[Layout], limit: float
+    ) -> list[Forecasted]:
+        """What memory binds, with a policy of its own for each block of each stage."""
+        bound: dict[Any, Forecasted] = {}
+        for one in sorted(fits, key=lambda f: f.step.seconds)[:STARTS]:
+            at = one.layout
+            if at.checkpoint_ratio:
+                bare = replace(at, checkpoint_ratio=0.0, checkpoint_policy="")
+                bound.setdefault(bare, one)
+        within = (1 - WORTH) * min((f.step.seconds for f in fits), default=float("inf"))
+        found = [mixed(self, f.layout, limit, within) for f in bound.values()]
+        if not fits:
+            found += [mixed(self, layout, limit) for layout in over]
+        return [f for f in found if f is not None]
 
     def _least_zero(self, layout: Layout, limit: float) -> tuple[Layout, float]:
         """(the layout with as little ZeRO as makes it fit, its bytes); the last tried where none does."""
@@ -338,48 +355,6 @@ class Planner:
 
 def _near(gpus: int, batch: int) -> str:
     return f"choose a batch that {gpus} or a divisor of it divides, e.g. {-(-batch // gpus) * gpus}"
-
-
-@lru_cache(maxsize=4096)
-def in_flight(order: str, pp: int, virtual: int, micro_batches: int, rank: int) -> tuple[int, ...]:
-    """Micro-batches that each stage of a rank holds at the fullest moment.
-
-    Args:
-        order: of the pipeline.
-        pp: its ranks.
-        virtual: stages per rank.
-        micro_batches: of a step.
-        rank: pp coordinate.
-    """
-    if pp == 1:
-        return (1,)
-    if order in ("1f1b", "gpipe"):
-        deep = order == "gpipe" or micro_batches < pp
-        return (micro_batches if deep else pp - rank,)
-    if order == "interleaved_1f1b":
-        # a rank warms up with a round of every chunk but the last, and two more per rank behind it
-        ahead = min(micro_batches * virtual, (virtual - 1) * pp + 2 * (pp - 1 - rank) + 1)
-        chunks = [i // pp % virtual for i in range(ahead)]
-        return tuple(chunks.count(chunk) for chunk in range(virtual))
-    return _played(order, pp, virtual, micro_batches)[rank]
-
-
-@lru_cache(maxsize=512)
-def _played(order: str, pp: int, virtual: int, micro_batches: int) -> list[tuple[int, ...]]:
-    """Of every rank, from the order itself."""
-    places = places_of(Layout(pp=pp, pipeline_order=order, stages_per_rank=virtual))
-    found = []
-    for rank, actions in enumerate(places.actions(micro_batches)):
-        now = dict.fromkeys(places.stages_of(rank), 0)
-        most = tuple(now.values())
-        for action in actions:
-            now[action.stage] += (action.kind == FORWARD) - (
-                action.kind in (BACKWARD, BACKWARD_WEIGHT)
-            )
-            if sum(now.values()) > sum(most):
-                most = tuple(now.values())
-        found.append(most)
-    return found
 
 
 def require_feasible(found: Found, what: str) -> Forecasted:

@@ -9,9 +9,9 @@ from transformers import GPT2Config
 
 from slapo_zoo import AutoScheduledModel
 from slapo_zoo.errors import MeshError, SlapoError
-from slapo_zoo.tune.planner.budget import CHOICES, choose
 from slapo_zoo.tune.planner.hardware import HARDWARE
 from slapo_zoo.tune.planner.layout import Layout
+from slapo_zoo.tune.planner.mixtures import CHOICES, choose
 from slapo_zoo.tune.planner.search import Planner
 
 SIZES = {"n_layer": 4, "n_embd": 32, "n_head": 4, "vocab_size": 64, "n_positions": 32}

@@ -16,11 +16,11 @@ from slapo_zoo.pipeline.timeline import makespan, most_in_flight, simulate
 from slapo_zoo.tune.planner import calibrate, hardware
 from slapo_zoo.tune.planner.advice import worth
 from slapo_zoo.tune.planner.hardware import HARDWARE, find_hardware
-from slapo_zoo.tune.planner.layout import Layout, divisors, layouts, places_of
+from slapo_zoo.tune.planner.layout import Layout, divisors, in_flight, layouts, places_of
 from slapo_zoo.tune.planner.memory import Recompute, stage_memory
 from slapo_zoo.tune.planner.profile import Family, shorter
 from slapo_zoo.tune.planner.runtime import find_precision, find_runtime
-from slapo_zoo.tune.planner.search import Planner, in_flight
+from slapo_zoo.tune.planner.search import Planner
 from slapo_zoo.tune.planner.timing import How, StageTime, step_time
 from slapo_zoo.zoo.outline import Outline
 from slapo_zoo.zoo.survey import rank_sizes

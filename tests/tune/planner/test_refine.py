@@ -6,10 +6,12 @@ from functools import cache
 import pytest
 import transformers
 
+from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.pipeline.orders import ORDERS
 from slapo_zoo.tune.planner.hardware import GIB, find_hardware, with_memory
 from slapo_zoo.tune.planner.layout import Layout, divisors, orders_for
 from slapo_zoo.tune.planner.search import Planner
+from slapo_zoo.zoo.outline import Outline
 
 SPACES = [  # devices, rows of a step, device, GiB of one; the wider models fit in some of them barely
     (4, 16, "v100", 16), (4, 32, "a100", 10), (8, 16, "h100", 12), (8, 32, "v100", 32),
@@ -67,3 +69,23 @@ def test_the_pick_is_the_fastest_of_all(name, space):
     assert bool(picks) == bool(times)
     if picks:
         assert picks[0].step.seconds <= 1.01 * min(times), picks[0].layout
+
+
+def test_where_memory_binds_each_block_has_its_own_policy():
+    """Early stages hold more micro-batches, so they recompute more; no one policy for all is as fast."""
+    config = transformers.GPT2Config(n_layer=16, n_embd=4096, n_head=32)
+    config.architectures = ["GPT2LMHeadModel"]
+    hardware = with_memory(find_hardware("v100"), 6 * GIB)
+    planner = Planner(config, hardware, 1024, "fp16", "kernels")
+    best, *others = planner.search(32, 128).feasible
+    policies = best.layout.checkpoint_policy
+    assert not isinstance(policies, str)
+    assert len(set(policies)) > 1
+    assert best.memory <= hardware.memory - hardware.reserved
+    uniform = [f for f in others if isinstance(f.layout.checkpoint_policy, str)]
+    assert best.step.seconds < 0.99 * uniform[0].step.seconds
+    at, mesh = best.layout, Mesh(best.layout.tp, best.layout.pp, best.layout.dp)
+    outline = Outline(config, planner.family.cls, mesh, planner.dtype, checkpoint_policy=policies,
+                      pipeline_order=at.pipeline_order, stages_per_rank=at.stages_per_rank,
+                      sequence_parallel=at.sequence_parallel)  # fmt: skip
+    assert outline.schedule.state.checkpointed  # what the knobs of the plan make
