@@ -36,19 +36,15 @@ KNOBS = ("sequence_parallel", "pipeline_order", "stages_per_rank")  # what a pro
 def require_derived(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -> None:
     """Have the proven table of a model at hand, the same on all ranks.
 
-    A table that divides nothing needs no proof. Any other is looked up in the cache of this user;
-    if it is not there, rank 0 has it derived by a process of its own, and the others wait.
+    It is looked up in the cache of this user; if it is not there, rank 0 has it derived by a process
+    of its own, and the others wait. Without tp and pp a model that cannot be proven has a table all the
+    same: the one that takes a batch in one piece.
 
     Raises:
         ArchitectureError: none is right; the module in the way is named.
     """
     name = structure(config, cls)
     if name in TRIALS:
-        return
-    key = name, mesh.tp, mesh.pp
-    if mesh.tp * mesh.pp == 1:
-        empty = hf.build_on_meta(cls, copy.deepcopy(config), torch.float32, False)
-        DERIVED[key] = undivided_table(config, empty)
         return
     sizes = (mesh.tp, mesh.pp, min(mesh.dp, 2))
     file = cache_file(config, cls, sizes, options)
@@ -57,8 +53,15 @@ def require_derived(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) ->
             "config": json.loads(config.to_json_string(use_diff=False)), "cls": cls.__name__,
             "sizes": sizes, "knobs": {knob: getattr(options, knob) for knob in KNOBS},
         }  # fmt: skip
-        PROVEN[file] = from_document(_document(request, file, mesh)["table"])
-    DERIVED[key] = PROVEN[file]
+        found = _document(request, file, mesh)
+        if "error_of" not in found:
+            PROVEN[file] = from_document(found["table"])
+        elif mesh.tp * mesh.pp > 1:
+            raise SlapoError(*found["error_of"])
+        else:
+            empty = hf.build_on_meta(cls, copy.deepcopy(config), torch.float32, False)
+            PROVEN[file] = undivided_table(config, empty)
+    DERIVED[name, mesh.tp, mesh.pp] = PROVEN[file]
 
 
 def _document(request: dict[str, Any], file: Path, mesh: Mesh) -> dict[str, Any]:
@@ -66,11 +69,8 @@ def _document(request: dict[str, Any], file: Path, mesh: Mesh) -> dict[str, Any]
     while True:
         found = together(mesh, "schedule", lambda: child.outcome() if child else None)[0]
         if found is not None:
-            break
+            return found
         time.sleep(EVERY_S)
-    if "error_of" in found:
-        raise SlapoError(*found["error_of"])
-    return found
 
 
 class _Child:

@@ -5,9 +5,9 @@ import torch
 import transformers
 from huggingface_hub import constants
 
-from parity import LAYOUTS, Case, checkpoint, compare, references, scheduled
+from parity import CHANGES, LAYOUTS, Case, checkpoint, compare, references, scheduled
 from refusals import refused
-from slapo_zoo import ArchitectureError, AutoScheduledModel
+from slapo_zoo import ArchitectureError, AutoScheduledModel, MeshError
 from slapo_zoo.model import derived
 from slapo_zoo.parallel.emulation import emulate
 from slapo_zoo.verify.derived import derive
@@ -77,9 +77,9 @@ def proven(case, folder, sizes, knobs):
         derived._write(file, derive(config, cls, sizes, **knobs).document())
 
 
-def run(case, folder, sizes):
+def run(case, folder, sizes, micro_batches=None):
     home_of(folder.parent)
-    return scheduled(case, folder, sizes, schedule="auto")
+    return scheduled(case, folder, sizes, micro_batches, schedule="auto")
 
 
 def home_of(folder):
@@ -141,8 +141,47 @@ def load_on_two(config):
     return float(model.train_step({"input_ids": ids, "labels": ids}))
 
 
-def test_one_rank_needs_no_proof():
+ALONE = {  # as one rank divides them: over micro-batches
+    "no shift in spite of its name": Case("PegasusForCausalLM", ("tokens",)),
+    "a shift that its name does not tell": Case("BertGenerationDecoder", ("tokens",), (("is_decoder", True),)),
+    "files that spell in pieces": Case("OlmoeForCausalLM", ("tokens",)),
+}  # fmt: skip
+TINY.setdefault("bert-generation", {k: v for k, v in TINY["convbert"].items() if k != "embedding_size"})  # fmt: skip
+CHANGES.setdefault("Olmoe", CHANGES["Mixtral"])
+TINY.setdefault("olmoe", {**SMALL, "num_experts": 4, "num_experts_per_tok": 2})
+
+
+@pytest.mark.one_in(3)  # a derivation takes a second or two
+@pytest.mark.parametrize("name", ALONE)
+def test_one_rank_divides_a_batch_as_it_was_seen_to_be_right(name, root, ranks):
+    case = ALONE[name]
+    folder = checkpoint(case, root)
+    home_of(root)
+    proven(case, folder, (1, 1, 1), {})
+    truth, plains = references(case, folder)
+    compare(ranks.run(run, 1, case, folder, (1, 1, 1), 2)[0][0], plains, truth)
+
+
+@pytest.mark.slow
+def test_one_rank_draws_the_masks_of_two(root, ranks):
+    case = Case("PegasusForCausalLM", ("tokens",), dropout=0.25)
+    folder = checkpoint(case, root)
+    home_of(root)
+    found = []
+    for tp in (1, 2):
+        proven(case, folder, (tp, 1, 1), {})
+        found.append(ranks.run(run, tp, case, folder, (tp, 1, 1))[0][0])
+    assert found[0].losses == pytest.approx(found[1].losses, rel=1e-6)
+
+
+def test_one_rank_takes_what_cannot_be_proven_in_one_piece(monkeypatch):
+    monkeypatch.setattr(
+        derived, "_document", lambda *_: {"error_of": ["zoo", "auto", "no", "none"]}
+    )
     config = transformers.MptConfig(vocab_size=99, d_model=32, n_layers=2, n_heads=4)
     model = AutoScheduledModel.from_config(config, schedule="auto", auto_class="AutoModelForCausalLM")  # fmt: skip
+    batch = {"input_ids": torch.ones(2, 4).long(), "labels": torch.ones(2, 4).long()}
     assert not model.schedule.state.placed
-    assert model.train_step({"input_ids": torch.ones(1, 4).long(), "labels": torch.ones(1, 4).long()}) > 0  # fmt: skip
+    assert model.train_step(batch, micro_batches=1) > 0
+    with pytest.raises(MeshError, match="parts of a batch do not add up to it"):
+        model.train_step(batch, micro_batches=2)

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -108,8 +108,8 @@ class Modules:
 
 
 def undivided_table(config: Any, model: Any) -> Table:
-    """The table of a model on a mesh that divides no module."""
-    return derive_table(config, model, Observation(), None)
+    """The table of a model of which nothing was seen: it divides no module, and no batch."""
+    return replace(derive_table(config, model, Observation(), None), undivided=True)
 
 
 def derive_table(
