@@ -139,8 +139,9 @@ def _apply_rows(sch: Schedule, rows: list[Row]) -> None:
 def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
     """Sequence parallelism (arXiv:2205.05198): between `row` and `enter`, ranks hold some tokens.
 
-    Each stack of blocks divides its tokens at its first block and joins them after its last. What
-    every rank holds whole inside gets a part of its gradient from each rank.
+    Each stack of blocks divides its tokens at its first block and joins them after its last; blocks that
+    are called several times do so at each call. What every rank holds whole inside gets a part of its
+    gradient from each rank.
     """
     leave = any(isinstance(d, Sync) and d.sequence_axis is not None for _, r in rows for d in r)
     if not leave and not table.all_tokens:
@@ -155,8 +156,9 @@ def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
     whole_paths = {path for pattern in within for path in sch[pattern].paths}
     for pattern in patterns:
         if stack := sch[pattern].paths:
-            found.append((stack[0], (Sync("fwd_pre", "divide_tokens"),)))
-            found.append((stack[-1], (Sync("fwd_post", "join_tokens"),)))
+            first, last = (stack, stack) if table.calls else (stack[:1], stack[-1:])
+            found += [(path, (Sync("fwd_pre", "divide_tokens"),)) for path in first]
+            found += [(path, (Sync("fwd_post", "join_tokens"),)) for path in last]
     blocks = tuple(f"{path}." for path in block_paths(sch, table))
     for pattern, rule in rows:
         paths = [p for p in sch[pattern].paths if p not in whole_paths]

@@ -91,6 +91,7 @@ HEADS = {
     "camembert": roberta_heads("Camembert"),
     "albert": [
         Case("AlbertForMaskedLM", TOKENS),
+        Case("AlbertForMaskedLM", TOKENS, (("num_hidden_groups", 2), ("inner_group_num", 2)), variant=("bare",)),
         Case("AlbertForPreTraining", ("tokens", "order"), variant=("types",)),
         Case("AlbertForSequenceClassification", CLASS, THREE, variant=("twice",)),
         Case("AlbertForTokenClassification", TAGS, THREE),
