@@ -33,7 +33,7 @@ from slapo_zoo.parallel.known import knowing
 from slapo_zoo.parallel.loss_means import LABELS, GlobalMeans, count_targets
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.vocab_parallel import VocabLogits
-from slapo_zoo.pipeline.runtime import ROWS, Pipeline, share_output, split_batch
+from slapo_zoo.pipeline.runtime import FOR_LOSS, ROWS, Pipeline, share_output, split_batch
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
         _require_labels(tensors, whole)
     count = _micro_batches(runtime, mesh, rows, options.micro_batches)
     refuse_divided(model, whole, micro_batches=count, pp=mesh.pp, dp=mesh.dp)
+    _require_rows(tensors, whole, rows, count)
     name, device = runtime.head_name(model), next(iter(tensors.values())).device
     if options.loss_fn is None:
         items = whole.pop("num_items_in_batch", None)  # of transformers: on all dp ranks
@@ -226,6 +227,17 @@ def _micro_batches(runtime: Runtime, mesh: Mesh, rows: int, asked: int | None) -
         problem = f"{rows} rows cannot be divided into {count} equal micro-batches"
         raise MeshError("train_step", "micro_batches", problem, f"legal numbers: {legal}")
     return count
+
+
+def _require_rows(tensors: dict[str, Tensor], whole: dict, rows: int, count: int) -> None:
+    """What has no row per row of the batch is in no micro-batch; several images per row may be."""
+    other = [f"{n.removeprefix(FOR_LOSS)} {list(x.shape)}" for n, x in tensors.items()
+             if len(x) % rows or (x.ndim == 1 and len(x) != rows)]  # fmt: skip
+    other += [n for n in ("encoder_outputs", "past_key_values") if whole.get(n) is not None]
+    if count > 1 and other:
+        problem = f"{rows} rows go into {count} micro-batches, but not {', '.join(other)}"
+        hint = "give each row its own, leave to loss_fn what is of no row, or pass micro_batches=1"
+        raise SlapoError("train_step", "batch", problem, hint)
 
 
 def _default_micro_batches(rows: int, pipeline: Pipeline | None) -> int:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from slapo_zoo import Mesh, SlapoError
+from parity import Case, batch_of, tiny_config
+from slapo_zoo import AutoScheduledModel, Mesh, SlapoError
 from slapo_zoo.model.sampler import MeshSampler, broadcast_batch
 
 
@@ -66,3 +67,38 @@ def test_inputs_are_broadcast_on_request(ranks):
         assert torch.equal(batch["input_ids"], torch.arange(6).reshape(2, 3).t() + 10 * dp)
         assert batch["name"] == f"dp{dp}"
         assert batch["weights"].shape == (2,)
+
+
+def encoded(model, batch):
+    """The encoder's outputs in place of its inputs: a cross attention would take two rows for a longer one."""
+    with torch.no_grad():
+        outputs = model.get_encoder()(batch["input_features"])[:1]
+    return {"encoder_outputs": outputs, "labels": batch["labels"]}
+
+
+def one_row_of_positions(model, batch):
+    return {**batch, "position_ids": torch.arange(batch["input_ids"].shape[1])}
+
+
+def weights_of_classes(model, batch):
+    return {**batch, "of_classes": torch.ones(99)}
+
+
+WITHOUT_ROWS = {
+    "encoder_outputs": (Case("WhisperForConditionalGeneration", ("tokens",)), encoded),
+    "position_ids": (Case("GPT2LMHeadModel", ("tokens",)), one_row_of_positions),
+    "of_classes": (Case("GPT2LMHeadModel", ("tokens",)), weights_of_classes),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_ROWS)
+def test_what_has_no_row_per_row_goes_into_no_micro_batch(name):
+    """Whisper's loss would be that of other rows, without a word."""
+    case, change = WITHOUT_ROWS[name]
+    config, _ = tiny_config(case)
+    model = AutoScheduledModel.from_config(config, auto_class=case.cls).train()
+    batch = change(model, batch_of(case))
+    own = {"loss_fn": lambda output, batch: output.loss} if name == "of_classes" else {}
+    with pytest.raises(SlapoError, match=f"4 rows go into 2 micro-batches, but not {name}"):
+        model.train_step(batch, micro_batches=2, **own)
+    assert model.train_step(batch, micro_batches=1, **own) > 0
