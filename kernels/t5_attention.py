@@ -4,6 +4,7 @@ B batch rows, S queries, T keys, H heads, D head size.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,32 +89,35 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None, None]:
     """T5Attention. What it hands to the next layer as `position_bias` is the table, not [1, H, S, T].
 
-    With a cache that holds tokens, or packed sequences, or after a layer that handed on such a bias, the
-    model's own forward runs.
+    With packed sequences, and in a compiler's graph, the model's own forward runs and gets the bias of the
+    table; with a cache that holds tokens, or after a layer that handed on a bias, it hands on its own.
     """
-    held = 0 if past_key_values is None else past_key_values.get_seq_length(module.layer_idx)
+    held = past_key_values is not None and past_key_values.get_seq_length(module.layer_idx)
     source = hidden_states if key_value_states is None else key_value_states
     causal = module.is_causal and key_value_states is None
-    made = position_bias is not None and position_bias.ndim == 4
     S, T = hidden_states.shape[1], source.shape[1]
+    table = position_bias
+    if table is None and module.has_relative_attention_bias:
+        # a copy: an engine may take the weight back before the next layer reads it
+        table = module.relative_attention_bias.weight.clone()
+    made = position_bias is not None and position_bias.ndim == 4
     if made or held or not hides_only_padding(mask, S, T, causal):
-        if position_bias is not None and not made:
-            position_bias = _bias_of(module, position_bias, S, S + held)
-        args = (hidden_states, mask, key_value_states, position_bias, past_key_values)
-        return type(module).forward(module, *args, **kwargs)
+        own = partial(type(module).forward, module, hidden_states, mask, key_value_states)
+        if made or (position_bias is None and past_key_values is not None):
+            return own(position_bias, past_key_values, **kwargs)
+        bias = None if table is None else _bias_of(module, table, S, T + (held or 0))
+        out, _, *others = own(bias, past_key_values, **kwargs)
+        return out, table, *others
     q = _heads(module, module.q(hidden_states))
     k, v = _heads(module, module.k(source)), _heads(module, module.v(source))
     if past_key_values is not None:
         k, v = _remember(module, past_key_values, k, v, key_value_states is not None)
-    if position_bias is None and module.has_relative_attention_bias:
-        # a copy: an engine may take the weight back before the next layer reads it
-        position_bias = module.relative_attention_bias.weight.clone()
     out = t5_attention(
-        q, k, v, position_bias, not module.is_decoder, causal,
+        q, k, v, table, not module.is_decoder, causal,
         keys_of(mask, k.shape[2]), module.relative_attention_max_distance,
         **(_dropout(module, q, k) if module.training else {}),
     )  # fmt: skip
-    return module.o(out.transpose(1, 2).flatten(2)), position_bias, None
+    return module.o(out.transpose(1, 2).flatten(2)), table, None
 
 
 def _bias_of(module: Any, table: Tensor, S: int, T: int) -> Tensor:

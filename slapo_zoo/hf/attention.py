@@ -13,7 +13,7 @@ from slapo_zoo.hf import cpu_dropout_attention as dropped_attention
 from slapo_zoo.hf.attention_backends import BACKENDS, find_backend, implementation
 from slapo_zoo.hf.padding import asks_no_positions, asks_nothing
 from slapo_zoo.parallel.known import known
-from slapo_zoo.parallel.random_stream import RandomStream, dropout, hashed_cells
+from slapo_zoo.parallel.random_stream import RandomStream, SiteName, dropout, hashed_cells
 
 ATTRIBUTE = "core_attn"
 
@@ -87,7 +87,7 @@ class CoreAttention(nn.Module):
         device: DeviceDropout | None = None,
     ):  # fmt: skip
         super().__init__()
-        self.stream, self.site, self.heads = stream, site, heads
+        self.stream, self.site, self.heads = stream, SiteName(site), heads
         self.name, self.backend = backend, find_backend(backend)
         self.device_dropout = device
 
@@ -113,7 +113,7 @@ class CoreAttention(nn.Module):
         if not self.backend.drops:
             problem = f"it would draw masks of its own for dropout={dropout}"
             hint = "set the config's attention dropout to 0, or use sdpa or eager"
-            raise SlapoError(self.site, f"attention={self.name!r}", problem, hint)
+            raise SlapoError(str(self.site), f"attention={self.name!r}", problem, hint)
         scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
         causal = kwargs.get("is_causal")
         causal = getattr(attention, "is_causal", True) if causal is None else causal

@@ -4,13 +4,14 @@ They are functions of their arguments alone, so a graph draws anew at every step
 and what it recomputes in its backward is what it drew, wherever the stream has gone meanwhile.
 """
 
+import zlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from slapo_zoo.parallel.device_seeds import DeviceSeeds, later, split_cells
-from slapo_zoo.parallel.random_stream import RandomStream, hashed_cells
+from slapo_zoo.parallel.random_stream import RandomStream, SiteName, Where, hashed_cells
 
 NAMESPACE = "slapo_zoo"
 # A graph that is replayed, as CUDA graphs are, would not ask for the position again.
@@ -26,10 +27,19 @@ def _stream(at: Tensor, seed: int, rows: bool, real: Tensor | None) -> RandomStr
     return stream
 
 
+def in_graph(site: Where) -> tuple[Tensor | None, str]:
+    """A site as operators take it: the hash of its path as a tensor, and what stands behind the path."""
+    return (site.key, site.suffix) if isinstance(site, SiteName) else (None, str(site))
+
+
+def _whole(key: Tensor | None, site: str) -> int:
+    return zlib.crc32(site.encode(), 0 if key is None else int(key))
+
+
 @torch.library.custom_op(f"{NAMESPACE}::drawn_mask", mutates_args=(), tags=UNSAFE)
 def drawn_mask(
-    at: Tensor, seed: int, rows: bool, real: Tensor | None, site: str, heads: Sequence[int],
-    shape: Sequence[int], p: float, dtype: torch.dtype,
+    at: Tensor, seed: int, rows: bool, real: Tensor | None, key: Tensor | None, site: str,
+    heads: Sequence[int], shape: Sequence[int], p: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """RandomStream.keep_mask on a CPU for a tensor of `shape`.
 
@@ -38,47 +48,50 @@ def drawn_mask(
         seed: of the stream.
         rows: whether axis 0 are batch rows.
         real: as RandomStream.real_tokens.
-        site: as in keep_mask.
+        key: what the hash of the site's name begins with, int64, on the host.
+        site: the rest of the name.
         heads: as in keep_mask.
         shape: of the mask.
         p: as in keep_mask.
         dtype: of the mask.
     """
     whole = torch.empty((), dtype=dtype).expand(list(shape))
-    return _stream(at, seed, rows, real).keep_mask(whole, p, site, list(heads)).clone()
+    return _stream(at, seed, rows, real).keep_mask(whole, p, _whole(key, site), list(heads)).clone()
 
 
 @drawn_mask.register_fake
-def _(at, seed, rows, real, site, heads, shape, p, dtype):
+def _(at, seed, rows, real, key, site, heads, shape, p, dtype):
     return torch.empty(shape, dtype=dtype)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::drawn_uniform", mutates_args=(), tags=UNSAFE)
 def drawn_uniform(
-    at: Tensor, seed: int, rows: bool, site: str, shape: Sequence[int], dtype: torch.dtype,
-    device: torch.device,
+    at: Tensor, seed: int, rows: bool, key: Tensor | None, site: str,
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device,
 ) -> Tensor:  # fmt: skip
     """RandomStream.uniform for a tensor of `shape` on the device; arguments as above."""
     whole = torch.empty((), dtype=dtype, device=device).expand(list(shape))
-    return _stream(at, seed, rows, None).uniform(whole, site)
+    return _stream(at, seed, rows, None).uniform(whole, _whole(key, site))
 
 
 @drawn_uniform.register_fake
-def _(at, seed, rows, site, shape, dtype, device):
+def _(at, seed, rows, key, site, shape, dtype, device):
     return torch.empty(shape, dtype=dtype, device=device)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::drawn_seeds", mutates_args=(), tags=UNSAFE)
 def drawn_seeds(
-    at: Tensor, seed: int, rows: bool, site: str, count: int, heads: Sequence[int],
-    device: torch.device,
+    at: Tensor, seed: int, rows: bool, key: Tensor | None, site: str,
+    count: int, heads: Sequence[int], device: torch.device,
 ) -> Tensor:  # fmt: skip
     """DeviceSeeds.find for `count` rows, of the site's name; arguments as above."""
-    return _stream(at, seed, rows, None).found(device, site, count, list(heads)).clone()
+    return (
+        _stream(at, seed, rows, None).found(device, _whole(key, site), count, list(heads)).clone()
+    )
 
 
 @drawn_seeds.register_fake
-def _(at, seed, rows, site, count, heads, device):
+def _(at, seed, rows, key, site, count, heads, device):
     return torch.empty(count * max(len(heads), 1), dtype=torch.int64, device=device)
 
 

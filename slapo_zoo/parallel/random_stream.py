@@ -20,6 +20,36 @@ from slapo_zoo.parallel.device_seeds import STRIDE, DeviceSeeds, later, mix, spl
 from slapo_zoo.parallel.known import known, places
 
 
+class SiteName:
+    """The path of a site that drops, and its hash as a tensor: blocks that differ in it alone share a graph.
+
+    Args:
+        base: a path, or the name that this one begins with.
+        suffix: behind it.
+    """
+
+    def __init__(self, base: "str | SiteName", suffix: str = ""):
+        self.base = base
+        if isinstance(base, str):
+            self.suffix, self.key = suffix, torch.tensor(zlib.crc32(base.encode()), device="cpu")
+        else:
+            self.suffix, self.key = base.suffix + suffix, base.key
+
+    def __str__(self) -> str:
+        root: Any = self.base
+        while not isinstance(root, str):
+            root = root.base
+        return root + self.suffix
+
+
+Where = str | SiteName | int  # a site's path, its name, or the hash of it
+
+
+def hash_of(site: Where) -> int:
+    """32 bits of a site, the same in every process."""
+    return site if isinstance(site, int) else zlib.crc32(str(site).encode())
+
+
 @dataclass
 class RandomStream:
     """Where in the random sequence a model is; shared by all its sites.
@@ -97,7 +127,7 @@ class RandomStream:
         finally:
             self.real_tokens = packed
 
-    def keep_mask(self, x: Tensor, p: float, site: str, heads: Sequence[int] = ()) -> Tensor:
+    def keep_mask(self, x: Tensor, p: float, site: Where, heads: Sequence[int] = ()) -> Tensor:
         """A dropout mask for x, 0 or 1/(1-p), in the shape and dtype of x.
 
         Args:
@@ -111,16 +141,16 @@ class RandomStream:
             return keep.div_(1.0 - p) if p < 1.0 else keep
         real = self.real_tokens
         if torch.compiler.is_compiling():
-            from slapo_zoo.parallel.drawn_in_graphs import drawn_mask
+            from slapo_zoo.parallel.drawn_in_graphs import drawn_mask, in_graph
 
             at = self.now, self.seed, self.has_rows, real
-            return drawn_mask(*at, site, list(heads), x.shape, p, x.dtype)
+            return drawn_mask(*at, *in_graph(site), list(heads), x.shape, p, x.dtype)
         if real is not None:
             whole = x.new_empty(()).expand(*real.shape, *x.shape[2:])
             return self._mask(whole, p, site, heads)[real][None]
         return self._mask(x, p, site, heads)
 
-    def _mask(self, x: Tensor, p: float, site: str, heads: Sequence[int]) -> Tensor:
+    def _mask(self, x: Tensor, p: float, site: Where, heads: Sequence[int]) -> Tensor:
         keep = self.draw_cells(x, p, self.cells(x.shape[0], site, heads))
         return keep.div_(1.0 - p) if p < 1.0 else keep
 
@@ -133,7 +163,7 @@ class RandomStream:
         """Whether an operator hashes a mask from its seeds, and none lies in memory."""
         return not self.draws_in_blocks(device)
 
-    def seeds(self, x: Tensor, site: str, heads: Sequence[int] = ()) -> Tensor:
+    def seeds(self, x: Tensor, site: Where, heads: Sequence[int] = ()) -> Tensor:
         """The seeds of the mask of x, on its device: x is cut into as many equal runs.
 
         Args:
@@ -150,24 +180,24 @@ class RandomStream:
         return split_cells(found, real.shape[1], width).index_select(0, self.real_at)
 
     def found(
-        self, device: torch.device, site: str, rows: int, heads: Sequence[int] = ()
+        self, device: torch.device, site: Where, rows: int, heads: Sequence[int] = ()
     ) -> Tensor:
         """[rows * len(heads)] seeds of a site, on the device."""
         if torch.compiler.is_compiling():
-            from slapo_zoo.parallel.drawn_in_graphs import drawn_seeds
+            from slapo_zoo.parallel.drawn_in_graphs import drawn_seeds, in_graph
 
             at = self.now, self.seed, self.has_rows
-            return drawn_seeds(*at, site, rows, list(heads), device)
-        key = zlib.crc32(site.encode())
+            return drawn_seeds(*at, *in_graph(site), rows, list(heads), device)
+        key = hash_of(site)
         return self.device_seeds.find(device, self.seed, self.position(), key, rows, heads)
 
-    def seeds_of_columns(self, x: Tensor, site: str, run: tuple[int, int], size: int) -> Tensor:
+    def seeds_of_columns(self, x: Tensor, site: Where, run: tuple[int, int], size: int) -> Tensor:
         """As `keep_columns`: a seed per row of the last axis."""
         found = self.seeds(whole := x.detach().new_empty(()).expand(*x.shape[:-1], size), site)
         rows = whole.numel() // max(size, 1) // max(len(found), 1)
         return later(split_cells(found, rows, size), run[0])
 
-    def seeds_of_tokens(self, x: Tensor, site: str, n: int, r: int) -> Tensor:
+    def seeds_of_tokens(self, x: Tensor, site: Where, n: int, r: int) -> Tensor:
         """As `keep_tokens`: seeds of this rank's run of tokens."""
         if x.ndim > 2:
             return later(self.seeds(x, site), r * (x.numel() // max(x.shape[0], 1)))
@@ -175,16 +205,16 @@ class RandomStream:
         found = self.seeds(x.detach().new_empty(()).expand(n * x.shape[0], x.shape[1]), site)
         return found.view(-1, n * tokens).narrow(1, r * tokens, tokens).flatten()
 
-    def cells(self, count: int, site: str, heads: Sequence[int] = ()) -> list[int]:
+    def cells(self, count: int, site: Where, heads: Sequence[int] = ()) -> list[int]:
         """The seed of each cell of `count` rows, row by row; arguments as above."""
-        key = (self.seed, self.step, zlib.crc32(site.encode()))
+        key = (self.seed, self.step, hash_of(site))
         # A model may flatten [rows, choices, ...] to [rows * choices, ...].
         per_row = count // self.num_rows if self.num_rows else 1
         rows = range(self.first_row * per_row, self.first_row * per_row + count)
         return [mix(*key, row, head) for row in rows for head in heads or (0,)]
 
     def keep_columns(
-        self, x: Tensor, p: float, site: str, run: tuple[int, int], size: int
+        self, x: Tensor, p: float, site: Where, run: tuple[int, int], size: int
     ) -> Tensor:
         """The mask of an x whose last axis is `run` of a global axis of `size`.
 
@@ -193,7 +223,7 @@ class RandomStream:
         whole = x.new_empty(()).expand(*x.shape[:-1], size)
         return self.keep_mask(whole, p, site)[..., run[0] : run[1]]
 
-    def keep_tokens(self, x: Tensor, p: float, site: str, n: int, r: int) -> Tensor:
+    def keep_tokens(self, x: Tensor, p: float, site: Where, n: int, r: int) -> Tensor:
         """The mask of an x that holds the r-th of n runs of tokens; all are drawn, then cut.
 
         Args:
@@ -211,13 +241,13 @@ class RandomStream:
         keep = self.keep_mask(whole, p, site).view(-1, n * tokens, x.shape[1])
         return keep.narrow(1, r * tokens, tokens).reshape(x.shape)
 
-    def uniform(self, x: Tensor, site: str) -> Tensor:
+    def uniform(self, x: Tensor, site: Where) -> Tensor:
         """Numbers of [0, 1) in the shape of x, each row from a cell of its own (stochastic depth)."""
         if torch.compiler.is_compiling():
-            from slapo_zoo.parallel.drawn_in_graphs import drawn_uniform
+            from slapo_zoo.parallel.drawn_in_graphs import drawn_uniform, in_graph
 
             at = self.now, self.seed, self.has_rows
-            return drawn_uniform(*at, site, x.shape, x.dtype, x.device)
+            return drawn_uniform(*at, *in_graph(site), x.shape, x.dtype, x.device)
         if self.hashes(x.device):  # what is drawn on the host would be waited for
             counter = torch.arange(x[0].numel(), device=x.device)
             bits = hashed_bits(counter, self.seeds(x, site)[:, None])
@@ -270,7 +300,7 @@ def hashed_bits(counter: Tensor, key: Tensor) -> Tensor:
 
 
 def dropout(
-    x: Tensor, p: float, stream: RandomStream, site: str, heads: Sequence[int] = ()
+    x: Tensor, p: float, stream: RandomStream, site: Where, heads: Sequence[int] = ()
 ) -> Tensor:
     """x --> x * mask / (1 - p), the mask drawn from the cells of `site`."""
     return x * stream.keep_mask(x, p, site, heads) if p > 0.0 else x

@@ -16,32 +16,51 @@ from slapo_zoo.parallel.random_stream import RandomStream
 CHEAP = {("gpt2", 1), ("bert", 1), ("bart", 1), ("falcon", 2), ("t5", 1)}
 
 
+DEPTHS = (
+    "n_layer",
+    "n_layers",
+    "num_hidden_layers",
+    "num_layers",
+    "encoder_layers",
+    "decoder_layers",
+)
+KINDS = {"t5": 4}  # graphs of like blocks: in each stack the first makes the bias of positions
+
+
 def _blocks(model):
-    """The first block of each stack."""
+    """The blocks of all stacks."""
     found = {}
     for name, module in model.named_modules():
         parent, _, last = name.rpartition(".")
-        is_list = last == "0" and isinstance(model.get_submodule(parent), torch.nn.ModuleList)
-        if is_list and type(module).__name__ != "SwinStage":  # of blocks
-            found[parent] = module
-    outer = [p for p in found if not any(p.startswith(f"{q}.") for q in found)]
-    return [found[p] for p in outer]
+        is_list = last.isdigit() and isinstance(model.get_submodule(parent), torch.nn.ModuleList)
+        inside = any(name.startswith(f"{block}.") for block in found)
+        if is_list and not inside and type(module).__name__ != "SwinStage":  # of blocks
+            found[name] = module
+    return list(found.values())
 
 
-def _steps(family, tp, compiled, micro_batches=1, **options):
+def _model(family, tp, changes=(), **options):
     from slapo_zoo import AutoScheduledModel
 
     case = HEADS[family][0]
     config, _ = tiny_config(replace(case, dropout=0.25))
+    for name, value in changes:
+        setattr(config, name, value)
     config.architectures = [case.cls]
-    model = AutoScheduledModel.from_config(config, tp=tp, seed=0, kernels="auto", **options).train()
+    options = {"kernels": "auto", **options}
+    model = AutoScheduledModel.from_config(config, tp=tp, seed=0, **options)
+    return model.train(), batch_of(case)
+
+
+def _steps(family, tp, compiled, micro_batches=1, fullgraph=True, **options):
+    model, batch = _model(family, tp, **options)
     blocks = _blocks(model) if compiled else []
     assert blocks or not compiled
     for block in blocks:
-        block.compile(backend="aot_eager", fullgraph=True)
-    losses = [float(model.train_step(batch_of(case), micro_batches=micro_batches))]
+        block.compile(backend="aot_eager", fullgraph=fullgraph)
+    losses = [float(model.train_step(batch, micro_batches=micro_batches))]
     with torch._dynamo.config.patch(error_on_recompile=True):  # from step to step
-        losses.append(float(model.train_step(batch_of(case), micro_batches=micro_batches)))
+        losses.append(float(model.train_step(batch, micro_batches=micro_batches)))
     assert losses[0] != losses[1] or not _drops(model), "the masks of a step are those of another"
     return losses, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
@@ -90,3 +109,47 @@ def test_what_is_recomputed_draws_its_own_masks(ranks, on_device):
     """The stream has gone on to the second micro-batch, or the next stage's, by then."""
     options = {"checkpoint_ratio": 1.0, "micro_batches": 2}
     _assert_equal(ranks.run(_both, 1, "gpt2", 1, on_device, options))
+
+
+ON_RANKS = {  # ranks, family, options
+    "stages": (2, "gpt2", {"pp": 2, "micro_batches": 2}),
+    "a table from stage to stage": (
+        2, "t5", {"pp": 2, "micro_batches": 4, "pipeline_order": "interleaved_1f1b", "checkpoint_ratio": 1.0},
+    ),
+    "weights gathered between graphs": (2, "bert", {"dp": 2, "dp_shard": 2, "fullgraph": False}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ON_RANKS)
+@pytest.mark.slow
+def test_on_ranks(ranks, name):
+    count, family, options = ON_RANKS[name]
+    _assert_equal(ranks.run(_both, count, family, 1, False, options))
+
+
+def _graphs(family, tp, blocks):
+    torch._dynamo.reset()
+    model, batch = _model(family, tp, [(name, blocks) for name in DEPTHS])
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = _blocks(model)
+    for block in compiled:
+        block.compile(backend=backend, fullgraph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.train_step(batch)
+    return len(compiled), len(graphs)
+
+
+@pytest.mark.parametrize("family, tp", [
+    ("gpt2", 2), *(pytest.param(f, tp, marks=pytest.mark.slow) for f, tp in (("bert", 1), ("bart", 2), ("t5", 2), ("llama", 2), ("opt", 1))),
+])  # fmt: skip
+def test_like_blocks_share_a_graph(ranks, family, tp):
+    """Torch compiles one piece of code for eight modules at most."""
+    for blocks, graphs in ranks.run(_graphs, tp, family, tp, 10):
+        assert blocks >= 10
+        assert graphs == KINDS.get(family, blocks // 10)

@@ -81,6 +81,7 @@ class ForkRng(Directive):
 
     def _forked(self, site: Site, forward: Callable) -> Callable:
         stream, rank = site.state.random, site.mesh.coord("tp") if self.per_rank else 0
+        name = rng.SiteName(f"{site.path}@{rank}" if rank else site.path)
         made = site.module.get_submodule(self.after) if self.after else None
         child = made and _Child(made, self._run(site), self.size)
 
@@ -88,7 +89,7 @@ class ForkRng(Directive):
         def forked(*args: Any, **kwargs: Any) -> Any:
             if not site.module.training:
                 return forward(*args, **kwargs)
-            own = OwnDropout(site, self.tokens, rank, child)
+            own = OwnDropout(site, self.tokens, name, child)
             if torch.compiler.is_compiling():  # no graph holds a generator of torch
                 with own:
                     return forward(*args, **kwargs)
@@ -116,10 +117,16 @@ class OwnDropout(TorchFunctionMode):
     Ranks that are to draw differently have names of their own for these cells.
     """
 
-    def __init__(self, site: Site, tokens: bool, rank: int = 0, child: _Child | None = None):
+    def __init__(
+        self,
+        site: Site,
+        tokens: bool,
+        name: rng.SiteName | None = None,
+        child: _Child | None = None,
+    ):
         super().__init__()
         self.site, self.tokens, self.count, self.child = site, tokens, 0, child
-        self.name = f"{site.path}@{rank}" if rank else site.path
+        self.name = name or rng.SiteName(site.path)
         if child:
             child.ran = False
 
@@ -131,7 +138,7 @@ class OwnDropout(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         x, p, training = _dropout_arguments(*args, **(kwargs or {}))
         self.count += 1
-        child, name = self.child, f"{self.name}#{self.count}"
+        child, name = self.child, rng.SiteName(self.name, f"#{self.count}")
         columns = child.run if child and child.ran else None
         if child:
             child.ran = False
@@ -147,7 +154,7 @@ class OwnDropout(TorchFunctionMode):
         if not (x.ndim and stream.num_rows and x.shape[0] % stream.num_rows == 0):
             return x
         self.count += 1
-        return stream.uniform(x, f"{self.name}#{self.count}")
+        return stream.uniform(x, rng.SiteName(self.name, f"#{self.count}"))
 
 
 def _dropout_arguments(
@@ -162,7 +169,7 @@ def hash_path(site: Site) -> int:
     return rng.zlib.crc32(site.path.encode())
 
 
-def _drawn(site: Site, x: Tensor, p: float, name: str, tokens: bool) -> dict[str, Any]:
+def _drawn(site: Site, x: Tensor, p: float, name: rng.SiteName, tokens: bool) -> dict[str, Any]:
     """The mask of x, which holds all tokens or, while they are sharded, this rank's: see dropout_mask."""
     stream, mesh = site.state.random, site.mesh
     hashes = stream.hashes(x.device)
@@ -177,7 +184,7 @@ def _drawn(site: Site, x: Tensor, p: float, name: str, tokens: bool) -> dict[str
 
 
 def _drawn_columns(
-    site: Site, x: Tensor, p: float, name: str, run: Run, size: int
+    site: Site, x: Tensor, p: float, name: rng.SiteName, run: Run, size: int
 ) -> dict[str, Any]:
     """The mask of an x whose last axis is a run of `size` columns."""
     stream = site.state.random
@@ -189,11 +196,8 @@ def _drawn_columns(
 def _dropout(
     site: Site, module: nn.Dropout, directive: ForkRng, run: Run | None
 ) -> Callable[[Tensor], Tensor]:
-    stream, path, size = (
-        site.state.random,
-        site.path,
-        int(directive.size),
-    )  # a plain one, for graphs
+    stream, path = site.state.random, rng.SiteName(site.path)
+    size = int(directive.size)  # a plain one, for graphs
 
     def draws(input: Tensor) -> dict[str, Any]:
         """What is drawn for an input: `keep`, or `seeds` and `p`."""

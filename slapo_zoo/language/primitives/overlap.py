@@ -60,7 +60,7 @@ def sum_gradient_of(x: Tensor, group: Any, site: Site, shared: bool) -> Tensor:
         site: where the sync is.
         shared: the siblings take the same x.
     """
-    if not (_wanted(site, group) and x.requires_grad and possible(x)):
+    if not (x.requires_grad and possible(x) and _wanted(site, group)):
         return collectives.reduce_backward(x, group)
     return enter(x, group, _columns(site, shared))
 

@@ -207,9 +207,9 @@ class Sync(Directive):
         key = (parent, self.mode, self.sync_op_or_fn)
         if key not in site.state.shared:
             results = site.state.shared[key] = []
-            site.state.modules[parent].register_forward_hook(
-                lambda *_: results.clear(), always_call=True
-            )
+            module = site.state.modules[parent]
+            module.register_forward_pre_hook(lambda *_: results.clear())  # of a forward that failed
+            module.register_forward_hook(lambda *_: results.clear())
         results = site.state.shared[key]
 
         def enter(x: Tensor) -> Tensor:
