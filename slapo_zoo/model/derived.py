@@ -101,13 +101,17 @@ class _Child:
             if time.monotonic() - self.begin < TIMEOUT_S:
                 return None
             self.process.kill()
-        self.output.seek(0)
+        for file in (self.output, self.errors):
+            file.seek(0)
+        with self.output, self.errors:
+            return self._ended()
+
+    def _ended(self) -> dict[str, Any]:
         with suppress(ValueError, IndexError):
             found = json.loads(self.output.read().splitlines()[-1])
             if "error_of" not in found:
                 _write(self.file, found)
             return found
-        self.errors.seek(0)
         last = " / ".join(self.errors.read().strip().splitlines()[-3:])
         problem = f"its process ended with exit status {self.process.wait()}: {last}"
         return {"error_of": ["schedule='auto'", "derivation", problem, "write a table"]}
