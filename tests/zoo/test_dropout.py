@@ -130,7 +130,7 @@ def record_masks(stream):
         mask = draw(x, p, site, heads)
         assert p == P
         assert set(mask.unique().tolist()) <= {0.0, float(torch.tensor(1.0).div_(1 - P))}
-        drawn.append((site, stream.step, stream.first_row, tuple(heads), mask > 0))
+        drawn.append((str(site), stream.step, stream.first_row, tuple(heads), mask > 0))
         return mask
 
     stream.keep_mask = keep_mask
