@@ -41,6 +41,36 @@ def check_batch(mesh: Mesh, batch: Mapping[str, Tensor], step: int, interval: in
     _different_for_copies(mesh, found)
 
 
+def check_peers(mesh: Mesh, batch: Mapping[str, object], step: int, interval: int) -> None:
+    """As `check_batch`, of a forward in a loop of one's own: the tp ranks of one copy meet."""
+    tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
+    if mesh.tp == 1 or not tensors or interval < 1 or (step - 1) % interval:
+        return
+    mine = digest(tensors)
+    each = [torch.zeros_like(mine) for _ in range(mesh.tp)]
+    dist.all_gather(each, mine, group=mesh.group("tp"))
+    found = torch.stack(each).tolist()
+    if differ := [mesh.at(tp=r) for r in range(mesh.tp) if found[r] != found[0]]:
+        raise _unlike("forward", differ, mesh.at(tp=0))
+
+
+def check_trained_inputs(mesh: Mesh, parameters: Sequence[Tensor]) -> None:
+    """MeshError on all ranks where a parameter beyond the model starts from other values."""
+    if mesh.world_size == 1:
+        return
+    mine = digest({str(number): p for number, p in enumerate(parameters)})
+    each = [torch.zeros_like(mine) for _ in range(mesh.world_size)]
+    dist.all_gather(each, mine)
+    found = torch.stack(each).tolist()
+    if differ := [rank for rank, one in enumerate(found) if one != found[0]]:
+        shapes = ", ".join(str(list(p.shape)) for p in parameters[:3])
+        problem = f"ranks {differ} start with other values of {shapes} than rank 0"
+        hint = (
+            "make it after the same torch.manual_seed on every rank, or dist.broadcast(p.data, 0)"
+        )
+        raise MeshError("forward", "a trained input", problem, hint)
+
+
 def digest(batch: Mapping[str, Tensor]) -> Tensor:
     """A 64-bit hash of names, shapes and (a sample of) values, on the device of the batch."""
     total = torch.zeros((), dtype=torch.int64, device=next(iter(batch.values())).device)
@@ -63,12 +93,16 @@ def _same_for_peers(mesh: Mesh, found: Sequence[int]) -> None:
         ranks = [mesh.at(pp=pp, dp=copy, tp=tp) for pp in range(mesh.pp) for tp in range(mesh.tp)]
         differ = [rank for rank in ranks if found[rank] != found[ranks[0]]]
         if differ:
-            problem = f"ranks {differ} were fed another batch than rank {ranks[0]}"
-            hint = (
-                "tp and pp peers take the same rows: choose them by model.mesh.coord('dp'); "
-                "model.input_check_interval = 0 switches this check off"
-            )
-            raise MeshError("train_step", "batch", problem, hint)
+            raise _unlike("train_step", differ, ranks[0])
+
+
+def _unlike(where: str, differ: Sequence[int], first: int) -> MeshError:
+    hint = (
+        "tp and pp peers take the same rows: choose them by model.mesh.coord('dp'); "
+        "model.input_check_interval = 0 switches this check off"
+    )
+    problem = f"ranks {list(differ)} were fed another batch than rank {first}"
+    return MeshError(where, "batch", problem, hint)
 
 
 def _different_for_copies(mesh: Mesh, found: Sequence[int]) -> None:

@@ -15,10 +15,10 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_zoo.errors import MeshError
+from slapo_zoo.model.input_gradients import OF_MODELS, nodes_of, trained_inputs
 from slapo_zoo.model.step_guard import StepGuard
 from slapo_zoo.parallel.collectives import all_reduce_, summed
 from slapo_zoo.parallel.gradient_buckets import FlatSum, buckets
@@ -56,6 +56,7 @@ class Completion:
         paused: within `no_sync`.
         missed: whether a parameter had no gradient here in the last step, and a device knows if others do.
         asks_hosts: some dp rank `missed`; all of them then ask each other in this step, past the device.
+        beyond: parameters of no model that inputs were made of (a soft prompt), numbered.
     """
 
     def __init__(self, runtime: Any) -> None:
@@ -66,6 +67,7 @@ class Completion:
         self.parameters: list[nn.Parameter] = []
         self.trained: list[int] = []
         self._known: Any = WeakIdKeyDictionary()
+        self.beyond: Any = WeakIdKeyDictionary()
         self.in_step = self.missed = self.asks_hosts = False
         self._forget()
 
@@ -74,7 +76,7 @@ class Completion:
         new = Completion.__new__(Completion)
         memo[id(self)] = new
         new.__dict__.update(self.__dict__, hooked=[], parameters=[], trained=[])
-        new._known = WeakIdKeyDictionary()
+        new._known, new.beyond = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         new.guard = StepGuard(self.mesh)
         new.runtime = memo.get(id(self.runtime), self.runtime)
         new._forget()
@@ -84,6 +86,7 @@ class Completion:
         """No backward is under way."""
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[int, Bucket] = {}
+        self.reached: list[nn.Parameter] = []  # of `beyond`, in this backward
         self.next, self.task, self.modes = 0, -1, set()
         self.done = False
 
@@ -95,6 +98,8 @@ class Completion:
             own_loop: the backward is not that of `train_step`.
         """
         self.task = -1  # a backward that failed has not come to its end
+        for p in model.parameters():
+            OF_MODELS.setdefault(p)
         if self.divided_parameters:
             if own_loop:
                 self._require_whole_gradients()
@@ -109,6 +114,15 @@ class Completion:
         self.parameters = [p for _, p in named if p.is_leaf]
         partial = self._partial()
         self._hook([(n, p) for n, p in named if self.over_dp or n in partial])
+
+    def follow(self, batch: Any) -> None:
+        """A loop by hand averages over dp what its inputs were made of, too."""
+        if self.mesh.world_size == 1:
+            return
+        for p in trained_inputs(self.mesh, batch, self.beyond):
+            if self.mesh.dp > 1 and p not in self._known:
+                self._known[p] = True
+                _first_of(p, _Accumulated(self))
 
     def _hook(self, named: list[tuple[str, nn.Parameter]]) -> None:
         """Hooks stay: a backward may come after a forward with other parameters (functional_call)."""
@@ -142,12 +156,8 @@ class Completion:
         if self.mesh.world_size == 1 or not torch.is_grad_enabled():
             return
         mark = _Arrived(self, state.forward.tokens_divided)
-        leaves = tree_leaves(dict(output) if hasattr(output, "keys") else output)
-        for x in leaves:
-            for tensor in (x, getattr(x, "rows", None)):  # logits on demand: of which they are made
-                node = tensor.grad_fn if isinstance(tensor, Tensor) else None
-                if node is not None:
-                    node.register_prehook(mark)
+        for node in nodes_of(output):
+            node.register_prehook(mark)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -235,6 +245,9 @@ class Completion:
 
     def accumulated(self, parameter: nn.Parameter) -> None:
         """A gradient was added to `.grad`."""
+        if parameter in self.beyond:
+            self.reached += [parameter] if not (self.paused or self.in_step) else []
+            return
         if self.paused or not self.over_dp:
             return
         if others(parameter):  # they take it as it is now
@@ -263,6 +276,9 @@ class Completion:
         """The backward has come to its end."""
         if any(bucket.ready for bucket in self.buckets):
             self._close()
+        for parameter in sorted(self.reached, key=self.beyond.__getitem__):
+            self._average(parameter)
+        self.reached = []
         self.task, self.modes = -1, set()
         if not self.in_step:
             engine = self.runtime.data_parallel

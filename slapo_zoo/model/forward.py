@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.model.batch_check import check_peers
 from slapo_zoo.model.generation import refuse_cache, with_source
 from slapo_zoo.model.input_errors import explained
 from slapo_zoo.model.outputs import as_dict, refuse_outputs
@@ -72,6 +73,10 @@ def _run_whole(model: Any, run: Callable[..., Any], batch: dict[str, Any]) -> An
     completion = model._slapo.completion
     if torch.is_grad_enabled():
         completion.prepare(model, own_loop=True)
+        completion.follow(batch)
+        if model.training:
+            step = model._slapo.schedule.state.random.step
+            check_peers(model.mesh, batch, step, model.input_check_interval)
     output = run(batch)
     completion.watch(output)
     return output

@@ -17,12 +17,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_zoo.errors import MeshError
+from slapo_zoo.model.input_gradients import OF_MODELS
 from slapo_zoo.model.scaler import GradScaler
 from slapo_zoo.parallel.local_tensors import is_divided
 from slapo_zoo.parallel.mesh import Mesh
 
 PROBES, ELEMENTS, ALIKE = 8, 64, 1e-4
 FEWEST = 4  # elements that tell a common factor from one that clipping by value leaves behind
+LOOSELY = 1e-3  # rounding of kernels that add in any order
 ALWAYS = 16  # the first steps are all looked at, then one in `input_check_interval`
 
 _GUARDS: Any = (
@@ -44,7 +46,7 @@ class StepGuard:
     """
 
     def __init__(self, mesh: Mesh):
-        self.mesh, self.interval, self.steps = mesh, ALWAYS, 0
+        self.mesh, self.interval, self.steps, self.looks = mesh, ALWAYS, 0, 0
         self.probes: list[tuple[nn.Parameter, Tensor]] = []
         self.trained: Tensor | None = None  # ranks that have something to train; None: all
         self.fresh, self.needed, self.divides = False, True, mesh.tp * mesh.pp > 1
@@ -88,6 +90,26 @@ class StepGuard:
             problem = f"the ranks scaled their gradients by {listed}: by norms of their own parts"
             hint = "call model.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_"
             raise MeshError("optimizer.step", "gradients", problem, hint)
+
+    def look_beside(self, parameters: list[nn.Parameter]) -> None:
+        """MeshError on the ranks of a stage where what no model has (a head) got unlike gradients.
+
+        Two all-gathers of a few numbers, where an optimizer has such parameters: in the first steps alone.
+        """
+        beside = [p for p in parameters if p not in OF_MODELS and p.grad is not None]
+        self.looks += 1
+        if not (beside and self.needed and self.interval) or self.looks > ALWAYS:
+            return
+        each = [x.detach().double() for p in beside for x in (p, p.grad)]
+        mine = torch.stack([x.flatten()[:ELEMENTS].norm() for x in each] + [x.sum() for x in each])
+        for mesh_dim in ("tp", "dp"):
+            if self.mesh.size(mesh_dim) == 1:
+                continue
+            rows = [torch.empty_like(mine) for _ in range(self.mesh.size(mesh_dim))]
+            dist.all_gather(rows, mine, group=self.mesh.group(mesh_dim))
+            found = torch.stack(rows)
+            if (found - found[0]).abs().max() > LOOSELY * found.abs().max():
+                raise _unlike_beside(beside, mesh_dim)
 
     def _factors(self) -> Tensor:
         """[PROBES + 1, 2]: by which factor each probe was scaled, and whether it is one for its elements.
@@ -139,11 +161,26 @@ def _sample(p: nn.Parameter) -> Tensor:
     return p.grad.detach().reshape(-1)[:ELEMENTS].double()
 
 
+def _unlike_beside(parameters: list[nn.Parameter], mesh_dim: str) -> MeshError:
+    shapes = ", ".join(str(list(p.shape)) for p in parameters[:3])
+    problem = (
+        f"{mesh_dim} ranks have other values or gradients of what is not the model's: {shapes}"
+    )
+    hint = (
+        "make it alike on all ranks and apply it in the loss_fn of train_step, or wrap it: "
+        "DistributedDataParallel(head, process_group=model.mesh.group('dp'))"
+    )
+    return MeshError("optimizer.step", "parameters beside the model", problem, hint)
+
+
 def _before_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
     guard = None
     for group in optimizer.param_groups:
         guard = next((_GUARDS[p]() for p in group["params"] if p in _GUARDS), guard)
-    if guard is None or not guard.divides:
+    if guard is None:
+        return
+    guard.look_beside([p for group in optimizer.param_groups for p in group["params"]])
+    if not guard.divides:
         return
     _require_own_scaler()
     guard.before_step()

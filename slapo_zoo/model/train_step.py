@@ -100,17 +100,19 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
         if kept is not None:
             kept.add(int(part_rows[0]), output)
         loss = loss_of(output, part) * runtime.precision.scale
+        beside.see(loss, output)
         return loss if scale is None else loss * scale
 
     parameters = _trained(model, count, device)
-    inputs = InputGradients(mesh, tensors, model.parameters())
-    trains = bool(parameters or inputs.given or own)
+    known, times = runtime.completion.beyond, runtime.data_parallel.loss_scale
+    beside = InputGradients(mesh, tensors, known, options.loss_fn, times)
+    trains = bool(parameters or beside.given or own)
     _require_trained(trains or mesh.pp > 1)  # another stage may have what is trained
-    with runtime.data_parallel.new_gradients(list(parameters.values())), inputs.averaged():
+    with runtime.data_parallel.new_gradients(list(parameters.values())), beside.averaged():
         loss = _forward_and_backward(runtime, run, tensors, whole, count)
         _reduce(model, runtime, parameters)
         loss = loss / runtime.precision.scale
-        held = [*parameters.values(), *(inputs.leaves.values() or inputs.beyond)]
+        held = [*parameters.values(), *beside.held()]
         runtime.precision.unscale(held, mesh)
     loss, trained = _share(loss if scale is None else loss / scale, mesh, bool(parameters))
     _require_trained(trains or bool(trained))

@@ -95,7 +95,9 @@ def emulate(
 
 def _forget_frames(error: BaseException | None) -> None:
     """Free what the frames of an error hold: a model among them keeps its groups open."""
-    while error is not None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:  # an error may be raised within itself
+        seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 

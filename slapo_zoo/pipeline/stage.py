@@ -133,9 +133,26 @@ def used_in_several_places(
 ) -> bool:
     """Whether the gradient of some weight comes from several points of the way outputs --> inputs.
 
-    Such a point is an operation that has an input of the stage behind it, or an output that has none.
+    Such a point is an operation that has an input of the stage behind it, or an output that has none. A
+    weight of a loss (a head of the user's) is none of the stage: torch would leave it without a gradient.
     """
+    weights = list(weights)
     roots = {x.grad_fn for x in outputs if x.grad_fn is not None}
+    above = _above(roots)
+    ends = [get_gradient_edge(x).node for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    way = _climb([node for node in ends if node in above], above, set())
+    for weight in weights:
+        node = get_gradient_edge(weight).node if weight.requires_grad else None
+        if node in above:
+            met = _climb([node], above, way)
+            if len(met & way) + len(met & (roots - way)) > 1:
+                return True
+    own, leaves = {id(weight) for weight in weights}, [getattr(n, "variable", None) for n in above]
+    return any(isinstance(x, nn.Parameter) and id(x) not in own for x in leaves)
+
+
+def _above(roots: set[Any]) -> dict[Any, list[Any]]:
+    """All operations behind some, each with those that read it."""
     above: dict[Any, list[Any]] = {node: [] for node in roots}
     todo = list(roots)
     while todo:
@@ -146,15 +163,7 @@ def used_in_several_places(
                     above[following] = []
                     todo.append(following)
                 above[following].append(node)
-    ends = [get_gradient_edge(x).node for x in inputs if isinstance(x, Tensor) and x.requires_grad]
-    way = _climb([node for node in ends if node in above], above, set())
-    for weight in weights:
-        node = get_gradient_edge(weight).node if weight.requires_grad else None
-        if node in above:
-            met = _climb([node], above, way)
-            if len(met & way) + len(met & (roots - way)) > 1:
-                return True
-    return False
+    return above
 
 
 def _climb(nodes: list[Any], above: dict[Any, list[Any]], ends: set[Any]) -> set[Any]:

@@ -1,7 +1,9 @@
 """A learnt prefix of `inputs_embeds` trains on every mesh as in one process of plain transformers."""
 
+import copy
 import time
 
+import peft
 import pytest
 import torch
 import transformers
@@ -9,7 +11,7 @@ from peft import PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 
-from slapo_zoo import AutoScheduledModel, SlapoError, emulate
+from slapo_zoo import AutoScheduledModel, MeshError, SlapoError, emulate
 
 CONFIG = transformers.GPT2Config(
     n_embd=32, n_head=4, n_layer=4, vocab_size=64, n_positions=32, bos_token_id=0, eos_token_id=0,
@@ -30,8 +32,9 @@ def folder(tmp_path_factory):
 class Prompted(nn.Module):
     """What a user writes: a table of his own before a model that knows nothing of it."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, even=False):
         super().__init__()
+        self.even = even
         rows = load_file(folder / "model.safetensors")["transformer.wte.weight"]
         self.table = nn.Embedding.from_pretrained(rows)
         drawn = torch.randn(PREFIX, 32, generator=torch.Generator().manual_seed(5))
@@ -40,7 +43,8 @@ class Prompted(nn.Module):
     def batch(self, ids):
         rows = self.prompt.expand(len(ids), -1, -1)
         labels = torch.cat([ids.new_full((len(ids), PREFIX), -100), ids], 1)
-        labels[0, -3:] = -100  # rows of other lengths: a mean of means would be another one
+        if not self.even:
+            labels[0, -3:] = -100  # rows of other lengths: a mean of means would be another one
         return {"inputs_embeds": torch.cat([rows, self.table(ids)], 1), "labels": labels}
 
 
@@ -61,10 +65,10 @@ def on_a_mesh(folder, tp, pp, dp, options):
     return train(Prompted(folder), model.train_step, rows)
 
 
-def plain(folder, dp):
+def plain(folder, dp, even=False):
     """The rows of all dp ranks in one process."""
     model = transformers.GPT2LMHeadModel.from_pretrained(folder).requires_grad_(False)
-    prompted, parts = Prompted(folder), IDS.tensor_split(dp)
+    prompted, parts = Prompted(folder, even), IDS.tensor_split(dp)
 
     def step(_):
         batches = [prompted.batch(part) for part in parts]
@@ -80,13 +84,100 @@ def plain(folder, dp):
     ("mesh", "options"),
     [((1, 1, 1), {}), ((2, 1, 1), {"sequence_parallel": True}), ((1, 2, 1), {}), ((1, 1, 2), {}),
      ((1, 2, 1), {"pipeline_order": "zbv"}), ((1, 2, 1), {"pipeline_order": "interleaved_zero_bubble"}),
-     ((1, 2, 2), {}), ((2, 2, 1), {})],
+     ((1, 2, 2), {}), ((2, 2, 1), {}), ((1, 1, 2), {"dp_shard": 2}), ((1, 2, 2), {"dp_shard": 2})],
 )  # fmt: skip
 def test_it_trains_as_in_one_process(folder, mesh, options):
     losses, prompt = plain(folder, mesh[2])
     for found, mine in emulate(on_a_mesh, folder, *mesh, options, mesh=mesh):
         assert found == pytest.approx(losses, rel=1e-5)
         torch.testing.assert_close(mine, prompt, rtol=1e-4, atol=1e-6)
+
+
+def by_hand(folder, tp, dp, options):
+    model = AutoScheduledModel.from_pretrained(folder, tp=tp, dp=dp, **options).train()
+    model.requires_grad_(False)
+
+    def step(batch):
+        """Two backwards, the first of which averages nothing."""
+        half = {name: x[:1] for name, x in batch.items()}
+        rest = {name: x[1:] for name, x in batch.items()}
+        with model.no_sync():
+            (model(**half).loss / len(batch["labels"])).backward(retain_graph=True)
+        loss = model(**rest).loss
+        (loss * (1 - 1 / len(batch["labels"]))).backward()
+        return loss.detach()
+
+    return train(Prompted(folder, even=True), step, IDS.tensor_split(dp)[model.mesh.coord("dp")])
+
+
+@pytest.mark.parametrize(
+    ("tp", "dp", "options"),
+    [(1, 2, {}), (2, 1, {"sequence_parallel": True}), (2, 2, {}), (1, 2, {"dp_shard": 2})],
+)
+def test_it_trains_in_a_loop_by_hand(folder, tp, dp, options):
+    _, want = plain(folder, dp, even=True)
+    for _, mine in emulate(by_hand, folder, tp, dp, options, mesh=(tp, 1, dp)):
+        torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-6)
+
+
+def drawn_unlike(folder, tp, dp, by_hand):
+    model = AutoScheduledModel.from_pretrained(folder, tp=tp, dp=dp).train()
+    prompted = Prompted(folder)
+    prompted.prompt.data += model.mesh.rank
+    batch = prompted.batch(IDS[:2])
+    model(**batch) if by_hand else model.train_step(batch)
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2)])
+def test_ranks_that_drew_another_one_are_told(folder, tp, dp, by_hand):
+    with pytest.raises(MeshError, match=r"\[1\].* other values of \[4, 32\]|fed another batch"):
+        emulate(drawn_unlike, folder, tp, dp, by_hand, mesh=(tp, 1, dp))
+
+
+def with_a_perturbation(folder, dp):
+    """What is no parameter belongs to the rows of one rank."""
+    model = AutoScheduledModel.from_pretrained(folder, dp=dp).train()
+    rows = IDS.tensor_split(dp)[model.mesh.coord("dp")]
+    batch = Prompted(folder, even=True).batch(rows)
+    added = torch.zeros_like(batch["inputs_embeds"], requires_grad=True)
+    model(**{**batch, "inputs_embeds": batch["inputs_embeds"].detach() + added}).loss.backward()
+    return added.grad
+
+
+def test_a_perturbation_of_rows_keeps_their_gradient(folder):
+    (whole,) = emulate(with_a_perturbation, folder, 1, mesh=(1, 1, 1))
+    parts = emulate(with_a_perturbation, folder, 2, mesh=(1, 1, 2))
+    torch.testing.assert_close(torch.cat(parts) / 2, whole)
+
+
+METHODS = [
+    peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16),
+    peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, prefix_projection=True),
+]
+
+
+def method(folder, config, dp):
+    model = AutoScheduledModel.from_pretrained(folder, dp=dp).train()
+    prompted = get_peft_model(model, copy.deepcopy(config))
+    trained = {n: p for n, p in prompted.named_parameters() if p.requires_grad}
+    for number, p in enumerate(trained.values()):
+        generator = torch.Generator().manual_seed(number)
+        p.data = 0.1 * torch.randn(p.shape, generator=generator)
+    ids = IDS.tensor_split(dp)[model.mesh.coord("dp")]
+    prompted(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss.backward()
+    return {name: p.grad for name, p in trained.items()}
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("config", METHODS, ids=lambda config: config.peft_type.value)
+def test_prompts_of_peft_are_averaged(folder, config):
+    (whole,) = emulate(method, folder, config, 1, mesh=(1, 1, 1))
+    for found in emulate(method, folder, config, 2, mesh=(1, 1, 2)):
+        assert found.keys() == whole.keys()
+        for name, grad in whole.items():
+            torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-7)
 
 
 def embeds_beside_the_model(folder):

@@ -72,6 +72,17 @@ def fail_before_a_group_has_met():
     dist.all_reduce(torch.ones(1), group=group)
 
 
+def raised_within_itself():
+    first, second = ValueError("first"), ValueError("second")
+    first.__context__, second.__context__ = second, first
+    raise first
+
+
+def test_an_error_that_was_raised_within_itself_comes_out():
+    with pytest.raises(ValueError, match="first"):
+        emulate(raised_within_itself, mesh=(1, 1, 1))
+
+
 def test_a_rank_that_waits_in_a_group_of_its_own_learns_of_an_error():
     """Its limit is torch's half an hour, and the error's frames keep the group of the other open."""
     began = time.monotonic()

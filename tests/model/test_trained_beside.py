@@ -1,0 +1,135 @@
+"""A head of one's own beside a model without one: its gradient is that of one process, or the step is refused."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from slapo_zoo import AutoScheduledModel, MeshError, SlapoError, emulate
+
+CONFIG = transformers.BertConfig(
+    hidden_size=32, num_attention_heads=4, num_hidden_layers=4, intermediate_size=64, vocab_size=64,
+    max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+)  # fmt: skip
+IDS, KINDS = torch.arange(32).reshape(4, 8) * 5 % 64, torch.tensor([0, 1, 1, 0])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(3)
+    place = tmp_path_factory.mktemp("headless")
+    transformers.BertModel(CONFIG).save_pretrained(place)
+    return place
+
+
+class Head(nn.Module):
+    """The loss of a classifier; as a module, or its `forward` as a function."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        self.linear = nn.Linear(32, 2)
+        drawn = torch.randn(2, 32, generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad():
+            self.linear.weight.copy_(0.1 * drawn)
+            self.linear.bias.zero_()
+
+    def forward(self, output, batch):
+        logits = self.linear(output.last_hidden_state[:, 0].to(self.linear.weight.dtype))
+        return nn.functional.cross_entropy(logits, batch["kind"])
+
+    def grads(self):
+        return [p.grad for p in self.parameters()]
+
+
+def part_of(model, dp):
+    rank = model.mesh.coord("dp")
+    return {"input_ids": IDS.tensor_split(dp)[rank], "kind": KINDS.tensor_split(dp)[rank]}
+
+
+@pytest.fixture(scope="module")
+def want(folder):
+    model, head = transformers.BertModel.from_pretrained(folder), Head()
+    head(model(IDS), {"kind": KINDS}).backward()
+    return head.grads()
+
+
+def load(folder, tp, pp, dp, **options):
+    return AutoScheduledModel.from_pretrained(
+        folder, tp=tp, pp=pp, dp=dp, auto_class="AutoModel", **options
+    ).train()
+
+
+def step(folder, mesh, options, micro_batches, as_module, times):
+    model, head = load(folder, *mesh, **options), Head()
+    loss_fn = head if as_module else head.forward
+    for _ in range(times):
+        model.train_step(part_of(model, mesh[2]), micro_batches, loss_fn=loss_fn)
+    return head.grads()
+
+
+CASES = [
+    ((2, 1, 1), {}, False), ((1, 1, 2), {}, False), ((1, 1, 2), {"dp_shard": 2}, False),
+    ((1, 1, 2), {}, True), ((1, 2, 1), {}, True), ((1, 2, 2), {}, True), ((2, 2, 1), {}, True),
+    ((1, 2, 1), {"pipeline_order": "zbv"}, True), ((1, 1, 2), {"precision": "fp16"}, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(("mesh", "options", "as_module"), CASES)
+def test_a_head_within_a_loss_has_the_whole_gradient(
+    folder, want, mesh, options, as_module, micro_batches
+):
+    close = {"rtol": 2e-2, "atol": 1e-3} if "precision" in options else {"rtol": 1e-4, "atol": 1e-6}
+    for times in (1, 2):  # gradients add up
+        args = (folder, mesh, options, micro_batches, as_module, times)
+        for found in emulate(step, *args, mesh=mesh):
+            for mine, whole in zip(found, want, strict=True):
+                torch.testing.assert_close(mine, times * whole, **close)
+
+
+def test_stages_must_know_what_a_loss_trains(folder):
+    args = (folder, (1, 2, 1), {}, 1, False, 1)
+    with pytest.raises(SlapoError, match="the other stages do not know them"):
+        emulate(step, *args, mesh=(1, 2, 1), timeout_s=10)
+
+
+def by_hand(folder, mesh, seeds, wraps):
+    model, head = load(folder, *mesh), Head(seeds * 7)
+    head = Head(model.mesh.rank) if seeds else head
+    called = head
+    if wraps:
+        called = DistributedDataParallel(head, process_group=model.mesh.group("dp"))
+    optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], lr=1e-3)
+    batch = part_of(model, mesh[2])
+    called(model(batch["input_ids"]), batch).backward()
+    grads = copy.deepcopy(head.grads())
+    optimizer.step()
+    return grads
+
+
+@pytest.mark.parametrize(("mesh", "wraps"), [((2, 1, 1), False), ((1, 1, 2), True)])
+def test_a_head_in_a_loop_by_hand(folder, want, mesh, wraps):
+    for found in emulate(by_hand, folder, mesh, 0, wraps, mesh=mesh):
+        for mine, whole in zip(found, want, strict=True):
+            torch.testing.assert_close(mine, whole, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "seeds", "which"), [((2, 1, 1), 1, "tp"), ((1, 1, 2), 0, "dp"), ((1, 1, 2), 1, "dp")]
+)
+def test_a_head_that_ranks_train_apart_is_refused(folder, mesh, seeds, which):
+    with pytest.raises(MeshError, match=rf"{which} ranks .* what is not the model's: \[2, 32\]"):
+        emulate(by_hand, folder, mesh, seeds, False, mesh=mesh)
+
+
+def fed_unlike(folder):
+    model = load(folder, 2, 1, 1)
+    model(IDS.roll(model.mesh.rank, 0)).last_hidden_state.sum().backward()
+
+
+def test_tp_ranks_of_a_loop_by_hand_are_fed_alike(folder):
+    with pytest.raises(MeshError, match=r"ranks \[1\] were fed another batch than rank 0"):
+        emulate(fed_unlike, folder, mesh=(2, 1, 1))
