@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from slapo_zoo.errors import MeshError
 from slapo_zoo.model.input_gradients import OF_MODELS, nodes_of, trained_inputs
 from slapo_zoo.model.step_guard import StepGuard
+from slapo_zoo.model.structure import require_known_weights
 from slapo_zoo.parallel.collectives import all_reduce_, summed
 from slapo_zoo.parallel.gradient_buckets import FlatSum, buckets
 from slapo_zoo.parallel.once import refuse_graph
@@ -109,6 +110,7 @@ class Completion:
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self.guard.interval = model.input_check_interval
         if [id(p) for _, p in named] != self.trained:
+            require_known_weights(model, "forward")
             self.trained = [id(p) for _, p in named]
             self.guard.watch(p for _, p in named)
         self.parameters = [p for _, p in named if p.is_leaf]

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.model import adapters
+from slapo_zoo.model.structure import own_name, require_known_weights
 from slapo_zoo.parallel.agreement import together
 from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.zoo.arguments import to_dtype
@@ -28,6 +29,7 @@ def refresh_specs(model: Any, step: str) -> None:
     runtime, mesh = model._slapo, model.mesh
     found = _saved_tensors(model)
     known = {spec.name for spec in runtime.specs}
+    require_known_weights(model, step)
     added = _added(model, found, known)
     if added and mesh.pp > 1:
         problem = f"it was added to a model of pp={mesh.pp} stages: no stage owns it"
@@ -70,7 +72,7 @@ def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{path}.{name}" if path else name] = buffer
+                found[own_name(f"{path}.{name}" if path else name)] = buffer
     return found
 
 
@@ -78,7 +80,8 @@ def _added(model: Any, found: dict[str, Tensor], known: set[str]) -> dict[str, T
     """Those that neither the checkpoint nor an adapter brought."""
     runtime = model._slapo
     groups = runtime.schedule.state.owners.values()  # names, as a copy has other tensors
-    tied = {name for names in groups if not known.isdisjoint(names) for name in names}
+    tied = {name for names in groups if not known.isdisjoint(names) for name in names
+            if sum(n in found for n in names) < 2}  # fmt: skip
     of_adapters = {
         adapters.parameter_of(spec.name, name)
         for name, specs in runtime.adapters.items() for spec in specs

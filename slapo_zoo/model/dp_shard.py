@@ -42,7 +42,7 @@ class Sharded(DataParallel):
             whole.update({id(p): x for p, x in zip(group.parameters, made, strict=True)})
         read = [place for place in _parameters_of(model) if id(place[2]) in whole]
         replaced = len({id(p) for *_, p in read}) < len(whole) or any(
-            module._parameters[name] is not block.groups[i].parameters[j]
+            module._parameters.get(name) is not block.groups[i].parameters[j]
             for block in self.blocks.at.values()
             for module, name, (i, j) in block.places
         )

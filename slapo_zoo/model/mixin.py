@@ -23,6 +23,7 @@ from slapo_zoo.model.optimizers import note_divided
 from slapo_zoo.model.recompute import Recomputes
 from slapo_zoo.model.runtime import Runtime
 from slapo_zoo.model.saved_configs import extras_of
+from slapo_zoo.model.structure import Structure
 from slapo_zoo.model.train_step import StepOptions, train_step
 from slapo_zoo.parallel import gather as consolidate
 from slapo_zoo.parallel.agreement import together
@@ -36,7 +37,7 @@ from slapo_zoo.weights.save import save_folder
 from slapo_zoo.zoo.hf_arguments import saved_stem
 
 
-class Scheduled(Generates, Recomputes):
+class Scheduled(Structure, Generates, Recomputes):
     """Mixed into the class of a scheduled model; parameters stay plain local tensors."""
 
     _slapo: Runtime
@@ -82,18 +83,6 @@ class Scheduled(Generates, Recomputes):
             problem = "it would wrap a model that is sharded over ranks in DDP"
             raise SlapoError("transformers.Trainer", "model", problem, "take ScheduledTrainer")
         return self.unscheduled_class.accepts_loss_kwargs  # pyright: ignore[reportAttributeAccessIssue]
-
-    def resize_token_embeddings(self, new_num_tokens: int | None = None, *_: Any, **__: Any) -> Any:
-        """The embedding, as `transformers` returns it; another size is refused: load it anew."""
-        model: Any = self
-        size = model.config.get_text_config().vocab_size
-        if new_num_tokens is not None and new_num_tokens != size:
-            problem = f"found {new_num_tokens}, this model is sharded for a vocabulary of {size}"
-            hint = (
-                "resize the plain model of transformers, save_pretrained it, and load that folder"
-            )
-            raise SlapoError("resize_token_embeddings", "new_num_tokens", problem, hint)
-        return model.get_input_embeddings()
 
     def train(self, mode: bool = True) -> Any:
         """As torch's; weights that are still pages of a file become memory, since training writes.

@@ -7,6 +7,7 @@ found to be used later crosses a cut (docs/decisions/0004-stages-run-the-own-for
 """
 
 import re
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.directive import join
@@ -240,6 +242,10 @@ class Foreign(nn.Module):
             raise AttributeError(name)
         return _elsewhere(self.unit, name, getattr(original, name))
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Without hooks: those of a user run where the unit is, once."""
+        return self.forward(*args, **kwargs)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output that the unit has on its own stage."""
         return self.cursor.stand_in(self.unit, held=False)
@@ -259,6 +265,10 @@ class Part(Foreign):
 
 class Numbers(Tensor):
     """A parameter of such a unit: its shape, dtype and device, and no data; torch adds one to real tensors silently."""
+
+    def register_hook(self, hook: Any) -> RemovableHandle:
+        """Of a user: it runs where the parameter is."""
+        return RemovableHandle(OrderedDict())
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

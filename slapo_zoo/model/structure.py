@@ -1,0 +1,134 @@
+"""What may be done to the modules of a scheduled model after it was built, and what is refused.
+
+Wrappers that leave a module what it is (`torch.compile(block)`, activation checkpointing) do not change
+the names of its parameters. Other parameters in the place of sharded ones are refused: their ranks hold
+parts that nothing knows of, gradients would not be completed and files would hold a part.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from slapo_zoo.errors import SlapoError, WeightsError
+from slapo_zoo.parallel.local_tensors import is_divided
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.placement import TensorSpec
+
+WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
+
+
+def own_name(name: str) -> str:
+    """Of a parameter, without the wrappers around its module."""
+    return WRAPPER.sub("", name) if "_" in name else name
+
+
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """By path without wrappers: the innermost of those that share one."""
+    found = model.named_modules(remove_duplicate=False)
+    return {own_name(f"{path}.").removesuffix("."): module for path, module in found}
+
+
+def require_known_weights(model: Any, step: str) -> None:
+    """SlapoError where other parameters stand in the place of sharded or tied ones.
+
+    Args:
+        model: of AutoScheduledModel.
+        step: what is about to be done, for the error.
+    """
+    runtime, mesh = model._slapo, model.mesh
+    by_name = {spec.name: spec for spec in runtime.specs}
+    found, groups = dict(model.named_parameters()), list(runtime.schedule.state.owners.values())
+    rows = any(is_divided(p) for p in found.values())
+    parts = {name: spec for name, spec in by_name.items() if _is_part(spec, mesh, rows)}
+    parts |= {name: parts[n] for names in groups for n in names if n in parts for name in names}
+    modules = modules_of(model) if parts else {}
+    for name, spec in parts.items():
+        parent, _, leaf = name.rpartition(".")
+        wanted = spec.local_shape(mesh.tp, mesh.coord("tp"))
+        if problem := _problem(modules.get(parent), name, leaf, wanted, found):
+            hint = (
+                "a sharded model keeps its modules: change the plain model, save it, and load that"
+            )
+            raise SlapoError(step, name, problem, hint)
+    for names in groups if mesh.world_size > 1 else ():
+        if len(apart := [name for name in names if name in found]) > 1:
+            problem = f"it is another tensor than {apart[0]}, with which it was tied"
+            hint = "load a model whose config says tie_word_embeddings=False"
+            raise SlapoError(step, apart[1], problem, hint)
+
+
+def _is_part(spec: TensorSpec, mesh: Mesh, rows: bool) -> bool:
+    return rows or (mesh.tp > 1 and spec.placement is not None)
+
+
+def _problem(
+    module: nn.Module | None, name: str, leaf: str, wanted: tuple[int, ...], found: Any
+) -> str:
+    """What stands in the place of a sharded parameter, or ""."""
+    if module is None:  # its block is gone, or within something else
+        tail = ".".join(["", *name.split(".")[-2:]])
+        within = [n for n in found if n.endswith(tail) and n.count(".") > name.count(".")]
+        held = found[within[0]] if within else None
+        is_row = held is None or is_divided(held)
+        return "" if is_row else f"its part of a rank is called {within[0]} now"
+    held = module._parameters.get(leaf)
+    if held is None:
+        made = [n for n in (f"{leaf}_orig", "parametrizations") if hasattr(module, n)]
+        return f"its part of a rank was replaced by {made[0]}" if made else ""
+    if is_divided(held) or tuple(held.shape) == wanted or held.is_meta:
+        return ""
+    return f"found a parameter {list(held.shape)}, expected this rank's part {list(wanted)}"
+
+
+class Structure:
+    """Methods of `nn.Module` and `transformers` that a sharded model answers otherwise."""
+
+    mesh: Any
+    _slapo: Any
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As torch's, under the names of the checkpoint where modules are wrapped."""
+        found = super().named_parameters(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        return ((own_name(name), p) for name, p in found)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """As `named_parameters`."""
+        found = super().named_buffers(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        return ((own_name(name), x) for name, x in found)
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """As torch's, of what `state_dict()` of this rank gives; whole tensors are refused in words."""
+        try:
+            return super().load_state_dict(state_dict, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        except RuntimeError as error:
+            if self.mesh.world_size == 1:
+                raise
+            problem = str(error).strip().splitlines()[-1].strip()
+            hint = "whole tensors: model.load_stream(state_dict.items() if model.mesh.rank == 0 else None)"
+            raise WeightsError("load_state_dict", "state_dict", problem, hint) from error
+
+    def tie_weights(self, *args: Any, **kwargs: Any) -> Any:
+        """As `transformers`; over stages they are tied when the model is built."""
+        return None if self.mesh.pp > 1 else super().tie_weights(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def init_weights(self, *args: Any, **kwargs: Any) -> Any:
+        """As `transformers` on one rank; several would draw alike parts, or unlike copies."""
+        if self.mesh.world_size > 1:
+            problem = "its ranks would draw alike parts of a tensor, or unlike copies"
+            hint = "AutoScheduledModel.from_config(config, seed=...) draws what one process would"
+            raise SlapoError("init_weights", "model", problem, hint)
+        return super().init_weights(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *_: Any, **__: Any) -> Any:
+        """The embedding, as `transformers` returns it; another size is refused: load it anew."""
+        model: Any = self
+        size = model.config.get_text_config().vocab_size
+        if new_num_tokens is not None and new_num_tokens != size:
+            problem = f"found {new_num_tokens}, this model is sharded for a vocabulary of {size}"
+            hint = (
+                "resize the plain model of transformers, save_pretrained it, and load that folder"
+            )
+            raise SlapoError("resize_token_embeddings", "new_num_tokens", problem, hint)
+        return model.get_input_embeddings()

@@ -1,0 +1,176 @@
+"""What users do to the modules of a loaded model: gradients and files stay those of the plain one, or it is refused."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils import parametrizations, prune
+
+from slapo_zoo import AutoScheduledModel, SlapoError, emulate
+
+CONFIG = transformers.GPT2Config(
+    n_embd=32, n_head=4, n_layer=2, vocab_size=64, n_positions=32, bos_token_id=0, eos_token_id=0,
+    resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, architectures=["GPT2LMHeadModel"],
+)  # fmt: skip
+IDS = torch.arange(32).reshape(4, 8) * 5 % 64
+LAYOUTS = {
+    "tp2": ((2, 1, 1), {}), "sp": ((2, 1, 1), {"sequence_parallel": True}), "dp2": ((1, 1, 2), {}),
+    "rows": ((1, 1, 2), {"dp_shard": 2}), "pp2": ((1, 2, 1), {}),
+}  # fmt: skip
+
+CELLS = [(layout, by_hand) for layout in LAYOUTS for by_hand in (False, True)
+         if (layout, by_hand) != ("pp2", True)]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(3)
+    place = tmp_path_factory.mktemp("plain")
+    transformers.GPT2LMHeadModel(CONFIG).save_pretrained(place)
+    return place
+
+
+class Around(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args, **kwargs):
+        return self.block(*args, **kwargs)
+
+
+def compiled(model):
+    for i, block in enumerate(model.transformer.h):
+        model.transformer.h[i] = torch.compile(block, backend="eager")
+
+
+def recomputed(model):
+    for i, block in enumerate(model.transformer.h):
+        model.transformer.h[i] = checkpoint_wrapper(block)
+
+
+def hooked(model):
+    """Doubles what a block returns, on whichever rank it is."""
+
+    def double(_module, _inputs, output):
+        return output * 2 if isinstance(output, torch.Tensor) else (output[0] * 2, *output[1:])
+
+    model.transformer.h[0].register_forward_hook(double)
+
+
+def hooked_parameter(model):
+    model.transformer.wpe.weight.register_hook(lambda grad: 3 * grad)
+
+
+def tied(model):
+    model.tie_weights()
+
+
+def within(model):
+    model.transformer.h[0] = Around(model.transformer.h[0])
+
+
+def another_head(model):
+    model.lm_head = nn.Linear(32, 64, bias=False)
+
+
+def untied(model):
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+
+
+def another_table(model):
+    model.set_input_embeddings(nn.Embedding(64, 32))
+
+
+def weight_norm(model):
+    parametrizations.weight_norm(model.lm_head)
+
+
+def spectral_norm(model):
+    parametrizations.spectral_norm(model.lm_head)
+
+
+def pruned(model):
+    prune.l1_unstructured(model.transformer.h[0].mlp.c_fc, "weight", 0.5)
+
+
+def drawn(model):
+    model.init_weights()
+
+
+def whole(model):
+    plain = transformers.GPT2LMHeadModel(copy.deepcopy(model.config)).state_dict()
+    model.load_state_dict(plain)
+
+
+def train(folder, place, change, layout, by_hand):
+    mesh, options = LAYOUTS[layout]
+    tp, pp, dp = mesh
+    model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, dp=dp, **options).train()
+    change(model)
+    ids = IDS.tensor_split(dp)[model.mesh.coord("dp")]
+    for batch in [{"input_ids": ids, "labels": ids}]:
+        if by_hand:
+            model(**batch).loss.backward()
+        else:
+            model.train_step(batch)
+    grads = model.consolidated_state_dict(grads=True)
+    model.save_pretrained(place)
+    return grads
+
+
+@pytest.mark.parametrize(("layout", "by_hand"), CELLS)
+@pytest.mark.parametrize("change", [recomputed, hooked, hooked_parameter, tied])
+def test_trains_and_saves_as_the_plain_model(folder, tmp_path, change, layout, by_hand):
+    _equal(folder, tmp_path, change, layout, by_hand, emulate)
+
+
+def _equal(folder, tmp_path, change, layout, by_hand, run):
+    plain = transformers.GPT2LMHeadModel.from_pretrained(folder)
+    change(plain)
+    plain(input_ids=IDS, labels=IDS).loss.backward()
+    grads = run(train, folder, tmp_path, change, layout, by_hand, mesh=LAYOUTS[layout][0])[0]
+    for name, p in plain.named_parameters():
+        name = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+        torch.testing.assert_close(grads[name], p.grad, rtol=1e-4, atol=1e-6)
+    before, after = (load_file(place / "model.safetensors") for place in (folder, tmp_path))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], x) for name, x in before.items())
+
+
+def in_silence(*args):
+    """Torch's compiler warns of itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return train(*args)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize(("layout", "by_hand"), CELLS)
+def test_compiled_blocks_keep_their_names(folder, tmp_path, layout, by_hand, ranks):
+    def run(_function, *args, mesh):
+        return ranks.run(in_silence, mesh[0] * mesh[1] * mesh[2], *args)
+
+    _equal(folder, tmp_path, compiled, layout, by_hand, run)
+
+
+REFUSED = {
+    within: ("tp2", "sp"), another_head: LAYOUTS, untied: ("tp2", "dp2", "rows"), another_table: LAYOUTS,
+    weight_norm: ("tp2", "rows"), spectral_norm: ("tp2", "sp", "rows"), pruned: ("tp2", "rows"),
+    drawn: LAYOUTS, whole: ("tp2", "rows", "pp2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "layout"), [(change, layout) for change, all_ in REFUSED.items() for layout in all_]
+)
+def test_is_refused_before_a_gradient(folder, tmp_path, change, layout):
+    with pytest.raises(SlapoError) as raised:
+        emulate(train, folder, tmp_path, change, layout, False, mesh=LAYOUTS[layout][0])
+    assert "hint:" in str(raised.value)
+    assert not list(tmp_path.iterdir())
