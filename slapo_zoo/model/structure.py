@@ -68,8 +68,7 @@ def _problem(
 ) -> str:
     """What stands in the place of a sharded parameter, or ""."""
     if module is None:  # its block is gone, or within something else
-        tail = ".".join(["", *name.split(".")[-2:]])
-        within = [n for n in found if n.endswith(tail) and n.count(".") > name.count(".")]
+        within = [other for other in found if _is_within(name, other)]
         held = found[within[0]] if within else None
         is_row = held is None or is_divided(held)
         return "" if is_row else f"its part of a rank is called {within[0]} now"
@@ -77,9 +76,16 @@ def _problem(
     if held is None:
         made = [n for n in (f"{leaf}_orig", "parametrizations") if hasattr(module, n)]
         return f"its part of a rank was replaced by {made[0]}" if made else ""
-    if is_divided(held) or tuple(held.shape) == wanted or held.is_meta:
+    kept_elsewhere = is_divided(held) or held.is_meta or not held.numel()  # by an engine
+    if kept_elsewhere or tuple(held.shape) == wanted:
         return ""
     return f"found a parameter {list(held.shape)}, expected this rank's part {list(wanted)}"
+
+
+def _is_within(name: str, other: str) -> bool:
+    """Whether the other name is this one with further modules on its way."""
+    way = iter(other.split("."))
+    return other.endswith(name.rpartition(".")[2]) and all(part in way for part in name.split("."))
 
 
 class Structure:
