@@ -44,7 +44,7 @@ class Staging:
         self.target.parent.mkdir(parents=True, exist_ok=True)
         with _turn(self.target.parent):  # or another's sweep takes it before it has its lock
             _sweep(self.target)
-            _check_target(self.target, self._mark)
+            check_target(self.target, self._mark)
             self.path.mkdir()
             self._lock = os.open(self.path, os.O_RDONLY)
             _has_locked(self._lock)
@@ -110,22 +110,23 @@ def _sibling(target: Path, kind: str) -> Path:
     return target.parent / f".{target.name}.{kind}-{secrets.token_hex(4)}"
 
 
-def _check_target(target: Path, mark: str | None) -> None:
+def check_target(target: Path, mark: str | None = None, option: str = "") -> None:
     """Never replace a folder that may be something else than a checkpoint."""
     if not os.path.lexists(target):
         return
     if not target.is_dir():
-        raise WeightsError(str(target), "", "found a file, expected a folder", "pass another path")
+        problem = "found a file, expected a folder"
+        raise WeightsError(str(target), option, problem, "pass another path")
     hint = "pass a new folder, e.g. one below it"
     if target.is_mount() or Path.cwd().is_relative_to(target):
         problem = "found a mount point or the working directory, which cannot be replaced"
-        raise WeightsError(str(target), "", problem, hint)
+        raise WeightsError(str(target), option, problem, hint)
     is_model = (target / "config.json").exists() or any(target.glob("model*.safetensors"))
     is_same_kind = is_model if mark is None else (target / mark).exists() and not is_model
     if any(target.iterdir()) and not is_same_kind:
         names = ", ".join(sorted(os.listdir(target))[:5])
         problem = f"found a folder that is no checkpoint ({names}), expected none or an empty one"
-        raise WeightsError(str(target), "", problem, hint)
+        raise WeightsError(str(target), option, problem, hint)
 
 
 def bring_back(target: Path) -> None:

@@ -278,7 +278,7 @@ def test_bad_arguments_are_found_before_any_work(gpt2, text, tmp_path, capsys, m
     assert "the model has 64 positions" in failure(capsys, *start, text, "--seq-len", 65)
     assert "expected auto, cpu or cuda" in failure(capsys, *start, text, "--device", "tpu")
     (tmp_path / "notes.txt").write_text("mine")
-    assert "is not a checkpoint" in failure(capsys, *start, text, "--output", tmp_path)
+    assert "is no checkpoint" in failure(capsys, *start, text, "--output", tmp_path)
     assert "found no such folder" in failure(capsys, "train", "./none", "--data", text)
     assert "found no config.json" in failure(capsys, "train", tmp_path, "--data", text)
 

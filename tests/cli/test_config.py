@@ -21,6 +21,7 @@ from slapo_zoo.cli.training.config import (
 )
 from slapo_zoo.cli.training.job import check_batch, check_load, resolved
 from slapo_zoo.cli.training.options import ELSEWHERE, LEAST, ONE_OF, TrainOptions, described
+from slapo_zoo.errors import SlapoError
 
 WRONG = {
     "warm_up_steps: 3": "found no such key\n  hint: did you mean 'warmup_steps'?",
@@ -43,6 +44,11 @@ WRONG = {
     "eval_share: 1": "found 1.0, expected less than 1",
     "steps: 15e-1": "found '15e-1', expected an integer",
     "data: [a]": "hint: a file, a folder",
+    "trackers: [[a]]": "expected a list of texts",
+    "columns: {text: 3}": "found {'text': 3}, expected a mapping of names",
+    "load: {1: 2}": "expected a mapping of names",
+    "output: ''": "found an empty text",
+    "seed: -1": "found -1, expected at least 0",
 }
 
 
@@ -79,6 +85,11 @@ def test_types_of_values(tmp_path):
     assert read_sets(["trackers=a", "columns.text=body", "columns.label=stars"]) == {
         "trackers": ("a",), "columns": {"text": "body", "label": "stars"}
     }  # fmt: skip
+
+
+def test_a_home_is_found_where_no_shell_has_looked(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert read_sets(["output=~/run", "task=null"]) == {"output": "/home/me/run", "task": None}
 
 
 def test_later_sources_win():
@@ -172,15 +183,24 @@ def test_arguments_of_the_loader():
         ({"eval_data": "e", "eval_share": 0.1}, "eval_share: found eval_data too"),
         ({"lr_schedule": "cosin"}, "cosin is not a valid"),
         ({"log_file": "."}, "log_file: found a folder"),
+        ({"log_file": "notes"}, "log_file: found another file"),
+        ({"log_file": "d.txt"}, "log_file: found d.txt, which is data"),
+        ({"output": "o", "checkpoint": "o"}, "output: found o, which is checkpoint"),
+        ({"output": "o", "checkpoint": "o/c"}, "checkpoint: found o/c, which is output or lies in"),
+        ({"output": "o", "log_file": "o/log"}, "log_file: found o/log, which is output"),
+        ({"output": "notes/o"}, "--output: .*notes cannot be written to"),
+        ({"output": "."}, "--output: found .* the working directory"),
+        ({"output": "old"}, "--output: found a folder that is no checkpoint"),
+        ({"log_file": "notes/log"}, "log_file: .*notes cannot be written to"),
     ],
 )
-def test_keys_that_need_each_other(changes, said, tmp_path):
-    (tmp_path / "d.txt").write_text("d")
-    (tmp_path / "e").write_text("e")
-    if "eval_data" in changes:
-        changes = changes | {"eval_data": str(tmp_path / "e")}
-    options = TrainOptions("m", **{"data": str(tmp_path / "d.txt")} | changes)
-    with pytest.raises(ConfigError, match=said):
+def test_keys_that_need_each_other(changes, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old" / "step-00000001").mkdir(parents=True)
+    for name in ("d.txt", "e", "notes"):
+        (tmp_path / name).write_text("d")
+    options = TrainOptions("m", **{"data": "d.txt"} | changes)
+    with pytest.raises(SlapoError, match=said):
         resolved(options)
 
 
@@ -196,6 +216,7 @@ def test_the_command_says_what_it_will_do_first(tmp_path, capsys):
     assert "data: found none" in captured.err
     assert "found no such file" in failure(capsys, "train", "--config", tmp_path / "gone.yaml")
     assert "model: found none" in failure(capsys, "train", "--set", "steps=3")
+    assert "lr: found inf, expected a finite" in failure(capsys, "train", "m", "--lr", "inf")
     assert "write key=value" in failure(capsys, "train", "m", "--set", "steps")
     assert "steps=[1: found no YAML" in failure(capsys, "train", "m", "--set", "steps=[1")
 

@@ -77,10 +77,10 @@ def train(
     SIGTERM, SIGUSR1 and Ctrl-C finish the step and save; the exit code is then 75, or 130.
     With --json the losses of the steps that were done are printed at the end.
     """
-    from slapo_zoo.cli.training.config import make_options, read_config, read_sets
+    from slapo_zoo.cli.training.config import checked, make_options, read_config, read_sets
 
     given = read_config(config) if config is not None else {}
-    options = make_options(given, read_sets(sets or []), _flags(context))
+    options = make_options(given, read_sets(sets or []), checked(_flags(context), "train"))
     with stdout_for_json(as_json):
         losses = _train(options)
     if as_json and is_first():

@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import os
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -15,6 +16,7 @@ from slapo_zoo.cli.training.options import (
     ELSEWHERE,
     LEAST,
     ONE_OF,
+    PATHS,
     TrainOptions,
     described,
 )
@@ -108,6 +110,8 @@ def _value(key: str, value: Any, where: str) -> Any:
     if not _fits(value, wanted):
         problem = f"found {value!r:.60}, expected {_said(wanted)}"
         raise ConfigError(where, key, problem, _default(key))
+    if value == "":
+        raise ConfigError(where, key, "found an empty text", "give it a value, or leave it out")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(where, key, f"found {value}, expected a finite number", _default(key))
     if value is not None and key in LEAST and value < LEAST[key]:
@@ -119,7 +123,7 @@ def _value(key: str, value: Any, where: str) -> Any:
     if value is not None and key in ONE_OF and value not in ONE_OF[key]:
         problem = f"found {value!r}, expected one of {', '.join(ONE_OF[key])}"
         raise ConfigError(where, key, problem, "choose one of them")
-    return value
+    return os.path.expanduser(value) if key in PATHS and value else value  # no shell has seen it
 
 
 def _default(key: str) -> str:
@@ -154,12 +158,14 @@ def _fits(value: Any, kind: Any) -> bool:
     for member in _members(kind):
         plain = get_origin(member) or member
         if isinstance(value, plain) and (plain is bool or not isinstance(value, bool)):
-            return True
+            inner = [*value] if plain in (tuple, Mapping) else []
+            inner += value.values() if get_args(member) == (str, str) else []
+            return all(isinstance(one, str) for one in inner)
     return False
 
 
 def _said(kind: Any) -> str:
     names = {"NoneType": "nothing", "str": "a text", "int": "an integer", "float": "a number",
-             "bool": "true or false", "Mapping": "a mapping", "tuple": "a list"}  # fmt: skip
+             "bool": "true or false", "Mapping": "a mapping of names", "tuple": "a list of texts"}  # fmt: skip
     plain = [(get_origin(member) or member).__name__ for member in _members(kind)]
     return " or ".join(names[name] for name in plain)

@@ -4,6 +4,7 @@ import copy
 import difflib
 import importlib.util
 import inspect
+import itertools
 import os
 import sys
 from collections.abc import Mapping
@@ -18,9 +19,9 @@ from slapo_zoo.cli.data.stream import Stream
 from slapo_zoo.cli.errors import is_first
 from slapo_zoo.cli.training.config import ConfigError, read_config
 from slapo_zoo.cli.training.inputs import TASKS, Inputs, row_length, task_of
-from slapo_zoo.cli.training.logs import find_trackers
+from slapo_zoo.cli.training.logs import check_log, find_trackers
 from slapo_zoo.cli.training.loop import StoppedError, train
-from slapo_zoo.cli.training.options import TrainOptions
+from slapo_zoo.cli.training.options import WRITTEN, TrainOptions
 from slapo_zoo.cli.training.schedules import learning_rates
 from slapo_zoo.cli.training.stopping import passing_on
 from slapo_zoo.errors import MeshError, WeightsError
@@ -35,6 +36,7 @@ from slapo_zoo.parallel.process_group import (
 )
 from slapo_zoo.weights.encode import decode
 from slapo_zoo.weights.history import is_history, latest
+from slapo_zoo.weights.staging import check_target
 from slapo_zoo.weights.training_state import read_state
 from slapo_zoo.zoo.arguments import checkpoint_config
 
@@ -97,15 +99,32 @@ def check_batch(batch_size: int, dp: int, micro_batches: int | None) -> None:
 
 def check_output(folder: Path, option: str = "--output") -> None:
     """Only a new or empty folder, or an older checkpoint, may be written to."""
-    if folder.is_file():
-        raise WeightsError(str(folder), option, "found a file, expected a folder")
-    inside = list(folder.iterdir()) if folder.is_dir() else []
-    if inside and not (folder / "config.json").exists() and not is_history(folder):
-        problem = f"found {len(inside)} other files and no config.json: it is not a checkpoint"
-        raise WeightsError(str(folder), option, problem, "name a new folder")
-    parent = next(path for path in [folder, *folder.absolute().parents] if path.exists())
-    if not os.access(parent, os.W_OK):
-        raise WeightsError(str(folder), option, f"{parent} cannot be written to")
+    if option != "--checkpoint" or not (folder.is_dir() and is_history(folder)):
+        check_target(folder.resolve(), option=option)
+    check_parent(folder, option)
+
+
+def check_parent(path: Path, option: str) -> None:
+    """What is there of a path can be written to."""
+    found = next(one for one in [path, *path.absolute().parents] if one.exists())
+    if not os.access(found, os.W_OK) or (found != path and not found.is_dir()):
+        hint = "check its rights, or name another place"
+        raise WeightsError(str(path), option, f"{found} cannot be written to", hint)
+
+
+def check_places(options: TrainOptions) -> None:
+    """What is written has a place of its own: a save replaces its folder, or refuses what else is in it."""
+    named = {name: getattr(options, name) for name in (*WRITTEN, "data", "eval_data")}
+    places = {name: Path(path).resolve() for name, path in named.items() if path is not None}
+    for name, other in itertools.permutations(places, 2):
+        if name in WRITTEN and places[name].is_relative_to(places[other]):
+            problem = f"found {named[name]}, which is {other} or lies in it"
+            raise ConfigError("train", name, problem, "put it beside, e.g. runs/best, runs/log")
+    for name in {"output", "best"} & places.keys():
+        check_output(places[name], f"--{name}")
+    if "log_file" in places:
+        check_log(places["log_file"])
+        check_parent(places["log_file"], "log_file")
 
 
 # what decides the numbers of a step; the layout does not, and what the data are is compared itself
@@ -164,17 +183,13 @@ def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:
     check_batch(options.batch_size, options.dp or 1, options.micro_batches)
     check_evaluation(options)
     find_trackers(options)
-    if options.log_file is not None and Path(options.log_file).is_dir():
-        raise ConfigError("train", "log_file", "found a folder, expected a file", "name a file")
+    check_places(options)
     for name in (options.data, options.eval_data):
         if name is not None:
             kind_of(name)
     if options.data is None:
         hint = "name a file, a folder or a dataset: --data, or `data:` in the file"
         raise ConfigError("train", "data", "found none", hint)
-    for name in ("output", "best"):
-        if (folder := getattr(options, name)) is not None:
-            check_output(Path(folder), f"--{name}")
     learning_rates(options)
     config = checkpoint_config(options.model)
     check_load(options.load, config)

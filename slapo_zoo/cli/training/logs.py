@@ -105,6 +105,13 @@ class JsonLines:
         self.file.close()
 
 
+def check_log(path: Path) -> None:
+    """A log is new, or that of another run: what else lies there would be gone."""
+    if path.is_dir() or (path.is_file() and not b'{"step":'.startswith(path.read_bytes()[:8])):
+        problem = f"found {'a folder' if path.is_dir() else 'another file'}, expected none or a log"
+        raise ConfigError(str(path), "log_file", problem, "name a new file")
+
+
 def _step_of(line: str) -> float:
     try:
         return json.loads(line)["step"]

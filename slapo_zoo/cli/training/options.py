@@ -116,9 +116,11 @@ LEAST = {
     "shuffle_rows": 1, "seq_len": 2, "target_len": 1, "eval_share": 0, "eval_every": 1,
     "eval_batches": 1, "tp": 1, "pp": 1, "dp": 1, "micro_batches": 1, "batch_size": 1, "steps": 1,
     "lr": 0, "warmup_steps": 0, "weight_decay": 0, "clip": 0, "save_every": 1, "keep": 1,
-    "patience": 1, "log_every": 1, "zero_stage": 0,
+    "patience": 1, "log_every": 1, "zero_stage": 0, "seed": 0,
 }  # fmt: skip
 BELOW = {"eval_share": 1}
+WRITTEN = ("output", "best", "checkpoint", "log_file")
+PATHS = (*WRITTEN, "model", "data", "eval_data")
 ONE_OF = {
     "task": ("causal", "masked", "span", "classify", "tag", "seq2seq", "pairs"),
     "best_metric": ("loss", "accuracy"),
