@@ -5,9 +5,7 @@ from typing import Annotated
 import typer
 
 Model = Annotated[str, typer.Argument(help="A family (its default config), a folder, or a Hub id.")]
-Head = Annotated[
-    str | None, typer.Option("--auto-class", help="Which head, e.g. AutoModelForCausalLM.")
-]
+Head = Annotated[str | None, typer.Option("--auto-class", help="Which head, e.g. AutoModelForCausalLM.")]  # fmt: skip
 Tp = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")]
 Pp = Annotated[int, typer.Option("--pp", min=1, help="Pipeline stages.")]
 PipelineRanks = Annotated[int, typer.Option("--pp", min=1, help="Pipeline ranks.")]

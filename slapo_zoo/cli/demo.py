@@ -73,9 +73,7 @@ def train_tokenizer(texts: Sequence[str]) -> Any:
         show_progress=False,  # pyright: ignore[reportCallIssue]
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END)  # fmt: skip
 
 
 def write_checkpoint(folder: Path, tokenizer: Any) -> int:
@@ -200,9 +198,7 @@ def compared(steps: int) -> tuple[list[float], list[float], bool]:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     begin = time.perf_counter()
-    console.print(
-        "[bold]slapo_zoo[/]: one GPT-2, in one process and on tp=2 x pp=2 = 4 processes\n"
-    )
+    console.print("[bold]slapo_zoo[/]: one GPT-2, in one process and on tp=2 x pp=2 = 4 processes\n")  # fmt: skip
     with tempfile.TemporaryDirectory() as place:
         start, end = Path(place, "start"), Path(place, "trained")
         tokenizer, batches = make_inputs(start)

@@ -19,13 +19,7 @@ from slapo_zoo.model.source import open_source
 from slapo_zoo.parallel.process_group import rank_guard
 from slapo_zoo.weights.fill import fill_from_folder
 from slapo_zoo.weights.load import LoadOptions, parse_size
-from slapo_zoo.zoo.arguments import (
-    checkpoint_dtype,
-    local_folder,
-    make_mesh,
-    pick_device,
-    to_dtype,
-)
+from slapo_zoo.zoo.arguments import checkpoint_dtype, local_folder, make_mesh, pick_device, to_dtype
 from slapo_zoo.zoo.hf_arguments import HubArguments, renamed
 from slapo_zoo.zoo.knobs import check_knobs
 from slapo_zoo.zoo.options import BuildOptions

@@ -72,10 +72,7 @@ def _kernel(a: np.ndarray, b: np.ndarray, length: float) -> np.ndarray:
 
 
 def fits(
-    grid: Grid,
-    ran: Sequence[int],
-    peaks: Sequence[float],
-    failed: Sequence[int],
+    grid: Grid, ran: Sequence[int], peaks: Sequence[float], failed: Sequence[int]
 ) -> np.ndarray:
     """How likely each point fits into memory.
 
@@ -120,11 +117,7 @@ def _by_laws(grid: Grid, ran: Sequence[int], failed: Sequence[int]) -> np.ndarra
 
 
 def _by_peaks(
-    x: np.ndarray,
-    ran: list[int],
-    peaks: Sequence[float],
-    failed: list[int],
-    chance: np.ndarray,
+    x: np.ndarray, ran: list[int], peaks: Sequence[float], failed: list[int], chance: np.ndarray
 ) -> np.ndarray:
     y = np.asarray(peaks, dtype=float)
     inner = x[ran].T @ x[ran] + 1e-6 * np.eye(x.shape[1])

@@ -5,8 +5,14 @@ import json
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+from transformers import AutoTokenizer
 
 from cli_runs import failure, run, write_gpt2
+from slapo_zoo.cli.data.read import kind_of
+from slapo_zoo.cli.data.text_files import DataError
+from slapo_zoo.cli.training.inputs import read_inputs
+from slapo_zoo.cli.training.job import resolved
+from slapo_zoo.cli.training.options import TrainOptions
 
 
 def rows(**columns):
@@ -17,17 +23,20 @@ def rows(**columns):
 
 TAGGED = {"tokens": [["to", "be"]]}
 TABLES = {
-    "null.parquet": pa.table({"text": pa.nulls(9, pa.string()), "label": [0] * 9}),
+    "null.parquet": pa.table({"text": pa.nulls(9, pa.string()), "label": [0, 1, 0] * 3}),
     "none.parquet": pa.table({"text": pa.array([], pa.string()), "label": pa.array([], pa.int64())}),
     "some.parquet": pa.table({"text": ["to be", None, "or not"] * 9, "label": [0, 1, None] * 9}),
 }  # fmt: skip
 FILES = {
     "empty.jsonl": "", "blank.jsonl": "\n\n", "empty.csv": "", "head.csv": "text,label\n", "bad.parquet": "PAR1",
     "ragged.csv": "text,label\nto be,a\nto,b,c,d\n", "cut.jsonl": rows(text=["to"], label=["a"]) + '{"text": "to',
-    "number.jsonl": rows(text=[1], label=[0]), "name.jsonl": rows(txt=["to be"], label=[0]),
+    "number.jsonl": rows(text=[1, 2], label=[0, 1]), "name.jsonl": rows(txt=["to be"], label=[0]),
     "minus.jsonl": rows(text=["to be"], label=[-1, 0, 1]), "real.jsonl": rows(text=["to"], label=[0.5, 1.5]),
     "tags.jsonl": rows(**TAGGED, tags=[[0, 1], [0]]), "words.jsonl": rows(tokens=["to be"], tags=[[0, 1]]),
-    "text.jsonl": rows(text=["to be or not"]),
+    "text.jsonl": rows(text=["to be or not"]), "one.jsonl": rows(text=["to"], label=[7]),
+    "ids.jsonl": rows(text=["to"], label=[1_000_000_000, 1]), "few.csv": "text,label\n" + "to,1\nbe,0\nor,\n" * 9,
+    "void.jsonl": rows(text=["to", "", "be"], label=["a", "b", "c"]), "TEXT.JSONL": rows(text=["to be or not"]),
+    "text.ndjson": rows(text=["to be or not"]),
 }  # fmt: skip
 CASES = {
     "empty.jsonl": "found no row", "blank.jsonl": "found no row", "empty.csv": "No columns", "head.csv": "found no row",
@@ -38,6 +47,8 @@ CASES = {
 LABELLED = {
     "minus.jsonl": ("classify", "found -1, expected 0 to 1"), "real.jsonl": ("classify", "labels of float"),
     "number.jsonl": ("classify", "expected a text"), "tags.jsonl": ("tag", "found 1 tags of 2 words"),
+    "one.jsonl": ("classify", "found one class, 7, expected at least two"),
+    "ids.jsonl": ("classify", "found labels of int, e.g. 1; int, e.g. 1000000000"),
     "words.jsonl": ("tag", "expected a list of texts"), "null.parquet": ("classify", "none of which"),
 }  # fmt: skip
 
@@ -87,3 +98,106 @@ def test_rows_with_gaps_are_left_out_aloud(keys, place, capsys):
         assert "classify: 9 rows" in told.out
     elif keys[0] == "stream=false":
         assert "9 of 27 rows have no text" in told.err
+
+
+LEFT = {
+    "few.csv": ("9 of 27 rows have no text or label", "18 rows"),  # whose labels pandas reads as 1.0 and 0.0
+    "void.jsonl": ("20 of 60 rows have no token", "40 rows"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_is_classified(name, place, capsys):
+    run(*words_of(place, name, "--steps", 9, "--batch-size", 4, "--set", "task=classify"))
+    told = capsys.readouterr()
+    assert LEFT[name][0] in told.err
+    assert f"classify: {LEFT[name][1]}" in told.out
+    assert "nothing that is learned is kept" in told.out
+
+
+@pytest.mark.parametrize("name", ["TEXT.JSONL", "text.ndjson"])
+def test_endings_of_tables(name, place, capsys):
+    run(*words_of(place, name, "--steps", 1, "--batch-size", 2))
+    other = capsys.readouterr().out.partition("training: ")[2]
+    run(*words_of(place, "text.jsonl", "--steps", 1, "--batch-size", 2))
+    assert other == capsys.readouterr().out.partition("training: ")[2] != ""
+
+
+EVALUATED = {
+    "eval_data=notes.txt": "eval_data: task=classify: text has no columns",
+    "eval_data=name.jsonl": "eval_data: text: found no column",
+    "eval_data=one.jsonl": "eval_data: label: found 7, expected 0 to 2",
+}
+
+
+@pytest.mark.parametrize("key", EVALUATED)
+def test_what_is_evaluated_on_is_named(key, place, capsys, monkeypatch):
+    monkeypatch.chdir(place)
+    (place / "notes.txt").write_text("to be")
+    sets = ("--set", "task=classify", "--set", key)
+    assert EVALUATED[key] in failure(capsys, *words_of(place, "void.jsonl", *sets))
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [("columns.text=body", "no column 'body' among text"), ("data_split=test", "one split")],
+)
+def test_text_has_one_column_and_one_split(key, said, place, capsys):
+    (place / "plain.txt").write_text("to be or not " * 50)
+    assert said in failure(capsys, *words_of(place, "plain.txt", "--set", key))
+
+
+@pytest.mark.parametrize(
+    "names", [("a.jsonl", "b.csv"), ("a.jsonl", "b.txt", "c.txt"), ("a.csv", "b.tsv")]
+)
+def test_a_folder_is_of_one_kind(names, tmp_path):
+    """`datasets` reads the most frequent one; the others would be left out in silence."""
+    for name in names:
+        (tmp_path / name).write_text("text\nto be\n")
+    with pytest.raises(DataError, match="found files of several kinds"):
+        kind_of(str(tmp_path))
+    (tmp_path / names[-1]).rename(tmp_path / "README.md")
+    if len(names) == 2:
+        assert kind_of(str(tmp_path)) == "table"
+
+
+@pytest.mark.parametrize("task", ["classify", "pairs"])
+def test_a_token_that_only_fills_is_one_of_the_model(task, place, tmp_path, capsys):
+    """Added to the tokenizer alone, as many do for GPT-2."""
+    write_gpt2(tmp_path / "gpt2")
+    words = AutoTokenizer.from_pretrained(tmp_path / "gpt2")
+    words.add_special_tokens({"pad_token": "[PAD]"})
+    words.save_pretrained(tmp_path / "gpt2")
+    (tmp_path / "rows.jsonl").write_text(
+        rows(text=["to", "be"], label=[0, 1], anchor=["a"], positive=["b"])
+    )
+    said = failure(
+        capsys,
+        "train",
+        tmp_path / "gpt2",
+        "--data",
+        tmp_path / "rows.jsonl",
+        "--set",
+        f"task={task}",
+    )
+    assert (
+        f"tokenizer: found token {len(words) - 1}, but the vocabulary has {len(words) - 1}" in said
+    )
+
+
+def test_a_head_that_knows_the_classes_numbers_them(place, tmp_path, capsys):
+    """Trained on: c, b, a would be 0, 1, 2 and are 2, 1, 0; a class may be missing."""
+    run(
+        *words_of(
+            place, "void.jsonl", "--steps", 1, "--set", "task=classify", "--output", tmp_path / "m"
+        )
+    )
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    config |= {"id2label": {0: "c", 1: "b", 2: "a"}, "label2id": {"a": 2, "b": 1, "c": 0}}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    options = TrainOptions(
+        str(tmp_path / "m"), str(place / "void.jsonl"), task="classify", batch_size=2
+    )
+    inputs = read_inputs(*resolved(options))
+    assert inputs.batches.task.names == ("c", "b", "a")
+    assert inputs.batches.rows[[0, 1]]["labels"] == [2, 0]

@@ -19,6 +19,7 @@ from slapo_zoo.cli.training.config import (
     read_config,
     read_sets,
 )
+from slapo_zoo.cli.training.inputs import row_length
 from slapo_zoo.cli.training.job import check_batch, check_load, resolved
 from slapo_zoo.cli.training.options import ELSEWHERE, LEAST, ONE_OF, TrainOptions, described
 from slapo_zoo.errors import SlapoError
@@ -182,6 +183,11 @@ def test_arguments_of_the_loader():
         ({"data": None}, "data: found none"),
         ({"eval_data": "e", "eval_share": 0.1}, "eval_share: found eval_data too"),
         ({"lr_schedule": "cosin"}, "cosin is not a valid"),
+        ({"eval_data": "./d.txt"}, "eval_data: found the rows that are trained on"),
+        ({"eval_split": "train"}, "found the rows that are trained on"),
+        ({"eval_batches": 2}, "eval_batches: there is nothing to evaluate on"),
+        ({"keep": 2}, "keep: there is no checkpoint"),
+        ({"lr_options": {"num_cycles": 2}}, "lr_options: a constant lr_schedule takes none"),
         ({"log_file": "."}, "log_file: found a folder"),
         ({"log_file": "notes"}, "log_file: found another file"),
         ({"log_file": "d.txt"}, "log_file: found d.txt, which is data"),
@@ -202,6 +208,14 @@ def test_keys_that_need_each_other(changes, said, tmp_path, monkeypatch):
     options = TrainOptions("m", **{"data": "d.txt"} | changes)
     with pytest.raises(SlapoError, match=said):
         resolved(options)
+
+
+def test_rows_fit_behind_the_padding():
+    """RoBERTa's positions begin at 2 of 66."""
+    config = SimpleNamespace(model_type="roberta", max_position_embeddings=66, pad_token_id=1)
+    assert row_length(None, config) == row_length(64, config) == 64
+    with pytest.raises(SlapoError, match="target_len: found 65, but the model has 64 positions"):
+        row_length(65, config, "target_len")
 
 
 def test_the_command_says_what_it_will_do_first(tmp_path, capsys):

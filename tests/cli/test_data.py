@@ -61,6 +61,32 @@ def test_files_are_read_by_name_and_binaries_are_not(tmp_path):
     assert read_documents(tmp_path / "b.txt") == ["second"]
 
 
+def test_a_file_that_is_no_text_is_left_out_aloud(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("first\r\nline", encoding="utf-8-sig", newline="")
+    (tmp_path / "b.txt").write_bytes("caf\xe9".encode("latin-1"))
+    assert read_documents(tmp_path) == ["first\nline"]
+    assert "1 of 2 files hold no UTF-8 text; they are left out" in capsys.readouterr().err
+    stream = read.open_table(str(tmp_path / "a.txt"), "train", TrainOptions("m"), stream=True)
+    assert [row["text"] for row in stream] == ["first\nline"]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_saved_data_set_streams_and_keeps_its_splits(several, tmp_path):
+    data = datasets.Dataset.from_list(ROWS)
+    data = datasets.DatasetDict(train=data, test=data.select([3])) if several else data
+    data.save_to_disk(tmp_path / "saved")
+    options = TrainOptions("m", data=str(tmp_path / "saved"), stream=True)
+    assert read.kind_of(options.data) == "saved"
+    source = read.Source(options, Causal(Letters(), 4), {"text": "text"})
+    stream = Stream(source, source.task, batch_size=2, seed=0, block=4)
+    assert stream.part(0)["input_ids"].shape == (2, 4)
+    with pytest.raises(DataError, match=r"split 'dev': expected train( or test)?\n"):
+        read.open_table(options.data, "dev", options)
+    assert len(read.open_table(options.data, "test" if several else "train", options)) == (
+        1 if several else 20
+    )
+
+
 def test_no_data_and_no_text_are_errors(tmp_path):
     with pytest.raises(DataError, match="found nothing there"):
         read.kind_of(str(tmp_path / "none"))
@@ -162,6 +188,16 @@ def test_masking_guesses_fifteen_percent():
 def t5_words():
     marks = [f"<extra_id_{i}>" for i in range(20)]
     return tokenizer(marks, eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
+
+
+def test_a_batch_without_a_guess_has_no_loss():
+    """So a small one guesses a token of its own."""
+    for seed in range(20):
+        task = Masked(Letters(cls=1, sep=0), 4)
+        batch = task.collate({"input_ids": torch.tensor([[10, 11]])}, GENERATOR().manual_seed(seed))
+        guess = batch["labels"] != IGNORED
+        assert guess[:, 1:-1].any()
+        assert not guess[:, [0, -1]].any()
 
 
 @pytest.mark.parametrize("seq_len", [8, 32, 100])

@@ -54,6 +54,7 @@ def test_the_best_is_kept_and_what_came_after_counted():
     best = Best("loss")
     found = [best.judge(step, {"loss": loss}) for step, loss in enumerate([3.0, 2.0, 2.0, 2.5])]
     assert found == [True, True, False, False]
+    assert not Best("loss").judge(1, {"loss": float("nan")})
     again = Best("loss")
     again.restore(best.state())
     assert (again.value, again.step, again.since) == (2.0, 1, 2)

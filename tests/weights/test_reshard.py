@@ -77,6 +77,8 @@ def test_the_optimizer_comes_along_in_its_own_dtype(source, tmp_path):
 def test_bad_arguments(source, tmp_path):
     with pytest.raises(WeightsError, match=r"found torch.int8, expected one of float64"):
         reshard(source, tmp_path / "out", dtype=torch.int8)
+    with pytest.raises(WeightsError, match="max_shard_size: found '-5GB': expected a size above 0"):
+        reshard(source, tmp_path / "out", "-5GB")
     with pytest.raises(WeightsError, match="no such folder"):
         reshard(tmp_path / "none", tmp_path / "out")
     assert not (tmp_path / "out").exists()

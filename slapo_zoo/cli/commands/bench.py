@@ -10,16 +10,10 @@ import typer
 from slapo_zoo.cli.arguments import AsJson, Device, DpOrAll, MicroBatches, Order, PipelineRanks, Tp
 from slapo_zoo.cli.errors import stdout_for_json
 
-Model = Annotated[
-    str, typer.Argument(help='A checkpoint folder, a model id of the Hub, or "kernels".')
-]
-Trace = Annotated[
-    Path | None, typer.Option(help="Write trace.json (Chrome) and trace.png of one step here.")
-]
+Model = Annotated[str, typer.Argument(help='A checkpoint folder, a model id of the Hub, or "kernels".')]  # fmt: skip
+Trace = Annotated[Path | None, typer.Option(help="Write trace.json (Chrome) and trace.png of one step here.")]  # fmt: skip
 
-Beside = Annotated[
-    Path | None, typer.Option(help="Compare with what else divides the model; files go here.")
-]
+Beside = Annotated[Path | None, typer.Option(help="Compare with what else divides the model; files go here.")]  # fmt: skip
 
 
 def bench(
@@ -30,21 +24,17 @@ def bench(
     pipeline_order: Order = "1f1b",
     micro_batches: MicroBatches = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per step and copy.")] = 8,
-    seq_len: Annotated[
-        int | None, typer.Option(min=2, help="Tokens per row; none: 128, or what the model takes.")
-    ] = None,
+    seq_len: Annotated[int | None, typer.Option(min=2, help="Tokens per row; none: 128, or what the model takes.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps, after two to warm up.")] = 5,
     pipeline_trace: Trace = None,
     device: Device = "auto",
     beside: Beside = None,
     only: Annotated[str, typer.Option(help="Of kernels: those whose name begins so.")] = "",
     quick: Annotated[bool, typer.Option(help="Of kernels: small sizes, nothing is kept.")] = False,
-    output: Annotated[
-        Path | None, typer.Option(help="Of kernels: folder of the table; else the user's cache.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Of kernels: folder of the table; else the user's cache.")] = None,
     resume: Annotated[bool, typer.Option(help="Of kernels: only rows that it lacks.")] = False,
     as_json: AsJson = False,
-) -> None:
+) -> None:  # fmt: skip
     """Time training steps (forward and backward) of a checkpoint on random input.
 
     Nothing is timed before the loss of the batch equals that of plain transformers.
@@ -149,12 +139,8 @@ def _kernels(only: str, quick: bool, as_json: bool, output: Path | None, resume:
     for title, rows in found.items():
         typer.echo(title)
         for row in rows:
-            figures = ", ".join(
-                f"{key} {_number(row[key])}" for key in row if key.endswith("/ ours")
-            )
-            typer.echo(
-                f"  {row['what']} {row['shape']} {row['dtype']}: {row['p50 ms']:.3g} ms; {figures}"
-            )
+            figures = ", ".join(f"{key} {_number(row[key])}" for key in row if key.endswith("/ ours"))  # fmt: skip
+            typer.echo(f"  {row['what']} {row['shape']} {row['dtype']}: {row['p50 ms']:.3g} ms; {figures}")  # fmt: skip
 
 
 def _number(value: Any) -> str:
@@ -171,13 +157,9 @@ def _show(options: Any, found: Any, rate: float, folder: Path | None) -> None:
     )
     ours, plain = found.losses
     compared = "not compared, the plain model is too large for this machine"
-    typer.echo(
-        f"loss {ours:.6f}; plain transformers: {compared if isnan(plain) else f'{plain:.6f}'}"
-    )
+    typer.echo(f"loss {ours:.6f}; plain transformers: {compared if isnan(plain) else f'{plain:.6f}'}")  # fmt: skip
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         write_chrome_trace(found.spans, folder / "trace.json")
         draw(found.spans, folder / "trace.png", f"{options.order}, pp={options.pp},")
-        typer.echo(
-            f"bubble {bubble(found.spans):.1%}; {folder / 'trace.json'}, {folder / 'trace.png'}"
-        )
+        typer.echo(f"bubble {bubble(found.spans):.1%}; {folder / 'trace.json'}, {folder / 'trace.png'}")  # fmt: skip

@@ -65,12 +65,10 @@ def lint(card: Name, as_json: arguments.AsJson = False) -> None:
 @app.command()
 def verify(
     folder: Folder,
-    model: Annotated[
-        str | None, typer.Option(help="A folder or Hub id; none: its base model.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="A folder or Hub id; none: its base model.")] = None,
     full: Annotated[bool, typer.Option(help="The model as it is, not a small one.")] = False,
     as_json: arguments.AsJson = False,
-) -> None:
+) -> None:  # fmt: skip
     """Run the schedule of a card against the plain model, and write the outcome into the card."""
     from slapo_zoo.cards.card import read_card
     from slapo_zoo.cards.check import verify_card
@@ -122,11 +120,9 @@ def push(
 @app.command()
 def pull(
     card: Annotated[str, typer.Argument(help="org/name@revision.")],
-    folder: Annotated[
-        Path | None, typer.Argument(help="Where to copy it; none: the cache.")
-    ] = None,
+    folder: Annotated[Path | None, typer.Argument(help="Where to copy it; none: the cache.")] = None,
     as_json: arguments.AsJson = False,
-) -> None:
+) -> None:  # fmt: skip
     """Fetch a card and check it; prints the commit that was fetched."""
     from slapo_zoo.cards.card import read_card
     from slapo_zoo.cards.hub import Reference, pull

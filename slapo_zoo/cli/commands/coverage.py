@@ -12,19 +12,13 @@ from slapo_zoo.cli.errors import stdout_for_json
 
 
 def coverage(
-    model_types: Annotated[
-        list[str] | None, typer.Argument(help="None: all that are not in the file yet.")
-    ] = None,
-    file: Annotated[Path, typer.Option(help="Outcomes so far, as JSON lines.")] = Path(
-        "coverage.jsonl"
-    ),
+    model_types: Annotated[list[str] | None, typer.Argument(help="None: all that are not in the file yet.")] = None,
+    file: Annotated[Path, typer.Option(help="Outcomes so far, as JSON lines.")] = Path("coverage.jsonl"),
     page: Annotated[Path | None, typer.Option(help="Write docs/coverage.md there.")] = None,
-    layout: Annotated[
-        list[str] | None, typer.Option(help="tp2, pp2, 'tp2 pp2', 'tp2 sp'; none: all of them.")
-    ] = None,
+    layout: Annotated[list[str] | None, typer.Option(help="tp2, pp2, 'tp2 pp2', 'tp2 sp'; none: all of them.")] = None,
     timeout: Annotated[int, typer.Option(help="Seconds per type.")] = 240,
     as_json: AsJson = False,
-) -> None:
+) -> None:  # fmt: skip
     """Try every model type, tiny, on tp2, pp2, tp2 with pp2, and tp2 with sequence parallelism."""
     from slapo_zoo.verify import coverage as measured
 

@@ -16,11 +16,9 @@ def derive(
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of the proof.")] = 2,
     pp: Annotated[int, typer.Option(min=1, help="Pipeline stages of the proof.")] = 1,
     auto_class: Annotated[str | None, typer.Option("--auto-class", help="Which head.")] = None,
-    write: Annotated[
-        bool, typer.Option("--write", help="Write schedules/<model_type>.py.")
-    ] = False,
+    write: Annotated[bool, typer.Option("--write", help="Write schedules/<model_type>.py.")] = False,
     as_json: AsJson = False,
-) -> None:
+) -> None:  # fmt: skip
     """Derive a table from a model's modules, prove it on a tiny model of that config, print its source.
 
     The proof compares outputs, loss and every gradient with plain `transformers`, all ranks as

@@ -9,12 +9,8 @@ import typer
 from slapo_zoo.cli.arguments import AsJson, CheckpointRatio, Dp, Order, PipelineRanks, Tp
 from slapo_zoo.cli.errors import stdout_for_json
 
-Model = Annotated[
-    str, typer.Argument(help="A checkpoint folder, a Hub id, or with --gpus a family.")
-]
-Weights = Annotated[
-    bool | None, typer.Option("--weights/--no-weights", help="What is read of the files, alone.")
-]
+Model = Annotated[str, typer.Argument(help="A checkpoint folder, a Hub id, or with --gpus a family.")]  # fmt: skip
+Weights = Annotated[bool | None, typer.Option("--weights/--no-weights", help="What is read of the files, alone.")]  # fmt: skip
 Training = Annotated[
     bool | None, typer.Option("--training/--no-training", help="Cost and memory of a step, alone.")
 ]
@@ -28,51 +24,39 @@ def plan(
     tp: Tp = 1,
     pp: PipelineRanks = 1,
     dp: Dp = 1,
-    dp_shard: Annotated[
-        int, typer.Option(min=1, help="Copies that divide weights and states among them.")
-    ] = 1,
+    dp_shard: Annotated[int, typer.Option(min=1, help="Copies that divide weights and states among them.")] = 1,
     zero_stage: Annotated[int, typer.Option(min=1, max=3, help="How: ZeRO-1, 2 or 3.")] = 3,
     every_rank: Annotated[bool, typer.Option(help="A line per rank, not per stage.")] = False,
     pipeline_order: Order = "1f1b",
     micro_batches: Annotated[int | None, typer.Option(min=1, help="Per step; 2 * pp.")] = None,
     micro_batch_size: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")] = 1,
-    seq_len: Annotated[
-        int | None, typer.Option("--seq-len", "--seq", min=1, help="Tokens per row.")
-    ] = None,
+    seq_len: Annotated[int | None, typer.Option("--seq-len", "--seq", min=1, help="Tokens per row.")] = None,
     checkpoint_ratio: CheckpointRatio = 0.0,
-    gpus: Annotated[
-        int | None, typer.Option(min=1, help="Search: which layout of so many?")
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option(help="Of a device, e.g. 80GiB.", rich_help_panel=SEARCH)
-    ] = None,
-    batch: Annotated[
-        int, typer.Option(min=1, help="Rows of a step, all copies.", rich_help_panel=SEARCH)
-    ] = 1024,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Search: which layout of so many?")] = None,
+    memory: Annotated[str | None, typer.Option(help="Of a device, e.g. 80GiB.", rich_help_panel=SEARCH)] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of a step, all copies.", rich_help_panel=SEARCH)] = 1024,
     hardware: Annotated[str, typer.Option(help="A name, or a file of calibrate.")] = "a100",
-    precision: Annotated[
-        str, typer.Option(help="bf16, fp16 (sums in fp32), bf16-pure, fp16-pure or fp32.")
-    ] = "bf16",
-    runtime: Annotated[
-        str, typer.Option(help="eager, kernels, compiled or megatron: how it is run.")
-    ] = "eager",
-    explain: Annotated[
-        bool, typer.Option(help="Why others do not fit.", rich_help_panel=SEARCH)
-    ] = False,
+    precision: Annotated[str, typer.Option(help="bf16, fp16 (sums in fp32), bf16-pure, fp16-pure or fp32.")] = "bf16",
+    runtime: Annotated[str, typer.Option(help="eager, kernels, compiled or megatron: how it is run.")] = "eager",
+    explain: Annotated[bool, typer.Option(help="Why others do not fit.", rich_help_panel=SEARCH)] = False,
     as_json: AsJson = False,
-    write: Annotated[
-        Path | None, typer.Option(help="The winner's schedule.json.", rich_help_panel=SEARCH)
-    ] = None,
-    most: Annotated[
-        int, typer.Option("--top", min=1, help="Layouts shown.", rich_help_panel=SEARCH)
-    ] = 10,
-) -> None:
+    write: Annotated[Path | None, typer.Option(help="The winner's schedule.json.", rich_help_panel=SEARCH)] = None,
+    most: Annotated[int, typer.Option("--top", min=1, help="Layouts shown.", rich_help_panel=SEARCH)] = 10,
+) -> None:  # fmt: skip
     """Print what each rank would read, compute and hold; no weight is read.
 
     With --gpus, look at every layout of a cluster instead, and name the fastest that fits.
     """
+    from slapo_zoo.errors import MeshError
+
     device = (hardware, memory, precision, runtime)
+    if gpus is None and (write or explain):
+        what = "--write" if write else "--explain"
+        raise MeshError("plan", what, "it belongs to a search, found none", "add --gpus N")
     if gpus is not None:
+        if (tp, pp, dp) != (1, 1, 1):
+            problem = f"found tp={tp} pp={pp} dp={dp}, but a search tries every layout"
+            raise MeshError("plan", f"--gpus {gpus}", problem, "leave out one or the other")
         from slapo_zoo.cli.commands.plan_search import search
 
         search(model, gpus, batch, seq_len, device, explain, as_json, write, most)
@@ -86,9 +70,7 @@ def plan(
             shared = {"dp_shard": dp_shard, "zero_stage": zero_stage}
             step = _forecast(model, mesh, pipeline_order, checkpoint_ratio, sizes, device, shared)
     if as_json:
-        typer.echo(
-            json.dumps({"weights": _weights_data(read), "training": _step_data(step)}, indent=1)
-        )
+        typer.echo(json.dumps({"weights": _weights_data(read), "training": _step_data(step)}, indent=1))  # fmt: skip
         return
     if read is not None:
         _print_weights(read, f"{model}: tp={tp} pp={pp} dp={dp}", 1 if every_rank else tp)

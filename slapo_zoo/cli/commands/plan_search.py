@@ -51,9 +51,7 @@ def search(
         show.show(planner, found, most, explain)
     if write is not None:
         best = show.write_schedule(planner, found, write)
-        typer.echo(
-            f"{write}: from_pretrained(..., schedule={str(write)!r}, {_mesh(best)})", err=as_json
-        )
+        typer.echo(f"{write}: from_pretrained(..., schedule={str(write)!r}, {_mesh(best)})", err=as_json)  # fmt: skip
     require_feasible(found, f"--gpus {gpus}")
 
 

@@ -17,15 +17,11 @@ def show(
     sequence_parallel: SequenceParallel = False,
     auto_class: Head = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")] = 1,
-    seq_len: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a row; none: 128, or what the model takes.")
-    ] = None,
-    kernels: Annotated[
-        list[str] | None, typer.Option(help="auto, reference, or the names of kernels.")
-    ] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a row; none: 128, or what the model takes.")] = None,
+    kernels: Annotated[list[str] | None, typer.Option(help="auto, reference, or the names of kernels.")] = None,
     device: Device = "auto",
     as_json: AsJson = False,
-) -> None:
+) -> None:  # fmt: skip
     """Print the program, shapes and bytes per rank, and collectives per step; no weight is read."""
     with stdout_for_json(as_json):
         import torch
@@ -86,9 +82,7 @@ def _print(found: Any, title: str) -> None:
     ranks = Table("stage", "tp", "parameters", "of the model", "bytes")
     for rank in found.ranks:
         share = f"{rank.parameters / found.total_parameters:.3f}"
-        ranks.add_row(
-            str(rank.stage), str(rank.tp_coord), f"{rank.parameters:,}", share, human(rank.bytes)
-        )
+        ranks.add_row(str(rank.stage), str(rank.tp_coord), f"{rank.parameters:,}", share, human(rank.bytes))  # fmt: skip
     traffic = Table("in a micro-batch", "mesh dim", "when", "count", "bytes")
     for row in found.traffic:
         traffic.add_row(row.kind, row.mesh_dim, row.phase, str(row.count), human(row.bytes))

@@ -10,18 +10,13 @@ from slapo_zoo.cli.arguments import AsJson, Device, DpOrAll, MicroBatches, Pp, T
 from slapo_zoo.cli.errors import is_first, stdout_for_json
 from slapo_zoo.cli.training.options import TrainOptions
 
-Model = Annotated[
-    str | None, typer.Argument(help="A checkpoint folder, or the id of a model on the Hub.")
-]
+Model = Annotated[str | None, typer.Argument(help="A checkpoint folder, or the id of a model on the Hub.")]  # fmt: skip
 Config = Annotated[Path | None, typer.Option(help="A YAML file of the keys of docs/training.md.")]
-Sets = Annotated[
-    list[str] | None, typer.Option("--set", help="A key of it, e.g. warmup_steps=100.")
-]
+Sets = Annotated[list[str] | None, typer.Option("--set", help="A key of it, e.g. warmup_steps=100.")]  # fmt: skip
 Data = Annotated[str | None, typer.Option(help="A file, a folder, or a dataset of the Hub.")]
 Engine = Annotated[str, typer.Option(help="torch, deepspeed or megatron.", metavar="NAME")]
 Checkpoint = Annotated[
-    Path | None,
-    typer.Option(help="Checkpoint folder; training resumes from it if it exists."),
+    Path | None, typer.Option(help="Checkpoint folder; training resumes from it if it exists.")
 ]
 Device = Device
 DEFAULT = TrainOptions("")
@@ -37,37 +32,21 @@ def train(
     pp: Pp = DEFAULT.pp,
     dp: DpOrAll = DEFAULT.dp,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = DEFAULT.steps,
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="Rows per step, all copies together.")
-    ] = DEFAULT.batch_size,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows per step, all copies together.")] = DEFAULT.batch_size,
     micro_batches: MicroBatches = None,
-    seq_len: Annotated[
-        int | None, typer.Option(min=2, help="Tokens per row; none: 128, or what the model takes.")
-    ] = None,
-    lr: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="Of AdamW; none: 1e-4, or that of the checkpoint."),
-    ] = None,
-    clip: Annotated[
-        float, typer.Option(min=0.0, help="Largest gradient norm; 0: no limit.")
-    ] = DEFAULT.clip,
+    seq_len: Annotated[int | None, typer.Option(min=2, help="Tokens per row; none: 128, or what the model takes.")] = None,
+    lr: Annotated[float | None, typer.Option(min=0.0, help="Of AdamW; none: 1e-4, or that of the checkpoint.")] = None,
+    clip: Annotated[float, typer.Option(min=0.0, help="Largest gradient norm; 0: no limit.")] = DEFAULT.clip,
     seed: Annotated[int, typer.Option(help="Of dropout, order and masks.")] = DEFAULT.seed,
     output: Annotated[Path | None, typer.Option(help="Folder for the trained checkpoint.")] = None,
     checkpoint: Checkpoint = None,
-    save_every: Annotated[
-        int, typer.Option(min=1, help="Steps between two checkpoints.")
-    ] = DEFAULT.save_every,
-    keep: Annotated[
-        int | None,
-        typer.Option(min=1, help="Keep so many checkpoints, in step folders; `last` links one."),
-    ] = None,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = DEFAULT.save_every,
+    keep: Annotated[int | None, typer.Option(min=1, help="Keep so many checkpoints, in step folders; `last` links one.")] = None,
     device: Device = "auto",
     engine: Engine = DEFAULT.engine,
-    zero_stage: Annotated[
-        int, typer.Option(min=0, max=3, help="Of DeepSpeed's ZeRO.")
-    ] = DEFAULT.zero_stage,
+    zero_stage: Annotated[int, typer.Option(min=0, max=3, help="Of DeepSpeed's ZeRO.")] = DEFAULT.zero_stage,
     as_json: AsJson = False,
-) -> None:
+) -> None:  # fmt: skip
     """Train a checkpoint on your data: next tokens, masked tokens, labels, pairs, ...
 
     What to do is written in a file (--config), in flags, or in both: flags win, then --set.
@@ -103,7 +82,11 @@ def _train(options: TrainOptions) -> list[float]:
     options, model_config = job.resolved(options)
     inputs = read_inputs(options, model_config)
     if is_first():
-        typer.echo(f"{inputs.summary()}; loading the model ...")
+        kept = options.output or options.checkpoint or options.best
+        alone = (
+            "" if kept else "\nwithout output, checkpoint or best nothing that is learned is kept"
+        )
+        typer.echo(f"{inputs.summary()}; loading the model ...{alone}")
     if options.checkpoint is not None:
         job.check_checkpoint(Path(options.checkpoint), inputs.batches, options)
     return job.run(options, inputs)

@@ -106,13 +106,9 @@ def _require_best(found: Any, refused: dict[int, str]) -> Any:
 
     if found.best is not None:
         return found.best
-    why = [trial.outcome.message or trial.outcome.kind for trial in found.trials] or list(
-        refused.values()
-    )
+    why = [trial.outcome.message or trial.outcome.kind for trial in found.trials] or list(refused.values())  # fmt: skip
     problem = f"no point ran to its end; the last said: {why[-1] if why else 'nothing'}"
-    raise SlapoError(
-        "tune", "search", problem, "make the batch smaller, or give more --memory or --timeout"
-    )
+    raise SlapoError("tune", "search", problem, "make the batch smaller, or give more --memory or --timeout")  # fmt: skip
 
 
 def _of_script(script: str, words: list[str], config: Path, timeout: float) -> Any:
@@ -159,8 +155,6 @@ def _pairs(texts: list[str], what: str) -> dict[str, list[Any]]:
     for text in texts:
         name, equals, values = text.partition("=")
         if not equals or not values:
-            raise SlapoError(
-                "tune", f"{what} {text}", "found no NAME=VALUE", "e.g. batch_size=1,2,4"
-            )
+            raise SlapoError("tune", f"{what} {text}", "found no NAME=VALUE", "e.g. batch_size=1,2,4")  # fmt: skip
         found[name] = [words.get(v.lower(), typed(v)) if v else "" for v in values.split(",")]
     return found

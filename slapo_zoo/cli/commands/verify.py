@@ -10,9 +10,7 @@ from slapo_zoo.cli.errors import stdout_for_json
 from slapo_zoo.cli.waiting import waiting
 
 AsJson = Annotated[bool, typer.Option("--json", help="verify.json, for programs.")]
-WithCard = Annotated[
-    str | None, typer.Option("--schedule", help="A card; none, zoo or auto: the zoo's own.")
-]
+WithCard = Annotated[str | None, typer.Option("--schedule", help="A card; none, zoo or auto: the zoo's own.")]  # fmt: skip
 # heads whose loss is known, to take where the model names none
 HEADS = (
     "AutoModelForPreTraining", "AutoModelForCausalLM", "AutoModelForMaskedLM",
@@ -38,9 +36,7 @@ def verify(
     stands in, which takes seconds; exit status 1 says that something is wrong.
     """
     if full and layers:
-        raise typer.BadParameter(
-            "--full holds all layers at once; choose one", param_hint="--layers"
-        )
+        raise typer.BadParameter("--full holds all layers at once; choose one", param_hint="--layers")  # fmt: skip
     with stdout_for_json(as_json):
         from slapo_zoo.cards.use import load_card
         from slapo_zoo.cards.verify_subprocess import verify_apart

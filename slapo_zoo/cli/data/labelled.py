@@ -27,7 +27,7 @@ def as_numbers(labels: Any, names: Sequence[str]) -> Any:
         expected = f"0 to {len(names) - 1}" if is_number else f"one of {', '.join(names)}"
         hint = "leave out rows whose class is not known; evaluate on the classes that are trained"
         raise DataError("--data", "label", f"found {labels!r}, expected {expected}", hint)
-    return labels if is_number else names.index(labels)
+    return int(labels) if is_number else names.index(labels)
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,7 @@ class Translate(Task):
 
     def encode(self, columns: Columns) -> dict[str, list[Any]]:
         """Tokens of both."""
-        labels = self.tokenizer(
-            text_target=list(columns["target"]), truncation=True, max_length=self.target_len
-        )
+        labels = self.tokenizer(text_target=list(columns["target"]), truncation=True, max_length=self.target_len)  # fmt: skip
         return {**_encoded(self, list(columns["source"])), "labels": labels["input_ids"]}
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:

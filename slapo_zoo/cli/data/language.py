@@ -84,7 +84,9 @@ class Masked(Language):
         chance, fate = (torch.rand(ids.shape, generator=generator) for _ in range(2))
         other = torch.randint(len(self.tokenizer), ids.shape, generator=generator)
         special = torch.isin(ids, torch.tensor(self.tokenizer.all_special_ids, dtype=ids.dtype))
-        guess = (chance < self.rate) & ~special
+        chance = chance.masked_fill(special, 2.0)
+        guess = chance < self.rate
+        guess = guess if not self.rate or guess.any() else chance == chance.min()  # one at least
         read = torch.where(guess & (fate < 0.8), self.tokenizer.mask_token_id, ids)
         read = torch.where(guess & (fate >= 0.9), other, read)
         return {"input_ids": read, "labels": torch.where(guess, ids, IGNORED)}

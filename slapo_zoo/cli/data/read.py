@@ -2,7 +2,8 @@
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,46 +17,73 @@ from slapo_zoo.cli.data.text_files import DataError, read_documents, visible_fil
 from slapo_zoo.cli.errors import is_first, is_full
 from slapo_zoo.cli.training.options import TrainOptions
 
-KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+KINDS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv",
+         ".parquet": "parquet"}  # fmt: skip
+
+
+def format_of(path: Path) -> str | None:
+    """How `datasets` calls the table of a file; None for text."""
+    return KINDS.get(path.suffix.lower())
 
 
 def kind_of(name: str) -> str:
     """text, table or saved for what lies on the disk; hub for a name of a data set there."""
     path = Path(name)
     if not path.exists():
-        if path.suffix in KINDS or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        if format_of(path) or name.startswith((".", "/", "~")) or name.count("/") > 1:
             hint = "name a file, a folder, or a data set of the Hub"
             raise DataError(name, "--data", "found nothing there", hint)
         return "hub"
     if path.is_file():
-        return "table" if path.suffix in KINDS else "text"
-    if (path / "state.json").exists() and (path / "dataset_info.json").exists():
+        return "table" if format_of(path) else "text"
+    names = {file.name for file in path.glob("*.json")}
+    if "dataset_dict.json" in names or {"state.json", "dataset_info.json"} <= names:
         return "saved"
-    found = any(file.suffix in KINDS for file in visible_files(path))
-    return "table" if found else "text"
+    return _kind_of_folder(path)
+
+
+def _kind_of_folder(path: Path) -> str:
+    """`datasets` reads the files of the most frequent ending, so that is to be the one of all tables."""
+    files = [f for f in visible_files(path) if f.suffix and not f.name.startswith("dataset_")]
+    kinds = Counter((format_of(f), f.suffix.lower() == ".tsv") for f in files if format_of(f))
+    others = Counter(f.suffix.lower() for f in files if not format_of(f))
+    if len(kinds) > 1 or max(others.values(), default=0) > kinds.total() > 0:
+        said = ", ".join(sorted({f.suffix for f in files}))
+        problem = f"found files of several kinds ({said}), of which one would be read"
+        raise DataError(str(path), "--data", problem, "name one file, or a folder of one kind")
+    return "table" if kinds else "text"
 
 
 def open_table(name: str, split: str, options: TrainOptions, stream: bool = False) -> Any:
     """A data set of the library `datasets`."""
     datasets, kind, path = _library(), kind_of(name), Path(name)
     where: dict[str, Any] = {"streaming": stream}
-    if (path.is_file() or kind == "text") and split != "train":
-        problem = "text and a single file have one split, train"
-        raise DataError(name, f"split {split!r}", problem, "name another file: eval_data")
+    if path.is_file() or kind == "text":
+        check_split(name, split, ["train"])
     with _explained(name, split):
         if kind == "saved":
             found = datasets.load_from_disk(name)
-            return found[split] if isinstance(found, Mapping) else found
+            if not isinstance(found, Mapping):
+                found = dict.fromkeys(["train", str(found.split or "train")], found)
+            check_split(name, split, found)
+            return found[split].to_iterable_dataset() if stream else found[split]
         if kind == "text":
             files = [name] if path.is_file() else sorted(map(str, visible_files(path)))
-            where |= {"data_files": files, "sample_by": "document"}
+            where |= {"data_files": files, "sample_by": "document", "encoding": "utf-8-sig"}
             return datasets.load_dataset("text", split="train", **where)
         if kind == "hub":
             ask_the_hub(name)
         if kind == "hub" or path.is_dir():
             return datasets.load_dataset(name, options.data_config, split=split, **where)
-        where |= {"sep": "\t"} if path.suffix == ".tsv" else {}
-        return datasets.load_dataset(KINDS[path.suffix], data_files=name, split="train", **where)
+        where |= {"sep": "\t"} if path.suffix.lower() == ".tsv" else {}
+        return datasets.load_dataset(format_of(path), data_files=name, split="train", **where)
+
+
+def check_split(name: str, split: str, own: Iterable[str]) -> None:
+    """The rows of one split are not to be taken for those of another."""
+    if split not in own:
+        hint = "text, a single file and a saved data set have one split: name another as eval_data"
+        raise DataError(name, f"split {split!r}", f"expected {' or '.join(own)}", hint)
 
 
 def ask_the_hub(name: str) -> None:
@@ -143,7 +171,7 @@ def by_role(batch: Columns, columns: Mapping[str, str], task: Task) -> dict[str,
 # what a column holds --> whether a value is one
 FITS: dict[str, Callable[[Any], bool]] = {
     "a text": lambda one: isinstance(one, str),
-    "a class": lambda one: isinstance(one, str | int),
+    "a class": lambda one: isinstance(one, str | int) or (isinstance(one, float) and one % 1 == 0),
     "a list of texts": lambda one: isinstance(one, list) and all(isinstance(w, str) for w in one),
     "a list of classes": lambda one: isinstance(one, list) and all(isinstance(w, str | int) for w in one),
 }  # fmt: skip
@@ -160,6 +188,13 @@ def without_gaps(data: Any, columns: Mapping[str, str]) -> Any:
 def has_all(row: Columns, names: Sequence[str]) -> bool:
     """Whether no column of a row is empty."""
     return all(row[name] is not None for name in names)
+
+
+def with_tokens(task: Task, encoded: Columns) -> Columns:
+    """The rows whose texts have a token each; where rows are cut from a stream, all."""
+    held = [column for name, column in encoded.items() if name.endswith("input_ids")]
+    kept = [i for i, row in enumerate(zip(*held, strict=True)) if task.packs or all(map(len, row))]
+    return {name: [column[i] for i in kept] for name, column in encoded.items()}
 
 
 def rows_of_text(path: str, task: Task) -> Rows:
@@ -182,9 +217,11 @@ def rows_of_table(data: Any, task: Task, columns: Mapping[str, str]) -> Rows:
     place = Path(data.cache_files[0]["filename"]).parent if data.cache_files else None
     with _one_by_one(place, key):
         encoded = data.map(
-            lambda batch: task.encode(by_role(batch, columns, task)), batched=True,
+            lambda batch: with_tokens(task, task.encode(by_role(batch, columns, task))), batched=True,
             remove_columns=data.column_names, new_fingerprint=key,
         )  # fmt: skip
+    if (short := len(data) - len(encoded)) and is_first():
+        sys.stderr.write(f"{short} of {count} rows have no token; they are left out\n")
     if not task.packs:
         return encoded if isinstance(encoded, datasets.Dataset) else Examples(encoded)
     return PackedTable(encoded, task.row_tokens)
@@ -225,9 +262,7 @@ class Source:
 
     def opened(self) -> Any:
         """The data set, from its beginning."""
-        return open_table(
-            str(self.options.data), self.options.data_split, self.options, stream=True
-        )
+        return open_table(str(self.options.data), self.options.data_split, self.options, stream=True)  # fmt: skip
 
     def examples(self, data: Any) -> Iterator[Mapping[str, Any]]:
         """The rows of an opened data set, as they are read."""
@@ -239,7 +274,7 @@ class Source:
         if not has_all(example, list(self.columns.values())):
             return {}
         one = {name: [example[name]] for name in self.columns.values()}
-        return self.task.encode(by_role(one, self.columns, self.task))
+        return with_tokens(self.task, self.task.encode(by_role(one, self.columns, self.task)))
 
 
 def fingerprint(data: str, task: Task, columns: Mapping[str, str]) -> str:
@@ -248,7 +283,7 @@ def fingerprint(data: str, task: Task, columns: Mapping[str, str]) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     words = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     other = sorted((k, repr(v)) for k, v in vars(task).items() if k != "tokenizer")
-    length = [] if task.packs else other  # the stream of tokens is cut later
+    length = [] if task.packs else [*other, with_tokens.__name__]  # a stream is cut later
     text = repr((data, type(task).__name__, words, tokenizer.special_tokens_map, length,
                  sorted(columns.items())))  # fmt: skip
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -263,6 +298,9 @@ def _one_by_one(place: Path | None, key: str) -> Any:
     return FileLock(place / f"{key}.lock")
 
 
+MOST_CLASSES = 100_000  # a larger number is an id, of which nobody wants all below it
+
+
 def class_names(data: Any, column: str) -> tuple[str, ...]:
     """The classes of a column of labels, or of lists of labels, by number."""
     feature = data.features[column]
@@ -270,11 +308,15 @@ def class_names(data: Any, column: str) -> tuple[str, ...]:
     if hasattr(feature, "names"):
         return tuple(feature.names)
     found = {one for held in data[column] for one in (held if isinstance(held, list) else [held])}
-    found.discard(None)
-    if all(isinstance(one, int) for one in found):
-        return tuple(str(number) for number in range(max(found, default=0) + 1))
+    found = {int(x) if isinstance(x, float) and x % 1 == 0 else x for x in found - {None}}
+    if len(found) == 1:
+        problem = f"found one class, {found.pop()!r}, expected at least two"
+        raise DataError("--data", column, problem, "there is nothing to tell apart")
+    most = max((one for one in found if isinstance(one, int)), default=0)
+    if all(isinstance(one, int) for one in found) and most < MOST_CLASSES:
+        return tuple(str(number) for number in range(most + 1))
     if all(isinstance(one, str) for one in found):
         return tuple(sorted(found))
-    kinds = sorted({type(one).__name__ for one in found})
-    problem = f"found labels of {', '.join(kinds)}, expected classes"
+    kinds = sorted({f"{type(one).__name__}, e.g. {one!r}" for one in found})[:3]
+    problem = f"found labels of {'; '.join(kinds)}, expected classes"
     raise DataError("--data", column, problem, "write texts, or integers from 0")

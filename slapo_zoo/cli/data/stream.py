@@ -45,9 +45,7 @@ class Stream:
             self.start = self.next
             self._read()
         order = torch.randperm(len(self.rows), generator=generator_of(self.seed, block, ORDER))
-        picked = [
-            self.rows[i] for i in order[turn * self.batch_size : (turn + 1) * self.batch_size]
-        ]
+        picked = [self.rows[i] for i in order[turn * self.batch_size : (turn + 1) * self.batch_size]]  # fmt: skip
         rows = {name: [row[name] for row in picked] for name in picked[0]}
         if self.task.packs:
             rows = {name: np.stack(column) for name, column in rows.items()}

@@ -1,5 +1,6 @@
 """How good the model is on rows that it is not trained on, and which step was the best."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,7 +30,7 @@ class Best:
         """Whether this evaluation is better than all before."""
         value = found[self.metric]
         sign = -1 if self.metric == "loss" else 1
-        if self.value is None or sign * value > sign * self.value:
+        if math.isfinite(value) and (self.value is None or sign * value > sign * self.value):
             self.value, self.step, self.since = value, step, 0
             return True
         self.since += 1

@@ -1,6 +1,7 @@
 """What a run reads: the task of the model, its tokenizer, and the batches of training and evaluation."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from slapo_zoo.cli.data import read
@@ -9,7 +10,7 @@ from slapo_zoo.cli.data.labelled import Classify, Labelled, Pairs, Tag, Translat
 from slapo_zoo.cli.data.language import Causal, Masked, Spans
 from slapo_zoo.cli.data.rows import Chosen, Packed, Rows, divided
 from slapo_zoo.cli.data.stream import Stream
-from slapo_zoo.cli.data.tasks import Task
+from slapo_zoo.cli.data.tasks import Task, pad_id
 from slapo_zoo.cli.data.text_files import DataError
 from slapo_zoo.cli.training.config import ConfigError
 from slapo_zoo.cli.training.options import TrainOptions
@@ -76,13 +77,18 @@ def task_of(config: Any, asked: str | None = None) -> str:
     raise ArchitectureError("train", f"model_type={family!r}", problem, hint)
 
 
-def row_length(asked: int | None, config: Any) -> int:
+def row_length(asked: int | None, config: Any, option: str = "--seq-len") -> int:
     """Tokens of a row: what was asked for, or what fits the model."""
     longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and config.model_type in BEHIND_PADDING:
+        longest -= config.pad_token_id + 1
     if asked is not None and longest is not None and asked > longest:
         problem = f"found {asked}, but the model has {longest} positions"
-        raise DataError("train", "--seq-len", problem, f"choose at most {longest}")
+        raise DataError("train", option, problem, f"choose at most {longest}")
     return asked or min(128, longest or 128)
+
+
+BEHIND_PADDING = {"roberta", "xlm-roberta", "camembert", "esm"}  # where their positions begin
 
 
 def load_tokenizer(name: str) -> Any:
@@ -107,13 +113,9 @@ def first_line(exc: Exception) -> str:
 def read_inputs(options: TrainOptions, config: Any) -> Inputs:
     """Read what is trained and evaluated on, and check that it fits the model."""
     tokenizer, name = load_tokenizer(options.model), str(options.data)
-    is_text = read.kind_of(name) == "text" and not options.stream
     cls = TASKS[options.task or "causal"]
-    if is_text and not cls.packs:
-        hint = "give jsonl, csv, parquet or a data set of the Hub"
-        raise DataError(name, f"task={options.task}", "text has no columns", hint)
-    data = None if is_text else read.open_table(name, options.data_split, options, options.stream)
-    task = make_task(cls, tokenizer, data, options)
+    data = opened(name, options.data_split, cls, options, options.stream)
+    task = make_task(cls, tokenizer, data, options, config)
     if options.stream:
         batches: Batches | Stream = make_stream(data, task, options)
         rows, held = None, None
@@ -123,23 +125,28 @@ def read_inputs(options: TrainOptions, config: Any) -> Inputs:
         batches = Batches(rows, task, options.batch_size, options.seed)
         check_vocabulary(rows, tokenizer, config, options)
     if options.eval_data or options.eval_split:
-        held = other_rows(task, options)
+        try:
+            held = other_rows(task, options)
+        except DataError as error:  # which says --data
+            raise DataError("eval_data", error.what, error.problem, error.hint) from error
         require_held_out(held, task, options)
-    held_out = (
-        None if held is None else Batches(held, batches.task, options.batch_size, options.seed)
-    )
+    held_out = None
+    if held is not None:
+        held_out = Batches(held, batches.task, options.batch_size, options.seed)
     return Inputs(batches, held_out, tokenizer)
 
 
-def make_task(cls: type[Task], tokenizer: Any, data: Any, options: TrainOptions) -> Task:
-    """The task with what the options and the data say of it."""
+def make_task(cls: type[Task], tokenizer: Any, data: Any, options: TrainOptions, config: Any) -> Task:  # fmt: skip
+    """The task with what the options and the data say of it; a head that knows the classes numbers them."""
     more: dict[str, Any] = {}
     if issubclass(cls, Labelled):
         if options.stream:
             hint = "leave stream out: labels are counted before training"
             raise DataError("train", "stream", f"found task {options.task}", hint)
         columns = read.columns_of(cls, options.columns, data.column_names)
-        more["names"] = read.class_names(data, columns["label" if cls is Classify else "tags"])
+        found = read.class_names(data, columns["label" if cls is Classify else "tags"])
+        own = tuple(config.id2label[number] for number in sorted(config.id2label))
+        more["names"] = own if set(found) <= set(own) else found
     if cls is Translate:
         more["target_len"] = options.target_len or options.seq_len or 128
     return cls(tokenizer, options.seq_len or 128, **more)
@@ -160,11 +167,22 @@ def training_rows(data: Any, task: Task, options: TrainOptions) -> tuple[Rows, R
 def other_rows(task: Task, options: TrainOptions) -> Rows:
     """The rows of eval_data, or of eval_split."""
     name = options.eval_data or str(options.data)
+    has_one = Path(name).is_file() or read.kind_of(name) == "text"
+    split = options.eval_split or ("train" if has_one else options.data_split)
+    return rows_of(name, opened(name, split, type(task), options), task, options)
+
+
+def opened(name: str, split: str, cls: type[Task], options: TrainOptions, stream: bool = False) -> Any:  # fmt: skip
+    """A table, or None for text that is held in memory; the task has to be able to read it."""
     is_text = read.kind_of(name) == "text"
-    split = options.eval_split or options.data_split
-    if is_text and options.eval_split is None:
-        return rows_of(name, None, task, options)
-    return rows_of(name, read.open_table(name, split, options), task, options)
+    if is_text and not cls.packs:
+        hint = "give jsonl, csv, parquet or a data set of the Hub"
+        raise DataError(name, f"task={options.task}", "text has no columns", hint)
+    if stream or not is_text:
+        return read.open_table(name, split, options, stream)
+    read.check_split(name, split, ["train"])
+    read.columns_of(cls, options.columns if name == options.data else {}, ["text"])
+    return None
 
 
 def rows_of(name: str, data: Any, task: Task, options: TrainOptions) -> Rows:
@@ -219,10 +237,18 @@ TELL_APART = {"gpt2", "gpt_neo", "gpt_neox", "llama", "mistral", "mixtral", "qwe
 def check_vocabulary(rows: Rows, tokenizer: Any, config: Any, options: TrainOptions) -> None:
     """No token of the rows lies beyond the model's vocabulary."""
     size = getattr(config.get_text_config(), "vocab_size", None)
-    most = max(tokenizer.get_vocab().values(), default=0)
-    if size is None or most < size or not isinstance(rows, Packed):
+    if size is None or max(tokenizer.get_vocab().values(), default=0) < size:
         return
-    found = max(int(chunk.max(initial=0)) for chunk in rows.chunks)
+    cls, rows = TASKS[options.task or "causal"], rows.rows if isinstance(rows, Chosen) else rows
+    if isinstance(rows, Packed):
+        found = max(int(chunk.max(initial=0)) for chunk in rows.chunks)
+        found = max(found, tokenizer.mask_token_id if cls is Masked else 0)
+    else:
+        columns = (rows[[number]].items() for number in range(len(rows)))
+        ids = (
+            max(held[0], default=0) for row in columns for name, held in row if "input_ids" in name
+        )
+        found = max(pad_id(tokenizer), *ids)
     if found >= size:
         problem = f"found token {found}, but the vocabulary has {size} rows"
         raise DataError(options.model, "tokenizer", problem, "it belongs to another model")

@@ -197,6 +197,11 @@ def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:
     if task == "pairs":
         check_pairs(options)
     check_mesh(options, TASKS[task].head, config)
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        problem = "found no decoder_start_token_id: where do its targets begin?"
+        raise WeightsError(options.model, "config.json", problem, "write it there; T5's is 0")
+    if options.target_len is not None:
+        row_length(options.target_len, config, "target_len")
     return replace(options, task=task, seq_len=row_length(options.seq_len, config)), config
 
 
@@ -244,13 +249,15 @@ def check_pairs(options: TrainOptions) -> None:
         raise ConfigError("train", "task=pairs", problem, "leave --engine out")
     if options.micro_batches not in (None, 1):
         problem = f"found {options.micro_batches}, expected 1: pairs of other parts are not seen"
-        raise ConfigError(
-            "train", "--micro-batches", problem, "leave it out, or take a larger --dp"
-        )
+        hint = "leave it out, or take a larger --dp"
+        raise ConfigError("train", "--micro-batches", problem, hint)
+    if options.batch_size < 2:
+        problem = "found 1, expected more: a pair is compared with the others of its step"
+        raise ConfigError("train", "--batch-size", problem, "choose a larger one")
 
 
 def check_evaluation(options: TrainOptions) -> None:
-    """What needs an evaluation has one."""
+    """What needs an evaluation, of other rows, or a checkpoint has one."""
     if options.evaluates and options.engine != "torch":
         problem = f"found --engine {options.engine}, expected torch"
         raise ConfigError("train", "eval_data", problem, "evaluate what it saves by another run")
@@ -258,10 +265,21 @@ def check_evaluation(options: TrainOptions) -> None:
         other = "eval_data" if options.eval_data else "eval_split"
         problem = f"found {other} too, which is evaluated on in its place"
         raise ConfigError("train", "eval_share", problem, "leave one of them out")
-    for name in ("best", "patience"):
-        if getattr(options, name) is not None and not options.evaluates:
-            hint = "add eval_data, eval_split or eval_share"
-            raise ConfigError("train", name, "there is nothing to evaluate on", hint)
+    trained = (Path(str(options.data)).resolve(), options.data_split)
+    judged = (Path(options.eval_data or trained[0]).resolve(), options.eval_split or trained[1])
+    hint = "add eval_data, eval_split or eval_share, of other rows"
+    if judged == trained and (options.eval_data or options.eval_split):
+        raise ConfigError("train", "eval_data", "found the rows that are trained on", hint)
+    needs = {
+        ("best", "patience", "eval_batches"): (options.evaluates, "there is nothing to evaluate on", hint),
+        ("keep",): (options.checkpoint, "there is no checkpoint", "add checkpoint: FOLDER"),
+        ("lr_options",): (options.lr_schedule != "constant", "a constant lr_schedule takes none", "name another"),
+    }  # fmt: skip
+    for name, (is_there, problem, hint) in (
+        (n, need) for names, need in needs.items() for n in names
+    ):
+        if not is_there and getattr(options, name) != getattr(TrainOptions(""), name):
+            raise ConfigError("train", name, problem, hint)
 
 
 def _run_local(options: TrainOptions, inputs: Inputs, world: int) -> list[float]:

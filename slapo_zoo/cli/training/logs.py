@@ -63,9 +63,7 @@ def peak_of(device: torch.device) -> float:
     from slapo_zoo.tune.planner.hardware import HARDWARE
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    known = (
-        HARDWARE[kind].peak for kind in ("h200", "h100", "a100", "v100") if kind.upper() in name
-    )
+    known = (HARDWARE[kind].peak for kind in ("h200", "h100", "a100", "v100") if kind.upper() in name)  # fmt: skip
     return 0.0 if "PCIe" in name else next(known, 0.0)
 
 

@@ -36,10 +36,7 @@ class ValueTracer(fx.Tracer):
     proxy_buffer_attributes = True
 
     def __init__(
-        self,
-        where: str,
-        inputs: Mapping[str, Any],
-        is_leaf: Callable[[nn.Module, str], bool],
+        self, where: str, inputs: Mapping[str, Any], is_leaf: Callable[[nn.Module, str], bool]
     ):
         super().__init__(autowrap_modules=(math,))
         self.where, self.inputs, self.is_leaf = where, inputs, is_leaf

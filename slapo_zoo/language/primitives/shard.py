@@ -52,8 +52,7 @@ def register_shard_rule(class_name: str, rule: ShardRule) -> ShardRule:
 
 
 def shard_rule(
-    divided: Callable[[Site, str, "Shard", list[Run]], None] | None = None,
-    **sizes: dict[int, str],
+    divided: Callable[[Site, str, "Shard", list[Run]], None] | None = None, **sizes: dict[int, str]
 ) -> Callable[[type], type]:
     """Decorate a module class of your own: `@shard_rule(weight={0: "out_features"})`.
 
@@ -247,6 +246,5 @@ def _divide_embedding(site: Site, param_name: str, directive: Shard, runs: list[
 
 
 register_shard_rule(
-    "Embedding",
-    ShardRule({"weight": {0: "num_embeddings", 1: "embedding_dim"}}, _divide_embedding),
+    "Embedding", ShardRule({"weight": {0: "num_embeddings", 1: "embedding_dim"}}, _divide_embedding)
 )
