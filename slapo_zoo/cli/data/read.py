@@ -62,7 +62,7 @@ def open_table(name: str, split: str, options: TrainOptions, stream: bool = Fals
         check_split(name, split, ["train"])
     with _explained(name, split):
         if kind == "saved":
-            found = datasets.load_from_disk(name)
+            found: Any = datasets.load_from_disk(name)
             if not isinstance(found, Mapping):
                 found = dict.fromkeys(["train", str(found.split or "train")], found)
             check_split(name, split, found)
@@ -190,7 +190,7 @@ def has_all(row: Columns, names: Sequence[str]) -> bool:
     return all(row[name] is not None for name in names)
 
 
-def with_tokens(task: Task, encoded: Columns) -> Columns:
+def with_tokens(task: Task, encoded: Columns) -> dict[str, list[Any]]:
     """The rows whose texts have a token each; where rows are cut from a stream, all."""
     held = [column for name, column in encoded.items() if name.endswith("input_ids")]
     kept = [i for i, row in enumerate(zip(*held, strict=True)) if task.packs or all(map(len, row))]
@@ -307,7 +307,9 @@ def class_names(data: Any, column: str) -> tuple[str, ...]:
     feature = getattr(feature, "feature", feature)
     if hasattr(feature, "names"):
         return tuple(feature.names)
-    found = {one for held in data[column] for one in (held if isinstance(held, list) else [held])}
+    found: set[Any] = {
+        one for held in data[column] for one in (held if isinstance(held, list) else [held])
+    }
     found = {int(x) if isinstance(x, float) and x % 1 == 0 else x for x in found - {None}}
     if len(found) == 1:
         problem = f"found one class, {found.pop()!r}, expected at least two"

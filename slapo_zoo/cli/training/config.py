@@ -123,7 +123,8 @@ def _value(key: str, value: Any, where: str) -> Any:
     if value is not None and key in ONE_OF and value not in ONE_OF[key]:
         problem = f"found {value!r}, expected one of {', '.join(ONE_OF[key])}"
         raise ConfigError(where, key, problem, "choose one of them")
-    return os.path.expanduser(value) if key in PATHS and value else value  # no shell has seen it
+    is_path = key in PATHS and value is not None  # which no shell may have seen
+    return os.path.expanduser(str(value)) if is_path else value
 
 
 def _default(key: str) -> str:
@@ -158,8 +159,9 @@ def _fits(value: Any, kind: Any) -> bool:
     for member in _members(kind):
         plain = get_origin(member) or member
         if isinstance(value, plain) and (plain is bool or not isinstance(value, bool)):
-            inner = [*value] if plain in (tuple, Mapping) else []
-            inner += value.values() if get_args(member) == (str, str) else []
+            held: Any = value
+            inner = [*held] if plain in (tuple, Mapping) else []
+            inner += held.values() if get_args(member) == (str, str) else []
             return all(isinstance(one, str) for one in inner)
     return False
 
