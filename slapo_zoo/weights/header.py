@@ -153,7 +153,7 @@ def _check_layout(path: str, entries: dict[str, Entry], data: int, size: int) ->
             problem = f"truncated: found {size} bytes, expected at least {entry.stop}"
             raise _error(path, name, problem)
         if entry.start != end:
-            kind = "overlaps" if entry.start < end else "leaves a hole after"
+            kind = "lies over" if entry.start < end else "leaves a hole after"
             problem = f"{kind} {previous}: found start {entry.start}, expected {end}"
             raise _error(path, name, problem)
         end, previous = entry.stop, repr(name)

@@ -60,9 +60,9 @@ BAD = {
     "overlap": (
         packed({"a": entry(), "b": entry(offsets=(4, 12))}, b"\0" * 12),
         "'b'",
-        "overlaps 'a'",
+        "lies over 'a'",
     ),
-    "same place": (packed({"a": entry(), "b": entry()}), "overlaps"),
+    "same place": (packed({"a": entry(), "b": entry()}), "lies over"),
     "hole": (
         packed({"a": entry(), "b": entry(offsets=(12, 20))}, b"\0" * 20),
         "'b'",

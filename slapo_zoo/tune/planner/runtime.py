@@ -20,7 +20,7 @@ class Runtime:
         accumulates: the product that makes a weight's gradient adds it to those of earlier micro-batches.
         scatters: a stage sends every tp rank's share of its output, and not the whole of it from each.
         fused_optimizer: the optimizer's step makes no temporary tensors.
-        overlaps: sums over dp run in buckets while the last micro-batch's backward does.
+        overlapped: sums over dp run in buckets while the last micro-batch's backward does.
         even: stages have equally many blocks, whatever the embedding and the head cost.
         casts: 16-bit weights beside masters live while forwards and backwards run, and no longer.
     """
@@ -32,7 +32,7 @@ class Runtime:
     accumulates: bool = False
     scatters: bool = False
     fused_optimizer: bool = False
-    overlaps: bool = True
+    overlapped: bool = True
     even: bool = False
     casts: bool = True
 
@@ -48,7 +48,7 @@ RUNTIMES = {
         accumulates=True,
         scatters=True,
         fused_optimizer=True,
-        overlaps=False,
+        overlapped=False,
         even=True,
         casts=False,
     ),

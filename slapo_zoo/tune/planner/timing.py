@@ -242,7 +242,7 @@ def _gradients(
     found += of_parts(once, once > 0)
     sums = 2 * gradients / shards
     last = min(sums, 2.0 * BUCKET_BYTES)
-    backward = sum(part.backward_s for part in mine) * how.runtime.overlaps
+    backward = sum(part.backward_s for part in mine) * how.runtime.overlapped
     behind = seconds(sums, copies, layout.tp * shards) - backward
     found += max(behind, seconds(last, copies, layout.tp * shards))
     moved = (m * hidden + once) * (shards - 1) / shards + 2 * gradients / shards * (
