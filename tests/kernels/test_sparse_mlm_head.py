@@ -123,3 +123,14 @@ def test_only_while_it_trains():
 
 def test_serves_heads_only():
     assert "serves" in KERNELS["sparse_mlm_head_loss"].refuses(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_hook_of_a_user_sees_the_decoder(kind):
+    """What someone hooks to it acts on every row, so the logits are made as the model makes them."""
+    model, fast = pair(kind)
+    for each in (model, fast):
+        decoder = each.get_submodule(f"{HEADS[kind]}.decoder")
+        decoder.register_forward_pre_hook(lambda _, args: (2 * args[0],))
+    given = batch()
+    torch.testing.assert_close(fast(**given).loss, model(**given).loss)
