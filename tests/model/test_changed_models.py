@@ -124,8 +124,9 @@ def train(folder, place, change, layout, by_hand):
     return grads
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("layout", "by_hand"), CELLS)
-@pytest.mark.parametrize("change", [recomputed, hooked, hooked_parameter, tied])
+@pytest.mark.parametrize("change", [hooked, recomputed, hooked_parameter, tied])
 def test_trains_and_saves_as_the_plain_model(folder, tmp_path, change, layout, by_hand):
     _equal(folder, tmp_path, change, layout, by_hand, emulate)
 
@@ -150,6 +151,7 @@ def in_silence(*args):
         return train(*args)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize(("layout", "by_hand"), CELLS)
 def test_compiled_blocks_keep_their_names(folder, tmp_path, layout, by_hand, ranks):
@@ -166,6 +168,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("change", "layout"), [(change, layout) for change, all_ in REFUSED.items() for layout in all_]
 )
