@@ -113,6 +113,10 @@ class DataParallel:
         """A tensor of `kept`, whole over dp; a collective call over dp where it is not."""
         return value
 
+    def gives(self, mesh: Mesh) -> bool:
+        """Whether a whole tensor that goes to other ranks may come from this one."""
+        return True
+
     def whole(self, model: Any, optimizer: Any = None) -> Whole:
         """What a checkpoint is made of; a collective call over dp."""
         return Whole({**dict(model.named_parameters()), **dict(model.named_buffers())}, optimizer)

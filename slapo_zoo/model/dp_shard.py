@@ -105,6 +105,10 @@ class Sharded(DataParallel):
             return value.clone() if isinstance(value, Tensor) else value
         return self.shards.gather([value.detach()], [p.whole_shape], value.dtype)[0].clone()
 
+    def gives(self, mesh: Mesh) -> bool:
+        """The first copy alone: another would gather for nobody."""
+        return mesh.coord("dp") < self.shards.size
+
     def kept(self, model: Any) -> dict[str, Tensor]:
         """Each rank writes its own rows."""
         return super().tensors(model)

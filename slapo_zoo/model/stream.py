@@ -70,7 +70,7 @@ class _Held:
     def get(self, key: str) -> Tensor | None:
         """What this rank has of it; a collective call over the dp ranks of its stage."""
         name, runtime = self.source[key], self.model._slapo
-        if name not in self.held:
+        if name not in self.held or not runtime.data_parallel.gives(self.model.mesh):
             return None
         if name != self._name:
             self._name, self._files = name, {}  # the one before is given up first

@@ -195,9 +195,7 @@ def test_each_rank_writes_its_own_rows(cls, sizes, layout, size, root, ranks, tm
     for gathers, peak, sent, same in found:
         assert gathers == 0
         assert peak < 0.5  # of whole parameters and states it would be 6
-        # One whole tensor and its parts take 2.8; the backend may hold the next ones for a moment
-        # longer. All that the stage holds would be 8 and more.
-        assert sent < 6
+        assert sent < 4  # of all that the stage holds it would be 8 and more
         assert same
     for name in ("narrow/model.safetensors", "all/model.safetensors", "all/optimizer.safetensors"):
         one, rows = (load_file(tmp_path / n / name) for n in ("one", "rows"))
