@@ -248,7 +248,7 @@ class Completion:
     def accumulated(self, parameter: nn.Parameter) -> None:
         """A gradient was added to `.grad`."""
         if parameter in self.beyond:
-            self.reached += [parameter] if not (self.paused or self.in_step) else []
+            self._reach(parameter)
             return
         if self.paused or not self.over_dp:
             return
@@ -266,6 +266,13 @@ class Completion:
         while self.next < len(self.buckets) and self._is_ready(self.buckets[self.next]):
             self.buckets[self.next].start(self.mesh.group("dp"), self.mesh.dp)
             self.next += 1
+
+    def _reach(self, parameter: nn.Parameter) -> None:
+        """What is beyond the model is averaged at the end, or before another hook takes it."""
+        if others(parameter) and not (self.paused or self.in_step):
+            self._average(parameter)
+        elif not (self.paused or self.in_step):
+            self.reached.append(parameter)
 
     def _average(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None  # noqa: S101 - it was added

@@ -46,7 +46,8 @@ class InputGradients:
         self.before = {id(p): p.grad for p in self.beyond}
         self.in_loss: list[nn.Parameter] = []
         if isinstance(loss_fn, nn.Module):
-            self._meet([p for p in loss_fn.parameters() if p.requires_grad and p not in OF_MODELS])
+            own = (p for p in loss_fn.parameters() if p.requires_grad and p not in OF_MODELS)
+            self._meet([p for p in own if id(p) not in self.before])
 
     def see(self, loss: Tensor, output: Any) -> None:
         """A loss of one's own before its backward: what it was made of beside the model is trained too."""
@@ -79,7 +80,12 @@ class InputGradients:
         """Around a step: parameters beyond the model get their gradient of the whole step."""
         for p in self.beyond:
             p.grad = None
-        yield
+        try:
+            yield
+        except BaseException:
+            for p in (*self.in_loss, *self.beyond):
+                p.grad = self.before[id(p)]
+            raise
         for leaf in self.leaves.values():
             leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             all_reduce_(leaf.grad, self.mesh.group("pp"))

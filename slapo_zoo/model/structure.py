@@ -104,16 +104,20 @@ class Structure:
         found = super().named_buffers(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         return ((own_name(name), x) for name, x in found)
 
-    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """As torch's, of what `state_dict()` of this rank gives; whole tensors are refused in words."""
-        try:
-            return super().load_state_dict(state_dict, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        except RuntimeError as error:
-            if self.mesh.world_size == 1:
-                raise
-            problem = str(error).strip().splitlines()[-1].strip()
-            hint = "whole tensors: model.load_stream(state_dict.items() if model.mesh.rank == 0 else None)"
-            raise WeightsError("load_state_dict", "state_dict", problem, hint) from error
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """As torch's, of what `state_dict()` of this rank gives; others are refused before a tensor changes."""
+        parent: Any = super()
+        own = parent.state_dict() if self.mesh.world_size > 1 else {}
+        found = {name: list(getattr(x, "shape", ())) for name, x in state_dict.items()}
+        here = {name: list(getattr(x, "shape", ())) for name, x in own.items()}
+        for name in [*here, *found] if own else ():
+            at = here.get(name), found.get(name)
+            is_same = at[0] == at[1] or at[0] == [0]  # an engine keeps it elsewhere
+            if not is_same and (strict or None not in at):
+                problem = f"found {at[1] or 'none'}, expected this rank's {at[0] or 'none'}"
+                hint = "whole tensors: model.load_stream(state_dict.items() if model.mesh.rank == 0 else None)"
+                raise WeightsError("load_state_dict", name, problem, hint)
+        return parent.load_state_dict(state_dict, strict, assign)
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> Any:
         """As `transformers`; over stages they are tied when the model is built."""

@@ -103,9 +103,21 @@ def drawn(model):
     model.init_weights()
 
 
-def whole(model):
+def loaded_whole(folder, layout, strict):
+    (tp, pp, dp), options = LAYOUTS[layout]
+    model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, dp=dp, **options)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
     plain = transformers.GPT2LMHeadModel(copy.deepcopy(model.config)).state_dict()
-    model.load_state_dict(plain)
+    with pytest.raises(SlapoError, match="expected this rank's"):
+        model.load_state_dict(plain, strict=strict)
+    return all(torch.equal(before[name], x) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("layout", "strict"), [("tp2", True), ("tp2", False), ("rows", False), ("pp2", True)]
+)
+def test_whole_tensors_are_refused_before_one_changes(folder, layout, strict):
+    assert all(emulate(loaded_whole, folder, layout, strict, mesh=LAYOUTS[layout][0]))
 
 
 def train(folder, place, change, layout, by_hand):
@@ -164,7 +176,7 @@ def test_compiled_blocks_keep_their_names(folder, tmp_path, layout, by_hand, ran
 REFUSED = {
     within: ("tp2", "sp"), another_head: LAYOUTS, untied: ("tp2", "dp2", "rows"), another_table: LAYOUTS,
     weight_norm: ("tp2", "rows"), spectral_norm: ("tp2", "sp", "rows"), pruned: ("tp2", "rows"),
-    drawn: LAYOUTS, whole: ("tp2", "rows", "pp2"),
+    drawn: LAYOUTS,
 }  # fmt: skip
 
 

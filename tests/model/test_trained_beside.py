@@ -97,6 +97,38 @@ def test_stages_must_know_what_a_loss_trains(folder):
         emulate(step, *args, mesh=(1, 2, 1), timeout_s=10)
 
 
+def fails(folder):
+    model, head = load(folder, 1, 1, 2), Head()
+    for p in head.parameters():
+        p.grad = torch.ones_like(p)
+    batch = part_of(model, 2) | {"kind": torch.tensor([0, 99])}
+    with pytest.raises(IndexError):  # no such class
+        model.train_step(batch, loss_fn=head)
+    return head.grads()
+
+
+def test_a_step_that_fails_leaves_the_gradients_of_a_head(folder):
+    for grads in emulate(fails, folder, mesh=(1, 1, 2)):
+        assert all(torch.equal(grad, torch.ones_like(grad)) for grad in grads)
+
+
+def with_little_gradients(folder):
+    """Large weights do not hide that ranks train a head apart."""
+    model, head = load(folder, 1, 1, 2), nn.Linear(32, 2)
+    with torch.no_grad():
+        head.weight.fill_(100.0)
+        head.bias.fill_(0.0)
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=1e-3)
+    output = model(part_of(model, 2)["input_ids"]).last_hidden_state
+    (1e-3 * head(output)).square().mean().backward()
+    optimizer.step()
+
+
+def test_large_weights_hide_no_gradient(folder):
+    with pytest.raises(MeshError, match="dp ranks have other values or gradients"):
+        emulate(with_little_gradients, folder, mesh=(1, 1, 2))
+
+
 def by_hand(folder, mesh, seeds, wraps):
     model, head = load(folder, *mesh), Head(seeds * 7)
     head = Head(model.mesh.rank) if seeds else head
