@@ -111,7 +111,7 @@ def _in_place(y: Tensor, residual: Tensor | None) -> Tensor:
 
 @kernel(
     "batch_norm_relu_add", reference, inputs, SHAPES, cpu="F.batch_norm, in place",
-    serves={"WideResNetBottleneck": _forward},
+    serves={"WideResNetBottleneck": _forward}, passes=("relu", "conv1", "conv3", "bn1", "bn2", "bn3"),
 )  # fmt: skip
 def batch_norm_relu_add(
     x: Tensor,

@@ -55,6 +55,7 @@ def _forward(module: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor
 @kernel(
     "bias_dropout_residual_layer_norm", reference, inputs, SHAPES, cpu="addcmul, LayerNorm",
     serves=dict.fromkeys(("BertSelfOutput", "BertOutput", "RobertaSelfOutput", "RobertaOutput"), _forward),
+    passes=("LayerNorm", "dropout"),
 )  # fmt: skip
 def bias_dropout_residual_layer_norm(
     x: Tensor,

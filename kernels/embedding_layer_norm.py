@@ -82,6 +82,7 @@ def _forward(
 @kernel(
     "embedding_layer_norm", reference, inputs, SHAPES, cpu="F.embedding, F.layer_norm",
     serves={"BertEmbeddings": _forward},
+    passes=("LayerNorm", "dropout"),
 )  # fmt: skip
 def embedding_layer_norm(
     ids: Tensor,

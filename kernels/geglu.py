@@ -42,6 +42,7 @@ def _cannot(module: Any) -> str:
 @kernel(
     "geglu", reference, inputs, SHAPES, cpu="F.gelu, mul", cannot=_cannot,
     serves=dict.fromkeys(("T5DenseGatedActDense", "MT5DenseGatedActDense", "UMT5DenseGatedActDense"), _forward),
+    passes=("act", "dropout"),
 )  # fmt: skip
 def geglu(
     gate: Tensor,

@@ -95,6 +95,7 @@ def _forward(
 @kernel(
     "local_causal_attention", reference, inputs, SHAPES, cpu="blocks of the band",
     serves={"GPTNeoSelfAttention": _forward}, limits=cannot,
+    passes=("attn_dropout",),
 )  # fmt: skip
 def local_causal_attention(
     q: Tensor,

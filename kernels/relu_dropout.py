@@ -38,6 +38,7 @@ def _cannot(module: Any) -> str:
 @kernel(
     "relu_dropout", reference, inputs, SHAPES, cpu="F.relu", cannot=_cannot,
     serves=dict.fromkeys(("T5DenseActDense", "MT5DenseActDense", "UMT5DenseActDense"), _forward),
+    passes=("act", "dropout"),
 )  # fmt: skip
 def relu_dropout(
     x: Tensor, keep: Tensor | None = None, seeds: Tensor | None = None, p: float = 0.0

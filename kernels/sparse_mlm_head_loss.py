@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slapo_zoo.dispatch.registry import kernel
+from slapo_zoo.dispatch.registry import is_hooked, kernel
 from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 from slapo_zoo.kernels.logits_on_demand import Head, LogitsOnDemand, may_defer
 
@@ -63,19 +63,13 @@ HEADS = {"BertLMPredictionHead": _bert, "RobertaLMHead": _roberta, "AlbertMLMHea
 def _forward(head: Any, hidden: Tensor, **kwargs: Any) -> Tensor:
     """The head; while it trains, its logits are made on demand and its loss of the masked rows."""
     transform = HEADS[_known(head)](head)
-    if not may_defer(head, hidden) or _is_hooked(head.decoder):
+    if not may_defer(head, hidden) or is_hooked(head.decoder):
         return type(head).forward(head, hidden, **kwargs)
     found = Head(head.decoder, lambda rows: head.decoder(transform(rows)), transform, root=head)
     with torch.no_grad():  # what is hooked to the decoder says how the vocabulary is sharded
         empty = head.decoder(hidden.new_empty((0, head.decoder.weight.shape[1])))
     found.vocab_size, found.group = empty.shape[-1], getattr(empty, "group", None)
     return LogitsOnDemand.of(hidden, found)
-
-
-def _is_hooked(module: Any) -> bool:
-    """Whether someone else than a schedule wants to see its calls."""
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return any(not str(getattr(h, "__module__", "")).startswith("slapo_zoo") for h in hooks)
 
 
 def _known(head: Any) -> str:

@@ -50,6 +50,7 @@ def _cannot(module: Any) -> str:
 @kernel(
     "swiglu", reference, inputs, SHAPES, cpu="F.silu, recomputed", cannot=_cannot,
     serves=dict.fromkeys(SERVED, _forward),
+    passes=("act_fn",),
 )  # fmt: skip
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """y = silu(gate) * up, one pass each way; of the two factors only gate and up are kept.

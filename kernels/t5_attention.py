@@ -158,6 +158,7 @@ def _dropout(module: Any, q: Tensor, k: Tensor) -> dict[str, Any]:
 @kernel(
     "t5_attention", reference, inputs, SHAPES, cpu="blocks of queries",
     serves={"T5Attention": _forward, "MT5Attention": _forward}, limits=cannot,
+    passes=("relative_attention_bias",),
 )  # fmt: skip
 def t5_attention(
     q: Tensor,

@@ -6,7 +6,7 @@ import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, lru_cache, wraps
 from types import MethodType
 from typing import Any
 
@@ -104,6 +104,7 @@ def kernel(
     cpu: str = "torch",
     sites: Callable[[Any], list[str]] | None = None,
     limits: Callable[[Tensor], str] = lambda x: "",
+    passes: Sequence[str] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the fast path of `reference`.
 
@@ -117,6 +118,8 @@ def kernel(
         cpu: what the entry runs on a CPU, in a word or two.
         sites: paths of a model's modules that it is for; None takes all whose class it serves.
         limits: why its Triton path cannot serve a tensor of this dtype and last axis, or "".
+        passes: children whose work it does itself. Where one is replaced or hooked later, the class's own
+            forward runs.
     """
     forwards = dict(serves or {})
 
@@ -128,6 +131,9 @@ def kernel(
 
     def install(site: Any, **options: Any) -> None:
         forward: Any = _forward_for(site.module, forwards)
+        if passes:
+            kinds = {name: type(getattr(site.module, name, None)) for name in passes}
+            forward = _while_as_built(forward, kinds)
         site.module.forward = MethodType(forward, site.module)
 
     def register(entry: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,6 +154,26 @@ def load_kernels() -> dict[str, Kernel]:
         if "triton" not in found.name:
             importlib.import_module(f"{package.__name__}.{found.name}")
     return KERNELS
+
+
+def _while_as_built(forward: Callable[..., Any], kinds: dict[str, type]) -> Callable[..., Any]:
+    """`forward` while the children it passes by are of these classes and nobody sees their calls."""
+
+    @wraps(forward)
+    def served(module: Any, *args: Any, **kwargs: Any) -> Any:
+        children = {name: getattr(module, name, None) for name in kinds}
+        if any(type(c) is not kinds[n] or is_hooked(c) for n, c in children.items()):
+            return type(module).forward(module, *args, **kwargs)
+        return forward(module, *args, **kwargs)
+
+    return served
+
+
+def is_hooked(module: Any) -> bool:
+    """Whether someone else than a schedule wants to see its calls."""
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    hooks = [hook for kind in kinds for hook in getattr(module, kind, {}).values()]
+    return any(not str(getattr(h, "__module__", "")).startswith("slapo_zoo") for h in hooks)
 
 
 def _forward_for(module: nn.Module, forwards: Mapping[str, Any]) -> Callable[..., Any] | None:

@@ -116,6 +116,43 @@ def test_same_as_transformers(name, training):
             torch.testing.assert_close(found, want, atol=3e-5, rtol=1e-4)
 
 
+CHILDREN = [(name, child) for name, (_, make, _) in MODULES.items()
+            for child, _ in make().named_children()]  # fmt: skip
+
+
+def doubled(_module, _inputs, output):
+    return output * 2
+
+
+class Doubles(nn.Module):
+    """Stands where another activation, norm or dropout stood."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.of = of
+        self.weight = getattr(of, "weight", None)  # T5 looks at that of `wo`
+
+    def forward(self, x):
+        return 2 * self.of(x)
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["hooked", "replaced"])
+@pytest.mark.parametrize(("name", "child"), CHILDREN)
+def test_what_is_done_to_a_child_acts_as_in_transformers(name, child, replaced):
+    module, fast, arguments = pair(name)
+    before = module.eval()(*arguments)
+    for m in (module, fast.eval()):
+        if replaced:
+            setattr(m, child, Doubles(getattr(m, child)))
+        else:
+            getattr(m, child).register_forward_hook(doubled)
+    want = run(module, arguments)
+    if isinstance(before, torch.Tensor):
+        assert not torch.equal(want[0], before), "the change does nothing"
+    for found, expected in zip(run(fast, arguments), want, strict=True):
+        torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["bert_output", "t5_gated", "t5_relu", "bert_embeddings"])
 def test_plain_dropout_drops_in_training_only(name):
     _, fast, arguments = pair(name)
