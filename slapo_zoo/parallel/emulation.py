@@ -69,9 +69,8 @@ def emulate(
                 outcomes[rank] = function(*args, **kwargs)
             dist.barrier()
         except BaseException as error:
-            failures.append((rank, error))
+            failures.append((rank, _without_frames(error)))
             _leave_at_once()
-            _forget_frames(error)
         finally:
             if dist.is_initialized():
                 heartbeat.stop()
@@ -93,13 +92,16 @@ def emulate(
     return outcomes
 
 
-def _forget_frames(error: BaseException | None) -> None:
-    """Free what the frames of an error hold: a model among them keeps its groups open."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:  # an error may be raised within itself
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+class RankTraceback(Exception):
+    """Where a rank failed, in words."""
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """Its traceback becomes text: frames hold a model, and that its groups open, for which peers wait."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    error.__traceback__ = error.__context__ = None
+    error.__cause__ = RankTraceback(f"\n{text}\n")
+    return error
 
 
 def _leave_at_once() -> None:

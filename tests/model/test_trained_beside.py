@@ -94,7 +94,7 @@ def test_a_head_within_a_loss_has_the_whole_gradient(
 def test_stages_must_know_what_a_loss_trains(folder):
     args = (folder, (1, 2, 1), {}, 1, False, 1)
     with pytest.raises(SlapoError, match="the other stages do not know them"):
-        emulate(step, *args, mesh=(1, 2, 1), timeout_s=10)
+        emulate(step, *args, mesh=(1, 2, 1), timeout_s=5)
 
 
 def fails(folder):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import transformers
 
 from slapo_zoo import AutoScheduledModel, emulate
-from slapo_zoo.errors import MeshError
+from slapo_zoo.errors import MeshError, StageError
 from slapo_zoo.parallel.agreement import together
 from slapo_zoo.parallel.launch import run_local
 from slapo_zoo.parallel.mesh import Mesh
@@ -89,6 +89,24 @@ def test_a_rank_that_waits_in_a_group_of_its_own_learns_of_an_error():
     with pytest.raises(ValueError, match="rank 1 fails"):
         emulate(fail_before_a_group_has_met, mesh=(2, 1, 1))
     assert time.monotonic() - began < 20
+
+
+def fail_in_the_last_stage(said):
+    model = AutoScheduledModel.from_config(CONFIG, pp=2).train()
+    ids = torch.arange(48).reshape(4, 12) % 65
+    try:
+        model.train_step({"input_ids": ids, "labels": ids + 65})  # no such classes
+    except Exception as error:
+        said[dist.get_rank()] = str(error)
+        raise
+
+
+def test_a_stage_that_waits_for_one_that_failed_learns_why():
+    said = {}
+    with pytest.raises(StageError, match="found one beyond") as raised:
+        emulate(fail_in_the_last_stage, said, mesh=(1, 2, 1), timeout_s=5)
+    assert "rank 1: " in said[0]
+    assert "fail_in_the_last_stage" in str(raised.value.__cause__), "where, in words"
 
 
 def nested():
