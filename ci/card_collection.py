@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from card_plan import plan_for
 from card_sizes import CLUSTERS, LENGTH, MOST_TOKENS, ROOM, ROWS, SIZES
 
 from slapo_zoo.cards.card import Card, read_card
@@ -20,7 +21,6 @@ from slapo_zoo.cards.make import zoo_card
 from slapo_zoo.cards.plans import Plan, plans_of, with_plans
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.tune.planner.card_plan import plan_for
 from slapo_zoo.tune.planner.hardware import HARDWARE
 from slapo_zoo.tune.planner.search import Planner
 from slapo_zoo.zoo.arguments import config_of

@@ -92,7 +92,7 @@ def emulate(
     return outcomes
 
 
-class RankTraceback(Exception):
+class RankTracebackError(Exception):
     """Where a rank failed, in words."""
 
 
@@ -100,7 +100,7 @@ def _without_frames(error: BaseException) -> BaseException:
     """Its traceback becomes text: frames hold a model, and that its groups open, for which peers wait."""
     text = "".join(traceback.format_exception(error)).rstrip()
     error.__traceback__ = error.__context__ = None
-    error.__cause__ = RankTraceback(f"\n{text}\n")
+    error.__cause__ = RankTracebackError(f"\n{text}\n")
     return error
 
 

@@ -1,7 +1,7 @@
 """What every rank does when in one step of a pipeline: computed from an order, or recorded.
 
 An *order* is a list of actions per rank. `simulate` gives each action its time from known costs; a step
-that ran gives the same spans from a clock. Both are then counted alike: bubble, memory, gaps.
+that ran gives the same spans from a clock. Both are then counted alike: bubble, gaps.
 """
 
 from collections.abc import Callable, Sequence
@@ -125,26 +125,6 @@ def bubble(spans: Sequence[Span]) -> float:
     each = busy(spans)
     whole = len(each) * makespan(spans)
     return 1.0 - sum(each.values()) / whole if whole else 0.0
-
-
-def most_in_flight(
-    actions: Sequence[Action], size: Callable[[int], float] = lambda stage: 1.0
-) -> float:
-    """The largest sum of activations that one rank holds at a time.
-
-    Args:
-        actions: of the rank, in order.
-        size: of one micro-batch's activations in a stage. They live from the forward to the
-            backward (of weights, where it runs apart).
-    """
-    now = most = 0.0
-    for action in actions:
-        if action.kind == FORWARD:
-            now += size(action.stage)
-            most = max(most, now)
-        elif action.kind in (BACKWARD, BACKWARD_WEIGHT):
-            now -= size(action.stage)
-    return most
 
 
 def gaps(spans: Sequence[Span]) -> list[Gap]:

@@ -137,8 +137,9 @@ class Search:
 
     def candidates(self) -> list[Make]:
         """The most useful ones, unproven."""
-        plan = [self._planned] if self.sizes[0] > 1 and self._has_plan() else []
-        return [*plan, self._structural, self._gathered] if self.sizes[0] > 1 else [self._gathered]
+        plan = [self._planned] if self._has_plan() else []  # on one rank too: it draws as on many
+        structural = [self._structural] if self.sizes[0] > 1 else []
+        return [*plan, *structural, self._gathered]
 
     def _has_plan(self) -> bool:
         """Whether there is one that serves the given config too, with its dropouts."""

@@ -4,7 +4,7 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.model.auto import AutoScheduledModel
@@ -61,7 +61,7 @@ def _rank(subject: Specimen, sizes: tuple[int, int, int], knobs: dict[str, Any])
     with torch.no_grad():
         outputs = tensors(model.eval()(**subject.batch))
     if not subject.grads:
-        return outputs, 0.0, {}, {}
+        return outputs, 0.0, {}, {}, {}
     rows = len(next(iter(subject.batch.values()))) // dp
     start = model.mesh.coord("dp") * rows
     part = {k: v[start : start + rows] for k, v in subject.batch.items()}
@@ -71,15 +71,24 @@ def _rank(subject: Specimen, sizes: tuple[int, int, int], knobs: dict[str, Any])
     if knobs.get("sequence_parallel") and not model._slapo.schedule.state.forward.tokens_divided:
         problem = "its batch has no tokens that tp ranks could divide: it was not seen to be right"
         raise SlapoError("verify", "sequence_parallel", problem, "leave sequence_parallel out")
-    grads = model.consolidated_state_dict(grads=True)
-    held = {n: (digest(p.grad), part_of(model, n)) for n, p in model.named_parameters() if p.grad is not None}  # fmt: skip
-    return outputs, loss, grads, held
+    grads, held = model.consolidated_state_dict(grads=True), _held(model)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.3  # a mask for another part of the columns has no place, or parts replicas
+    model.train_step(part, micro_batches=micro_batches)
+    return outputs, loss, grads, held, _held(model)
+
+
+def _held(model: Any) -> dict[str, tuple[str, str]]:
+    """Name --> the hash of this rank's gradient, and which part of the tensor it is."""
+    own = model.named_parameters()
+    return {n: (digest(p.grad), part_of(model, n)) for n, p in own if p.grad is not None}
 
 
 def _compare(subject: Specimen, ranks: list[Any], wanted: dict[str, Tensor]) -> str:
-    """Outputs and loss on every rank, all gradients, and that replicas are alike bit for bit."""
+    """Outputs and loss on every rank, all gradients, and that replicas are alike bit for bit, with dropout too."""
     tolerance = TOLERANCE[subject.dtype]
-    for rank, (outputs, loss, _, _) in enumerate(ranks):
+    for rank, (outputs, loss, *_) in enumerate(ranks):
         for name, want in wanted.items():
             if name not in outputs:
                 return f"rank {rank} returns no {name}"
@@ -87,7 +96,8 @@ def _compare(subject: Specimen, ranks: list[Any], wanted: dict[str, Tensor]) -> 
                 return f"the output {name} differs by {_error(outputs[name], want)} on rank {rank}"
         if not abs(loss - subject.loss) <= tolerance * max(1.0, abs(subject.loss)):
             return f"the loss is {loss:.6f} on rank {rank}, expected {subject.loss:.6f}"
-    return _gradients(subject, ranks[0][2], tolerance) or _replicas(ranks)
+    problem = _gradients(subject, ranks[0][2], tolerance) or _replicas([rank[3] for rank in ranks])
+    return problem or _replicas([rank[4] for rank in ranks])
 
 
 def _gradients(subject: Specimen, found: dict[str, Tensor], tolerance: float) -> str:
@@ -98,9 +108,9 @@ def _gradients(subject: Specimen, found: dict[str, Tensor], tolerance: float) ->
     return f"the gradients of {len(wrong)} parameters differ, first {wrong[0]}" if wrong else ""
 
 
-def _replicas(ranks: list[Any]) -> str:
+def _replicas(ranks: list[dict[str, tuple[str, str]]]) -> str:
     seen: dict[tuple[str, str], str] = {}
-    for rank, (*_, held) in enumerate(ranks):
+    for rank, held in enumerate(ranks):
         for name, (hashed, part) in held.items():
             if seen.setdefault((name, part), hashed) != hashed:
                 return f"the gradient of {name} on rank {rank} differs from that of its replica"

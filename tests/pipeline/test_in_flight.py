@@ -5,11 +5,12 @@ import gc
 import pytest
 import torch
 
+from in_flight import most_in_flight
 from parity import Case, checkpoint
 from slapo_zoo.parallel.live_bytes import LiveBytes
 from slapo_zoo.pipeline.in_flight import arrivals
 from slapo_zoo.pipeline.orders import ORDERS, StageMap
-from slapo_zoo.pipeline.timeline import BACKWARD, BACKWARD_WEIGHT, FORWARD, Action, most_in_flight
+from slapo_zoo.pipeline.timeline import BACKWARD, BACKWARD_WEIGHT, FORWARD, Action
 
 SIZES = (("n_layer", 8), ("n_head", 4), ("n_embd", 64), ("n_positions", 64))
 GPT2 = Case("GPT2LMHeadModel", ("tokens",), SIZES)

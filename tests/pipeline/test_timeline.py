@@ -2,6 +2,7 @@
 
 import pytest
 
+from in_flight import most_in_flight
 from slapo_zoo.pipeline.orders import ORDERS, StageMap
 from slapo_zoo.pipeline.timeline import (
     Action,
@@ -11,7 +12,6 @@ from slapo_zoo.pipeline.timeline import (
     busy,
     gaps,
     makespan,
-    most_in_flight,
     simulate,
 )
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from slapo_zoo.errors import ArchitectureError, WeightsError
-from slapo_zoo.language.primitives import Shard, ShardAttribute, SumGradient, Sync
+from slapo_zoo.language.primitives import ForkRng, Shard, ShardAttribute, SumGradient, Sync
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import Placement, TensorSpec
@@ -119,6 +119,19 @@ def test_a_wrong_derivation_is_caught(searches):
     count, passed = caught(searches("bloom"), {"no gradient sum", "no attribute"})
     assert count >= 4
     assert passed == []
+
+
+def test_a_dropout_that_parts_replicas_is_caught(searches):
+    """Without dropout nothing would show."""
+    search = searches("distilbert")
+    table, width = table_of(search), search.subject.config.dim
+    wrong = (
+        "embeddings.dropout",
+        (ForkRng(axis=-1, size=2 * width),),
+    )  # drops what every rank has whole
+    body = (wrong, *(row for row in table.body if row[0] != wrong[0]))
+    found = probe(search.subject, dataclasses.replace(table, body=body), (2, 1, 1))
+    assert "differs from that of its replica" in found
 
 
 @pytest.mark.slow

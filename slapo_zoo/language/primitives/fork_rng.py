@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from slapo_zoo.kernels.dropout import dropout
-from slapo_zoo.language.directive import Directive, Site, primitive
+from slapo_zoo.language.directive import Directive, Site, join, primitive
 from slapo_zoo.parallel import random_stream as rng
 from slapo_zoo.parallel.placement import Placement, Run
 
@@ -29,9 +29,10 @@ class ForkRng(Directive):
         per_rank: for modules other than Dropout, draw differently on every tp rank (for an
             activation that is sharded over them).
         axis: for a Dropout whose input is sharded over tp: along which axis (1: heads; -1).
-        size: global size of that axis.
+        size: global size of that axis; 0: that of the result of `after`, a sharded linear.
         after: for a module that calls F.dropout: the child whose result, sharded along the last axis,
-            the next F.dropout drops (BART's `fc1`); `axis=-1` and `size` are those of its result.
+            the next F.dropout drops (BART's `fc1`); `axis=-1` and `size` are those of its result. For a
+            Dropout that is called twice: the child beside it whose result its next call drops.
         tokens: with sequence parallelism, the input holds this rank's tokens only.
         rows: whether axis 0 of the input are batch rows; if not (DeBERTa's distances), every micro-batch and
             dp rank draws the same mask.
@@ -45,10 +46,11 @@ class ForkRng(Directive):
     rows: bool = True
 
     def check(self, site: Site) -> None:
-        if self.after and (self.axis != -1 or not hasattr(site.module, self.after)):
+        if self.after and (self.axis != -1 or self._made(site) not in site.state.modules):
             problem = f"after={self.after!r}, axis={self.axis}: found no child of that name, or another axis"
-            raise self.fail(site, problem, "name a child of this module, and axis=-1")
-        if self.axis and self.size < site.mesh.size("tp"):
+            hint = "name a child of this module, or of that which holds a Dropout, and axis=-1"
+            raise self.fail(site, problem, hint)
+        if self.axis and self.size < site.mesh.size("tp") and (self.size or not self.after):
             problem = f"an axis of size {self.size} cannot be sharded over tp={site.mesh.tp}"
             raise self.fail(site, problem, "give the global size of the sharded axis")
         if not self.rows and (not isinstance(site.module, nn.Dropout) or self.axis or self.tokens):
@@ -68,22 +70,37 @@ class ForkRng(Directive):
         if type(site.module) is nn.Identity:
             return  # a dropout or a stochastic depth of 0, as some classes write it
         if isinstance(site.module, nn.Dropout):
-            module.forward = _dropout(site, site.module, self, self._run(site))
+            module.forward = _dropout(site, site.module, self, self._run(site), self._child(site))
         else:
             module.forward = self._forked(site, module.forward)
 
+    def _made(self, site: Site) -> str:
+        """The path of `after`."""
+        inside = site.path.rpartition(".")[0] if isinstance(site.module, nn.Dropout) else site.path
+        return join(inside, self.after)
+
+    def _child(self, site: Site) -> "_Child | None":
+        made = site.state.modules[self._made(site)] if self.after else None
+        return made and _Child(made, self._run(site), self._size(site))
+
+    def _size(self, site: Site) -> int:
+        """The global size of the axis that is sharded; 0 where none is."""
+        if self.size or not self.after:
+            return int(self.size)
+        placed = site.state.placed.get(join(self._made(site), "weight"))
+        return placed.shape[placed.placement.axis] if placed else 0
+
     def _run(self, site: Site) -> Run | None:
         """This rank's part of the axis that is sharded."""
-        if not self.axis:
+        if not self.axis or not (size := self._size(site)):
             return None
-        (run,) = Placement(0).runs(self.size, site.mesh.tp, site.mesh.coord("tp"))
+        (run,) = Placement(0).runs(size, site.mesh.tp, site.mesh.coord("tp"))
         return run
 
     def _forked(self, site: Site, forward: Callable) -> Callable:
         stream, rank = site.state.random, site.mesh.coord("tp") if self.per_rank else 0
         name = rng.SiteName(f"{site.path}@{rank}" if rank else site.path)
-        made = site.module.get_submodule(self.after) if self.after else None
-        child = made and _Child(made, self._run(site), self.size)
+        child = self._child(site)
 
         @wraps(forward)
         def forked(*args: Any, **kwargs: Any) -> Any:
@@ -193,11 +210,19 @@ def _drawn_columns(
     return {"keep": stream.keep_columns(x, p, name, run, size)}
 
 
+def _is_whole(x: Tensor, child: _Child | None, size: int) -> bool:
+    """Whether one module that drops a sharded axis drops something else this time."""
+    if child is None:
+        return x.shape[-1] == size
+    ran, child.ran = child.ran, False
+    return not ran
+
+
 def _dropout(
-    site: Site, module: nn.Dropout, directive: ForkRng, run: Run | None
+    site: Site, module: nn.Dropout, directive: ForkRng, run: Run | None, child: _Child | None
 ) -> Callable[[Tensor], Tensor]:
     stream, path = site.state.random, rng.SiteName(site.path)
-    size = int(directive.size)  # a plain one, for graphs
+    size = directive._size(site)  # a plain one, for graphs
 
     def draws(input: Tensor) -> dict[str, Any]:
         """What is drawn for an input: `keep`, or `seeds` and `p`."""
@@ -205,7 +230,7 @@ def _dropout(
         if not directive.rows:
             with stream.without_rows():
                 return _drawn(site, input, p, path, tokens=False)
-        if run is None:
+        if run is None or (directive.axis == -1 and _is_whole(input, child, size)):
             return _drawn(site, input, p, path, directive.tokens)
         if directive.axis == 1:
             heads = range(*run)

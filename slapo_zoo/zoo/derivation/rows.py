@@ -212,10 +212,27 @@ def _chains(modules: Modules) -> Iterator[Group]:
         width = modules.patterns[makers[0]][0].weight.shape[axes[0]]
         rows = [(n, (*enter_once, *column(axis))) for n, axis in zip(makers, axes, strict=False)]
         rows.append((taker, row(1 - axes[-1], tokens=-1)))
-        dropped = {star(path) for path, names in modules.seen.dropouts.items()
-                   if {star(name) for name in names} <= set(makers)}  # fmt: skip
-        rows += [(path, (ForkRng(axis=-1, size=width),)) for path in sorted(dropped)]
+        rows += [
+            (path, _dropped(path, makers, width)) for path in sorted(_dropouts(modules, chain))
+        ]
         yield Group(taker, rows, sum(map(modules.weight, chain)), chain)
+
+
+def _dropouts(modules: Modules, chain: tuple[str, ...]) -> set[str]:
+    """The dropouts of what a chain makes, of its last result too where one module drops both."""
+    found = {
+        star(path): {star(name) for name in names} for path, names in modules.seen.dropouts.items()
+    }
+    return {path for path, names in found.items() if names <= {*chain} and names & {*chain[:-1]}}
+
+
+def _dropped(path: str, makers: tuple[str, ...], width: int) -> Rule:
+    """One module may drop other tensors too: a maker beside it tells which call is of its result, and the size."""
+    beside = path.rpartition(".")[0]
+    after = next((n for n in reversed(makers) if n.rpartition(".")[0] == beside), "")
+    if after:
+        return (ForkRng(axis=-1, after=after.rpartition(".")[2]),)
+    return (ForkRng(axis=-1, size=width),)
 
 
 def _groups(modules: Modules) -> Iterator[Group]:

@@ -8,11 +8,12 @@ import pytest
 import torch
 from transformers import GPT2Config
 
+from in_flight import most_in_flight
 from parity import Case, checkpoint, tiny_config
 from slapo_zoo import AutoScheduledModel, Mesh, MeshError, SlapoError
 from slapo_zoo.cli.main import main
 from slapo_zoo.pipeline.orders import ORDERS, StageMap
-from slapo_zoo.pipeline.timeline import makespan, most_in_flight, simulate
+from slapo_zoo.pipeline.timeline import makespan, simulate
 from slapo_zoo.tune.planner import calibrate, hardware
 from slapo_zoo.tune.planner.advice import worth
 from slapo_zoo.tune.planner.hardware import HARDWARE, find_hardware

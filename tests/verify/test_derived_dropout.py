@@ -1,0 +1,46 @@
+"""A derived table with dropout: what several ranks draw is what one rank draws."""
+
+import pytest
+import torch
+import transformers
+
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo.verify.coverage import default_config
+from slapo_zoo.verify.shrink import dropouts
+from slapo_zoo.verify.specimen import experts, specimen
+from slapo_zoo.zoo.derivation.tiny import Sizes
+
+# a head's dropout before and after a sharded product; a block's; a plan of transformers; widths that differ
+CLASSES = ["LiltForSequenceClassification", "XLNetForSequenceClassification", "Qwen3MoeForCausalLM",
+           "FocalNetForImageClassification"]  # fmt: skip
+
+
+def step(folder, config, cls, batch, tp):
+    model = AutoScheduledModel.from_pretrained(
+        folder, config=config, tp=tp, auto_class=getattr(transformers, cls), schedule="auto",
+        kernels="reference", **experts(config),
+    )  # fmt: skip
+    loss = float(model.train().train_step(batch, micro_batches=1))
+    return loss, model.consolidated_state_dict(grads=True)
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("cls", CLASSES)
+def test_ranks_draw_as_one_does(cls, tmp_path, ranks):
+    known = getattr(transformers, cls)
+    subject = specimen(
+        default_config(known.config_class.model_type, known), known, tmp_path, Sizes()
+    )
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    for name in dropouts(config):
+        if getattr(config, name) is not None:
+            setattr(config, name, 0.3)
+    batch = {k: x.float() if x.is_floating_point() else x for k, x in subject.batch.items()}
+    arguments = (tmp_path, config, cls, batch)
+    ((loss, wanted),) = ranks.run(step, 1, *arguments, 1)
+    assert loss != pytest.approx(subject.loss, rel=1e-3), "nothing drops"
+    for found, grads in ranks.run(step, 2, *arguments, 2):
+        assert found == pytest.approx(loss, rel=1e-5)
+        largest = max(float(grad.abs().max()) for grad in wanted.values())
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, wanted[name], rtol=1e-4, atol=1e-5 * largest)
