@@ -136,7 +136,7 @@ def train(folder, place, change, layout, by_hand):
     return grads
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("layout", "by_hand"), CELLS)
 @pytest.mark.parametrize("change", [hooked, recomputed, hooked_parameter, tied])
 def test_trains_and_saves_as_the_plain_model(folder, tmp_path, change, layout, by_hand):
@@ -180,7 +180,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("change", "layout"), [(change, layout) for change, all_ in REFUSED.items() for layout in all_]
 )

@@ -128,6 +128,7 @@ def drawn_unlike(folder, tp, dp, by_hand):
     model(**batch) if by_hand else model.train_step(batch)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("by_hand", [True, False])
 @pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2)])
 def test_ranks_that_drew_another_one_are_told(folder, tp, dp, by_hand):
