@@ -137,7 +137,7 @@ class Search:
 
     def candidates(self) -> list[Make]:
         """The most useful ones, unproven."""
-        plan = [self._planned] if self._has_plan() else []  # on one rank too: it draws as on many
+        plan = [self._planned] if self._has_plan() else []
         structural = [self._structural] if self.sizes[0] > 1 else []
         return [*plan, *structural, self._gathered]
 
@@ -146,7 +146,9 @@ class Search:
         if not plan_of(self.subject.config):
             return False
         with suppress(SlapoError):
-            return bool(self._planned(self.config, self.small))
+            serves = bool(self._planned(self.config, self.small))
+            # on one rank too where it is right on many: its attention draws in another way than others
+            return serves and (self.sizes[0] > 1 or not self._probe(self._planned, (2, 1, 1)))
         return False
 
     def _planned(self, config: Any, model: Any) -> Table:
