@@ -103,7 +103,9 @@ class Sharded(DataParallel):
         """A value of the size of a parameter's part (itself, a gradient, a state), whole over dp."""
         if not (is_divided(p) and isinstance(value, Tensor) and value.shape == p.shape):
             return value.clone() if isinstance(value, Tensor) else value
-        return self.shards.gather([value.detach()], [p.whole_shape], value.dtype)[0].clone()
+        (found,) = self.shards.gather([value.detach()], [p.whole_shape], value.dtype)
+        is_padded = found.untyped_storage().nbytes() > found.nbytes
+        return found.clone() if is_padded else found  # a gather holds its buffers a moment longer
 
     def gives(self, mesh: Mesh) -> bool:
         """The first copy alone: another would gather for nobody."""

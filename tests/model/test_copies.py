@@ -57,6 +57,7 @@ def copied(folder, case, layout):
     return again, zeroed
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("case", "layout"), CELLS)
 def test_a_copy_is_independent(case, layout, tmp_path, ranks):
     folder = checkpoint(case, tmp_path)

@@ -110,6 +110,7 @@ def by_hand(folder, tp, dp, options):
     return train(Prompted(folder, even=True), step, IDS.tensor_split(dp)[model.mesh.coord("dp")])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("tp", "dp", "options"),
     [(1, 2, {}), (2, 1, {"sequence_parallel": True}), (2, 2, {}), (1, 2, {"dp_shard": 2})],

@@ -56,6 +56,7 @@ def test_three_blocks_stand_for_all(case):
             assert one.peak + one.held == pytest.approx(two.peak + two.held, rel=0.01)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("cls, changes", [
     ("CLIPForImageClassification", {"vision_config": {"num_hidden_layers": 7, "hidden_size": 36}}),
     ("M2M100ForConditionalGeneration", {"encoder_layers": 6, "decoder_layers": 6, "encoder_layerdrop": 0.5}),
@@ -79,6 +80,7 @@ def test_families_whose_blocks_differ_are_run_whole():
     assert Family(mistral).is_small
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", [GPT2, T5], ids=lambda case: case.cls)
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 4)])
 def test_weights_and_cuts_are_those_of_the_outline(case, tp, pp):

@@ -77,6 +77,7 @@ def compare(ranks, sizes, layout, precision, tokens):
         assert "bytes per parameter" in str(step)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("layout", "precision"), LAYOUTS, ids=str)
 def test_resident_equals_planned(layout, precision, ranks):
     compare(ranks, TINY, layout, precision, 64)
