@@ -50,7 +50,7 @@ def require_derived(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) ->
     file = cache_file(config, cls, sizes, options)
     if file not in PROVEN:
         request = {
-            "config": json.loads(config.to_json_string(use_diff=False)), "cls": cls.__name__,
+            "config": json.loads(json.dumps(config.to_dict(), default=str)), "cls": cls.__name__,
             "sizes": sizes, "knobs": {knob: getattr(options, knob) for knob in KNOBS},
         }  # fmt: skip
         found = _document(request, file, mesh)

@@ -1,5 +1,7 @@
 """Families without a table: refused with what is near, or derived from the plan and checked."""
 
+import json
+
 import pytest
 import torch
 import transformers
@@ -10,6 +12,7 @@ from refusals import refused
 from slapo_zoo import ArchitectureError, AutoScheduledModel, MeshError
 from slapo_zoo.model import derived
 from slapo_zoo.parallel.emulation import emulate
+from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.verify.derived import derive
 from slapo_zoo.zoo.arguments import changed_config
 from slapo_zoo.zoo.options import BuildOptions
@@ -185,3 +188,19 @@ def test_one_rank_takes_what_cannot_be_proven_in_one_piece(monkeypatch):
     assert model.train_step(batch, micro_batches=1) > 0
     with pytest.raises(MeshError, match="parts of a batch do not add up to it"):
         model.train_step(batch, micro_batches=2)
+
+
+def test_a_config_with_an_infinite_number_reaches_the_process_that_proves(monkeypatch, tmp_path):
+    """Mamba's hybrids have one; json of transformers spells it as a dict."""
+    config, asked = transformers.BambaConfig(num_hidden_layers=1), []
+
+    def document(request, *_):
+        asked.append(json.loads(json.dumps(request))["config"])
+        raise ArchitectureError("here", "", "that is enough", "")
+
+    monkeypatch.setattr(derived, "_document", document)
+    monkeypatch.setattr(derived, "cache_file", lambda *_: tmp_path / "none")
+    with pytest.raises(ArchitectureError, match="that is enough"):
+        derived.require_derived(config, transformers.BambaForCausalLM, Mesh(2), BuildOptions())
+    again = transformers.AutoConfig.for_model(**asked[0])
+    assert again.time_step_limit[1] == float("inf")
