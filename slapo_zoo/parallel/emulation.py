@@ -49,7 +49,7 @@ def emulate(
 
     Raises:
         MeshError: there is a process group already.
-        Exception: what the first rank to fail raised.
+        Exception: what the first rank to fail raised; its cause tells in words where.
     """
     if dist.is_initialized():
         problem = "this process has a process group already"
