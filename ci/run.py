@@ -174,9 +174,9 @@ def quick(python: str, rest: list[str]) -> int:
 
 
 def several_at_once() -> list[str]:
-    """Files are tested side by side: a test has up to four ranks, and waits for them much of its time."""
+    """Files are tested side by side, three on two cores: some tests wait, for a time limit or a slow disk."""
     cores = len(os.sched_getaffinity(0))
-    return ["-n", str(max(2, cores // 2)), "--dist", "loadfile"] if cores > 1 else []
+    return ["-n", str(max(3, cores // 2)), "--dist", "loadfile"] if cores > 1 else []
 
 
 def test(python: str, rest: list[str]) -> int:

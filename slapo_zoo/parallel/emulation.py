@@ -77,7 +77,7 @@ def emulate(
                 dist.destroy_process_group()
                 gc.collect()  # a group is left when it is freed: who waits for us in it learns so
 
-    with _ONE_AT_A_TIME, compat.process_groups_per_thread(), _one_thread():
+    with _ONE_AT_A_TIME, compat.process_groups_per_thread(), _one_thread(), _set_aside():
         threads = [
             threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
             for rank in range(size)
@@ -115,6 +115,19 @@ def _first_cause(failures: list[tuple[int, BaseException]]) -> BaseException:
     """A peer's complaint about a lost rank came of another error."""
     own = [error for _, error in failures if not isinstance(error, RankError)]
     return (own or [error for _, error in failures])[0]
+
+
+@contextmanager
+def _set_aside() -> Iterator[None]:
+    """Collections look at what is made meanwhile: all of torch and transformers takes a quarter of a second."""
+    if gc.get_freeze_count():  # set aside by somebody else, who wants it to stay so
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager

@@ -28,13 +28,31 @@ def execute(arguments, folder):
     )
 
 
+@pytest.fixture(scope="module")
+def pages_server(tmp_path_factory):
+    """Runs a script in its folder, in a fork of a process that has imported torch and transformers: (exit code, what it said)."""
+    with subprocess.Popen(
+        [sys.executable, Path(__file__).with_name("page_server.py")],
+        env=clean_environment() | {"HF_DATASETS_CACHE": str(tmp_path_factory.mktemp("cache"))},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as server:  # fmt: skip
+
+        def run(script):
+            server.stdin.write(f"{script}\n")
+            server.stdin.flush()
+            code = int(server.stdout.readline())
+            return code, script.with_suffix(".said").read_text(encoding="utf-8")
+
+        yield run
+
+
 PAGES = ["README.md", "docs/tutorial.md", "docs/index.md", "docs/guide.md", "docs/verification.md",
          "docs/adding_an_architecture.md", "docs/adding_a_kernel.md", "docs/adding_a_primitive.md", "docs/adding_a_dialect.md",
          "docs/tuning.md", "docs/trainer.md", "docs/how_a_linear_is_sharded.md"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_python_blocks_run(name, tmp_path):
+def test_python_blocks_run(name, tmp_path, pages_server):
     """All in one process, in order: a later block may use the names of an earlier one."""
     text = page(name)
     lines = [""] * text.count("\n")  # so that a traceback shows the line of the page
@@ -43,8 +61,8 @@ def test_python_blocks_run(name, tmp_path):
     assert any(lines), f"{name} has no Python block"
     script = (tmp_path / Path(name).name).with_suffix(".py")
     script.write_text("\n".join(lines), encoding="utf-8")
-    result = execute([script.name], tmp_path)
-    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    code, said = pages_server(script)
+    assert code == 0, said
 
 
 def test_run_commands_exist():

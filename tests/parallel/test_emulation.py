@@ -1,6 +1,8 @@
 """A mesh in one process: the ranks are threads, the results those of one device."""
 
+import gc
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -127,6 +129,29 @@ def test_ranks_that_are_threads_agree_again_and_again():
     """Each has a group of its own to wait on: none takes another thread's."""
     for _ in range(3):
         assert emulate(agree_five_times, mesh=(2, 1, 1)) == [[[0, 1]] * 5] * 2
+
+
+def set_aside(fail):
+    if fail:
+        return 1 / 0
+    return gc.get_freeze_count() > 0
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_what_is_set_aside_from_collections_comes_back(fail):
+    """Torch and transformers are passed by meanwhile; what somebody else froze stays frozen."""
+    expected = pytest.raises(ZeroDivisionError) if fail else nullcontext()
+    assert gc.get_freeze_count() == 0
+    with expected:
+        assert emulate(set_aside, fail, mesh=(2, 1, 1)) == [True, True]
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+    try:
+        with expected:
+            emulate(set_aside, fail, mesh=(2, 1, 1))
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
 
 
 def agree_once():

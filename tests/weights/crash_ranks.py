@@ -7,6 +7,7 @@ of Python: system calls and the like. Every survivor writes what it was told to
 <folder>-error-<rank>, and every rank that ends its number of calls to <folder>-calls-<rank>.
 """
 
+import itertools
 import os
 import signal
 import sys
@@ -24,7 +25,7 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.patience import patient_group
 from slapo_zoo.weights import save, staging, write
 
-WORLD = 4
+WORLD, AT_ONCE = 4, 4
 
 
 def kill(*args):
@@ -73,15 +74,15 @@ def work(folder, rank, victim, where):
     os._exit(0)  # no farewell to peers that are gone
 
 
-def run(folder, victim, where):
+def start(folder, victim, where):
+    """The process ids of the ranks of a case."""
     children = []
     for rank in range(WORLD):
         child = os.fork()
         if child == 0:
             work(folder, rank, int(victim), where)
         children.append(child)
-    for child in children:
-        os.waitpid(child, 0)
+    return children
 
 
 def warm_up():
@@ -96,5 +97,8 @@ if __name__ == "__main__":
     if "NO_EXCHANGE" in os.environ:  # as on NFS
         staging._renameat2 = lambda *args: False
     warm_up()
-    for i in range(1, len(sys.argv), 3):
-        run(*sys.argv[i : i + 3])
+    cases = [sys.argv[i : i + 3] for i in range(1, len(sys.argv), 3)]
+    for i in range(0, len(cases), AT_ONCE):  # a survivor waits most of its time
+        children = [start(*case) for case in cases[i : i + AT_ONCE]]
+        for child in itertools.chain(*children):
+            os.waitpid(child, 0)
