@@ -51,3 +51,11 @@ def test_is_caught_and_named(mutant):
     place = named(mutant, report)
     assert place is not None, f"not named: {report}"
     assert place <= 4, f"named late: {report}"
+
+
+def test_a_tensor_of_another_shape_is_a_finding():
+    """Also where plain transformers refuses the files for it: the checks go on, and the place is told."""
+    report = verified(next(m for m in MUTANTS if m.name == "head untied"))
+    assert report.error is None
+    wrong = {finding.check for finding in report.findings}
+    assert {"outputs", "optimizer step", "files"} <= wrong
