@@ -174,7 +174,7 @@ def _compare_all(
     take = {"outputs": lambda r, n: r.outputs[n], "gradients": lambda r, n: r.grads[n]}[check]
     if check == "outputs" and found.keys() != want.keys():
         into.note(check, "number of outputs", f"found {len(found)}, expected {len(want)}", rank)
-    for name in want.keys() & found.keys():
+    for name in sorted(want.keys() & found.keys()):
         near.check(into, check, name, found[name], lambda r, n=name: take(r, n), largest, rank)
 
 
