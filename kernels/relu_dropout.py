@@ -7,6 +7,7 @@ from torch import Tensor
 
 from slapo_zoo.dispatch.registry import kernel
 from slapo_zoo.kernels.activation import activation
+from slapo_zoo.kernels.dropout import inputs
 from slapo_zoo.kernels.dropout_mask import dropout_of, mask_like
 
 SHAPES = [(1, 7, 64), (3, 5, 100), (2, 16, 257), (0, 4, 32)]
@@ -17,12 +18,6 @@ def reference(x: Tensor, seeds: Tensor | None = None, p: float = 0.0) -> Tensor:
     y = torch.where(x > 0, x, torch.zeros_like(x))
     mask = mask_like(x, None, seeds, p)
     return y if mask is None else y * mask
-
-
-def inputs(B: int, S: int, N: int, **like: Any) -> dict[str, Any]:
-    """Random arguments of one test shape, with dropout."""
-    seeds = torch.randint(2**63 - 1, (B,), device=like.get("device"))
-    return {"x": torch.randn(B, S, N, **like), "seeds": seeds, "p": 0.25}
 
 
 def _forward(module: Any, hidden_states: Tensor) -> Tensor:

@@ -206,6 +206,9 @@ class Directive:
     def local(self) -> str:
         """Why this directive cannot leave the process (a live callable), or the empty string."""
         for name, value in self.arguments().items():
+            if name == "subgraph" and not isinstance(value, str):
+                live = "names nodes of a live graph; only a regex over module names can be written"
+                return f"{name} {live}"
             if callable(value) or isinstance(value, nn.Module):
                 return f"{name}={value!r} is a live object, not data"
         return ""

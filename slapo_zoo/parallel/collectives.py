@@ -154,16 +154,11 @@ class _ReduceScatter(torch.autograd.Function):
         return gather_along(grad, ctx.axis, ctx.group), None, None
 
 
-class _Scatter(torch.autograd.Function):
+class _Scatter(_ReduceScatter):
     @staticmethod
     def forward(ctx, x, axis, group):
         ctx.axis, ctx.group = axis, group
         return slice_along(x, axis, group)
-
-    @staticmethod
-    @once
-    def backward(ctx, grad):
-        return gather_along(grad, ctx.axis, ctx.group), None, None
 
 
 class _Exchange(torch.autograd.Function):

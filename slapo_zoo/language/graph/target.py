@@ -10,8 +10,6 @@ from slapo_zoo.language.graph.find import find, find_nodes
 from slapo_zoo.language.graph.match import Matches, Subgraph
 from slapo_zoo.language.graph.pattern import Pattern
 
-LIVE = "names nodes of a live graph; only a regex over module names can be written"
-
 
 def resolve(site: Site, directive: Directive, spec: Any) -> list[Subgraph]:
     """The subgraphs that a directive means at a site.

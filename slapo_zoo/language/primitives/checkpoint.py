@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from slapo_zoo.language.directive import Directive, Site, State, join, primitive
 from slapo_zoo.language.graph.group import group
 from slapo_zoo.language.graph.rewrite import insertion_point
-from slapo_zoo.language.graph.target import LIVE, resolve
+from slapo_zoo.language.graph.target import resolve
 from slapo_zoo.language.shares import SHARDED, kept_in_shares
 from slapo_zoo.parallel.random_stream import RandomStream
 from slapo_zoo.parallel.seeds import get_cuda_rng_tracker
@@ -58,11 +58,6 @@ class Checkpoint(Directive):
     subgraph: Any = None
     policy: str = ""
     offload: bool = False
-
-    def local(self) -> str:
-        if self.subgraph is not None and not isinstance(self.subgraph, str):
-            return f"subgraph {LIVE}"
-        return ""
 
     def check(self, site: Site) -> None:
         if self.policy not in (known := ("", OFFLOAD, SHARDED, *POLICIES)):

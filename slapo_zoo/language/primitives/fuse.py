@@ -15,7 +15,7 @@ from slapo_zoo.language.graph.group import GroupModule, group
 from slapo_zoo.language.graph.insert import called
 from slapo_zoo.language.graph.match import Subgraph
 from slapo_zoo.language.graph.rewrite import insertion_point, replace_vertical
-from slapo_zoo.language.graph.target import LIVE, resolve
+from slapo_zoo.language.graph.target import resolve
 
 COMPILERS = ("inductor", "kernel", "TorchScript", None)
 logger = logging.getLogger(__name__)
@@ -50,11 +50,6 @@ class Fuse(Directive):
         if isinstance(first, str) and first in COMPILERS and second not in COMPILERS:
             object.__setattr__(self, "subgraph", second)  # fuse(compiler, subgraph), as Slapo's
             object.__setattr__(self, "compiler", first)  # table of primitives has it
-
-    def local(self) -> str:
-        if self.subgraph is not None and not isinstance(self.subgraph, str):
-            return f"subgraph {LIVE}"
-        return ""
 
     def check(self, site: Site) -> None:
         if self.compiler not in COMPILERS:

@@ -17,7 +17,7 @@ from slapo_zoo.language.graph.rewrite import (
     replace_node,
     replace_vertical,
 )
-from slapo_zoo.language.graph.target import LIVE, is_node, resolve
+from slapo_zoo.language.graph.target import is_node, resolve
 
 
 @primitive("replace")
@@ -58,11 +58,6 @@ class Replace(Directive):
         if self.target_ops is not None:
             object.__setattr__(self, "subgraph", self.target_ops)
             object.__setattr__(self, "target_ops", None)
-
-    def local(self) -> str:
-        if self.subgraph is not None and not isinstance(self.subgraph, str):
-            return f"subgraph {LIVE}"
-        return super().local()
 
     def check(self, site: Site) -> None:
         if self.subgraph is None:

@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,13 @@ from torch import Tensor, nn
 from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.kernels.logits_on_demand import make_logits_at_once
 from slapo_zoo.model.data_parallel import (
-    DataParallel,
-    Whole,
     sum_partial_gradients_in_backward,
     use_engine,
     within_engine,
 )
 from slapo_zoo.model.dialects import register_dialect
 from slapo_zoo.model.dialects.engine import TargetEngine, made_optimizer, require_scheduled
-from slapo_zoo.model.dialects.zero_state import WholeZero, whole_gradients, whole_parameters
+from slapo_zoo.model.dialects.zero_state import Zero, whole_gradients, whole_parameters
 from slapo_zoo.parallel.compat import new_group
 from slapo_zoo.parallel.mesh import MESH_DIMS, Mesh
 
@@ -197,19 +195,16 @@ def _group(mesh: Mesh, mesh_dim: str) -> Any:
     return alone[mesh.rank]
 
 
-class _Zero(DataParallel):
+class _Zero(Zero):
     """DeepSpeed runs forward and backward; parameters and optimizer may be sharded over dp."""
 
     def __init__(self, native: Any, mesh: Mesh, groups: list[list[nn.Parameter]]):
-        self.native, self.groups, self.loss_scale = native, groups, float(mesh.dp)
+        super().__init__(native, groups)
+        self.loss_scale = float(mesh.dp)
 
     def run(self, model: Any, batch: dict[str, Any]) -> Any:
         with within_engine(model):
             return self.native(**batch)
-
-    def new_gradients(self, parameters: list[nn.Parameter]) -> AbstractContextManager[None]:
-        """DeepSpeed keeps them where it likes."""
-        return nullcontext()
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
@@ -221,12 +216,6 @@ class _Zero(DataParallel):
     def backward(self, loss: Tensor) -> None:
         self.native.backward(loss * self.loss_scale, scale_wrt_gas=False)
 
-    def sum_over_tp(self, named: Any, names: Any, group: Any) -> None:
-        """Hooks have done it."""
-
-    def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
-        """DeepSpeed has done it, or does it in its step."""
-
     def clip_grad_norm_(self, model: Any, max_norm: float) -> Tensor:
         hint = 'set "gradient_clipping" in the config; the norm is engine.get_global_grad_norm()'
         problem = "DeepSpeed holds the gradients and clips in its step"
@@ -236,11 +225,6 @@ class _Zero(DataParallel):
         if grads:
             return whole_gradients(model)
         return whole_parameters(model) | dict(model.named_buffers(remove_duplicate=False))
-
-    def whole(self, model: Any, optimizer: Any = None) -> Whole:
-        if self.native.zero_optimization_stage() == 0:
-            return super().whole(model, optimizer)
-        return WholeZero(model, optimizer, self.groups)
 
 
 @register_dialect("log_parser", "deepspeed")

@@ -5,7 +5,6 @@ steps. Each stage runs the model's own forward on its part, as in our pipeline.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,14 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo_zoo.errors import MeshError, SlapoError
-from slapo_zoo.model.data_parallel import (
-    DataParallel,
-    Whole,
-    sum_partial_gradients_in_backward,
-    use_engine,
-)
+from slapo_zoo.model.data_parallel import sum_partial_gradients_in_backward, use_engine
 from slapo_zoo.model.dialects.engine import TargetEngine, made_optimizer
-from slapo_zoo.model.dialects.zero_state import WholeZero, whole_parameters
+from slapo_zoo.model.dialects.zero_state import Zero, whole_parameters
 from slapo_zoo.pipeline.runtime import ROWS, Pipeline
 from slapo_zoo.pipeline.stages import StageDone
 from slapo_zoo.weights.fill import canonical_names
@@ -158,17 +152,14 @@ def _with_gradient(x: Tensor) -> Tensor:
     return x if x.requires_grad or not x.is_floating_point() else x.detach().requires_grad_()
 
 
-class _ZeroPipeline(DataParallel):
+class _ZeroPipeline(Zero):
     """DeepSpeed runs the whole optimizer step."""
 
     clips_itself = True
 
     def __init__(self, native: Any, step: Step, groups: list[list[nn.Parameter]]):
-        self.native, self.step, self.groups = native, step, groups
-
-    def new_gradients(self, parameters: list[nn.Parameter]) -> AbstractContextManager[None]:
-        """They are made, used and cleared within the step."""
-        return nullcontext()
+        super().__init__(native, groups)
+        self.step = step
 
     def pipeline_step(
         self, pipeline: Pipeline, run: Callable[..., Any], tensors: dict[str, Tensor],
@@ -185,12 +176,6 @@ class _ZeroPipeline(DataParallel):
         loss = self.native.train_batch(_numbers(count))
         return loss.detach().reshape(()) / (mesh.pp * mesh.dp)
 
-    def sum_over_tp(self, named: Any, names: Any, group: Any) -> None:
-        """Hooks have done it; tied weights are DeepSpeed's."""
-
-    def sum_over_dp(self, parameters: Any, mesh: Any) -> None:
-        """DeepSpeed has done it."""
-
     def clip_grad_norm_(self, model: Any, max_norm: float) -> Tensor:
         hint = 'set "gradient_clipping" in the config'
         raise SlapoError("target='deepspeed'", "clip_grad_norm_", "DeepSpeed has stepped", hint)
@@ -200,11 +185,6 @@ class _ZeroPipeline(DataParallel):
             hint = "compare weights or losses, or use target='torch'"
             raise SlapoError("target='deepspeed'", "grads", "its pipeline clears them", hint)
         return whole_parameters(model) | dict(model.named_buffers(remove_duplicate=False))
-
-    def whole(self, model: Any, optimizer: Any = None) -> Whole:
-        if self.native.zero_optimization_stage() == 0:
-            return super().whole(model, optimizer)
-        return WholeZero(model, optimizer, self.groups)
 
 
 def _numbers(count: int) -> Iterator[tuple[Tensor, Tensor]]:

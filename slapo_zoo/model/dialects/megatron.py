@@ -119,8 +119,14 @@ class _Parallel(nn.Module):
 
     axis: int
 
-    def _take(self, linear: nn.Linear, mesh: Mesh, layer: Any) -> None:
-        self.layer = layer
+    def __init__(self, linear: nn.Linear, mesh: Mesh, kind: str, **options: Any):
+        super().__init__()
+        core = import_megatron()
+        self.layer = layer = getattr(core.tensor_parallel, kind)(
+            linear.in_features, linear.out_features, config=_config(core, linear, mesh),
+            tp_group=core.parallel_state.get_tensor_model_parallel_group(), init_method=_leave,
+            bias=linear.bias is not None, **options,
+        )  # fmt: skip
         with torch.no_grad():
             layer.weight.copy_(linear.weight.chunk(mesh.tp, self.axis)[mesh.coord("tp")])
             if linear.bias is not None:
@@ -140,13 +146,7 @@ class ColumnParallel(_Parallel):
     axis = 0
 
     def __init__(self, linear: nn.Linear, mesh: Mesh):
-        super().__init__()
-        core = import_megatron()
-        layer = core.tensor_parallel.ColumnParallelLinear(
-            linear.in_features, linear.out_features, config=_config(core, linear, mesh),
-            tp_group=core.parallel_state.get_tensor_model_parallel_group(), init_method=_leave, bias=linear.bias is not None, gather_output=False,
-        )  # fmt: skip
-        self._take(linear, mesh, layer)
+        super().__init__(linear, mesh, "ColumnParallelLinear", gather_output=False)
 
 
 class RowParallel(_Parallel):
@@ -155,14 +155,8 @@ class RowParallel(_Parallel):
     axis = 1
 
     def __init__(self, linear: nn.Linear, mesh: Mesh):
-        super().__init__()
-        core = import_megatron()
-        layer = core.tensor_parallel.RowParallelLinear(
-            linear.in_features, linear.out_features, config=_config(core, linear, mesh),
-            tp_group=core.parallel_state.get_tensor_model_parallel_group(), init_method=_leave, bias=linear.bias is not None, input_is_parallel=True,
-            skip_bias_add=False,
-        )  # fmt: skip
-        self._take(linear, mesh, layer)
+        options = {"input_is_parallel": True, "skip_bias_add": False}
+        super().__init__(linear, mesh, "RowParallelLinear", **options)
 
 
 def _leave(weight: Tensor) -> Tensor:

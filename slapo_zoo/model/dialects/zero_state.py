@@ -3,12 +3,13 @@
 The places where ZeRO keeps them are not all public; this file alone names them (0.19).
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from slapo_zoo.model.data_parallel import Whole
+from slapo_zoo.model.data_parallel import DataParallel, Whole
 
 
 def whole_parameters(model: Any) -> dict[str, Tensor]:
@@ -163,3 +164,29 @@ def _copy_part(part: Tensor, p: Any, value: Tensor) -> None:
     rank = p._z3_optimizer._get_param_partition_rank(p)
     mine = value.detach().flatten()[rank * part.numel() :][: part.numel()]
     part.data.flatten()[: mine.numel()].copy_(mine)
+
+
+class Zero(DataParallel):
+    """DeepSpeed keeps the gradients, and sums them over dp by the end of its step.
+
+    Args:
+        native: its engine.
+        groups: the parameters of each group of the optimizer.
+    """
+
+    def __init__(self, native: Any, groups: list[list[nn.Parameter]]):
+        self.native, self.groups = native, groups
+
+    def new_gradients(self, parameters: list[nn.Parameter]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def sum_over_tp(self, named: Any, names: Any, group: Any) -> None:
+        """Hooks have done it; tied weights of a pipeline are DeepSpeed's."""
+
+    def sum_over_dp(self, parameters: Any, mesh: Any) -> None:
+        """DeepSpeed has done it, or does it in its step."""
+
+    def whole(self, model: Any, optimizer: Any = None) -> Whole:
+        if self.native.zero_optimization_stage() == 0:
+            return super().whole(model, optimizer)
+        return WholeZero(model, optimizer, self.groups)
