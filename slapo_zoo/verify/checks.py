@@ -7,19 +7,19 @@ import torch
 from safetensors import safe_open
 
 from slapo_zoo.verify.compare import FLOOR, Comparison, Tolerance, largest_of, replicas
-from slapo_zoo.verify.runs import RankResult, Result, tensors_of
+from slapo_zoo.verify.runs import RankResult, tensors_of
 from slapo_zoo.verify.subject import Subject
 from slapo_zoo.zoo.survey import survey
 
 DROPOUT = 0.2
 
 
-def dropout(into: Comparison, found: Sequence[RankResult], truth: Result, plain: Result) -> None:
+def dropout(into: Comparison, found: Sequence[RankResult], near: Tolerance) -> None:
     """With dropout on, the mesh computes what the scheduled model computes on one rank.
 
     The masks are drawn by us for every layout alike, so loss and gradients are those of one rank.
     """
-    near, largest = Tolerance(truth, [plain]), largest_of(truth.grads)
+    truth, largest = near.truth, largest_of(near.truth.grads)
     errors = [near.own_error(lambda r, n=name: r.grads[n]) for name in truth.grads]
     # the error of one number may be small by luck: gradients tell how far rounding is amplified
     scale = abs(truth.loss) * max(errors, default=0.0) / (largest or 1.0) / FLOOR
@@ -33,14 +33,11 @@ def dropout(into: Comparison, found: Sequence[RankResult], truth: Result, plain:
 def predicted(subject: Subject) -> dict[str, int] | None:
     """Collectives over tp in one step of one tp rank, all stages together; None where unknown."""
     outline = subject.outline()
-    batch = subject.part(subject.batch(), 0)
     if outline.state.checkpointed or subject.sizes[0] == 1:
         return None
-    main = batch.get("input_ids")
-    tokens = 1 if main is None else main.shape[-1]
     rows = subject.rows_per_rank // subject.micro_batches
     counts: dict[str, int] = {}
-    for row in survey(outline, rows, tokens).traffic:
+    for row in survey(outline, rows, subject.tokens).traffic:
         if row.mesh_dim == "tp" and row.phase in ("forward", "backward"):
             counts[row.kind] = counts.get(row.kind, 0) + row.count * subject.micro_batches
     return counts

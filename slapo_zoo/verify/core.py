@@ -5,6 +5,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,15 @@ from slapo_zoo.parallel.random_stream import drawn_from
 from slapo_zoo.pipeline.orders import StageMap
 from slapo_zoo.verify import checks
 from slapo_zoo.verify.blame import Blame, Divergence, directives_at
-from slapo_zoo.verify.compare import Comparison, compare, replicas
+from slapo_zoo.verify.compare import Comparison, Tolerance, compare, replicas
 from slapo_zoo.verify.report import Report, figures
-from slapo_zoo.verify.runs import RankResult, Result, plain, recorded, scheduled
+from slapo_zoo.verify.runs import RankResult, plain, recorded, scheduled
 from slapo_zoo.verify.shrink import dropouts, shrink
 from slapo_zoo.verify.subject import Subject, changes_for_comparison, one_rank, write_weights
 from slapo_zoo.zoo.table import families
 
 TIMEOUT_S = 30.0
+MORE = 8  # plain runs that are made where a value is further off than the first ones were
 DTYPES = (torch.float64, torch.float32)  # the truth, and the same in the dtype under test
 
 
@@ -128,12 +130,13 @@ class _Verification:
 
     def _compare(self) -> None:
         subject, into = self.subject, self.comparison
-        truth, plains = references(subject)
+        near = references(subject)
+        truth = near.truth
         saved = self.scratch / "saved"
         found = on_mesh(scheduled, subject, self.changes, torch.float32, saved)
         for result in found:
             result.rename(truth.tied)
-        compare(into, found, truth, plains)
+        compare(into, found, near)
         if truth.grads:
             replicas(into, found)
             checks.collective_counts(into, found, checks.predicted(subject))
@@ -146,8 +149,11 @@ class _Verification:
         if changes is None:
             return
         truth, single = (one_rank_run(scheduled, subject, changes, dtype) for dtype in DTYPES)
+        others = (
+            one_rank_run(scheduled, subject, changes, DTYPES[1], None, n) for n in range(MORE)
+        )
         found = on_mesh(scheduled, subject, changes)
-        checks.dropout(self.comparison, found, truth, single)
+        checks.dropout(self.comparison, found, Tolerance(truth, [single], others))
 
     def _with_dropout(self) -> dict[str, Any] | None:
         """Changes of the config that drop everywhere; None for a family without dropout."""
@@ -219,12 +225,13 @@ class _Verification:
         return directives_at(schedule, paths)
 
 
-def references(subject: Subject) -> tuple[Result, list[Result]]:
+def references(subject: Subject) -> Tolerance:
     """The fp64 truth, and plain fp32 runs that add in different orders, to know its own error."""
     kinds = ("sdpa", "eager") if getattr(subject.cls, "_supports_sdpa", False) else ("eager",)
     truth = plain(subject, torch.float64, kinds[0])
     ways = [(kind, reverse) for kind in kinds for reverse in (False, True)]
-    return truth, [plain(subject, torch.float32, *way) for way in ways]
+    others = (plain(subject, DTYPES[1], *way, n) for n, way in zip(range(MORE), cycle(ways)))
+    return Tolerance(truth, [plain(subject, DTYPES[1], *way) for way in ways], others)
 
 
 def on_mesh(run: Callable[..., RankResult], subject: Subject, *arguments: Any) -> list[RankResult]:
@@ -241,11 +248,11 @@ def on_mesh(run: Callable[..., RankResult], subject: Subject, *arguments: Any) -
 
 
 def one_rank_run(
-    run: Callable[..., RankResult], subject: Subject, changes: Any, dtype: torch.dtype
+    run: Callable[..., RankResult], subject: Subject, changes: Any, dtype: torch.dtype, *more: Any
 ) -> RankResult:
     """The same schedule on a mesh of one rank, the whole batch at once."""
     with drawn_from(subject.seed):  # what no directive gives a stream of its own
-        return run(alone_on_one_rank(subject), changes, dtype)
+        return run(alone_on_one_rank(subject), changes, dtype, *more)
 
 
 def alone_on_one_rank(subject: Subject) -> Subject:

@@ -13,6 +13,7 @@ from torch import Tensor
 from slapo_zoo.hf.models import freeze_as_made
 from slapo_zoo.model.numerics import digest, part_of
 from slapo_zoo.parallel import collectives
+from slapo_zoo.parallel.random_stream import drawn_from
 from slapo_zoo.verify.batch import has_loss
 from slapo_zoo.verify.events import Recorder
 from slapo_zoo.verify.safe import agreed_collectives
@@ -71,7 +72,26 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=DECAY, eps=EPS)
 
 
-def plain(subject: Subject, dtype: torch.dtype, attention: str, reverse: bool = False) -> Result:
+def shaken(model: torch.nn.Module, seed: int | None) -> torch.nn.Module:
+    """The model with every value moved by about one unit in its last place: another sample of rounding.
+
+    Args:
+        model: of any kind.
+        seed: of the moves; None makes none.
+    """
+    if seed is None:
+        return model
+    with drawn_from(seed):
+        for p in model.parameters():
+            noise = torch.rand(p.shape, dtype=torch.float64).sub_(0.5).mul_(2)
+            p.data = p.data + p.data * noise.to(p.data) * torch.finfo(p.dtype).eps
+    return model
+
+
+def plain(
+    subject: Subject, dtype: torch.dtype, attention: str, reverse: bool = False,
+    shake: int | None = None,
+) -> Result:  # fmt: skip
     """Plain `transformers`, one process, the whole batch at once.
 
     Args:
@@ -79,12 +99,13 @@ def plain(subject: Subject, dtype: torch.dtype, attention: str, reverse: bool = 
         dtype: of parameters and inputs.
         attention: "sdpa" or "eager".
         reverse: take the rows in the opposite order: the same values, added in another order.
+        shake: seed of `shaken`.
     """
     model = subject.cls.from_pretrained(
         subject.folder, dtype=dtype, attn_implementation=attention,
         **changes_for_comparison(subject.config),
     )  # fmt: skip
-    freeze_as_made(model)
+    freeze_as_made(shaken(model, shake))
     batch, result = cast(subject.batch(), dtype), Result()
     batch = {k: v.flip(0) for k, v in batch.items()} if reverse else batch
     with torch.no_grad():
@@ -124,7 +145,7 @@ def load(subject: Subject, changes: Mapping[str, Any], dtype: torch.dtype) -> An
 
 def scheduled(
     subject: Subject, changes: Mapping[str, Any], dtype: torch.dtype = torch.float32,
-    save: Path | None = None,
+    save: Path | None = None, shake: int | None = None,
 ) -> RankResult:  # fmt: skip
     """This rank of the scheduled model on the mesh; all ranks call it together.
 
@@ -133,8 +154,9 @@ def scheduled(
         changes: fields of the config that differ from the folder's.
         dtype: of the parameters.
         save: folder for the weights after the step.
+        shake: seed of `shaken`.
     """
-    model = load(subject, changes, dtype)
+    model = shaken(load(subject, changes, dtype), shake)
     result = RankResult(coords=_coords(model))
     whole = cast(subject.batch(), dtype)
     with agreed_collectives(model.mesh):

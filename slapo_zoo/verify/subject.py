@@ -71,15 +71,20 @@ class Subject:
             return 1
         return self.rows_per_rank if self.sizes[1] > 1 else 1
 
+    @property
+    def tokens(self) -> int:
+        """Of a row of text: what sequence parallelism divides into two and more on every rank."""
+        tp = (self.like or self).sizes[0]
+        return -(-LEAST_TOKENS // (2 * tp)) * 2 * tp
+
     def batch(self, step: int = 0) -> dict[str, Tensor]:
         """The rows of all dp ranks."""
-        tp = (self.like or self).sizes[0]
-        tokens = -(-LEAST_TOKENS // (2 * tp)) * 2 * tp
         config = copy.deepcopy(self.config)
         seam = table_for(config.model_type).seam
         model = hf.build_on_meta(self.cls, config, torch.float32, seam)
         rows = self.rows_per_rank * self.sizes[2]
-        return batch.example(model, rows, tokens, self.seed + 100 + step, tp)
+        tp = (self.like or self).sizes[0]
+        return batch.example(model, rows, self.tokens, self.seed + 100 + step, tp)
 
     def part(self, whole: dict[str, Tensor], dp_coord: int) -> dict[str, Tensor]:
         """The rows of one dp rank."""
