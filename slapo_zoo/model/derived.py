@@ -87,7 +87,7 @@ class _Child:
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.begin = time.monotonic()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "slapo_zoo.verify.derived_child"], stdin=subprocess.PIPE,
+            [sys.executable, "-m", "slapo_zoo.verify.child"], stdin=subprocess.PIPE,
             stdout=self.output, stderr=self.errors, text=True, env=apart_environment(),
         )  # fmt: skip
         self.process.stdin.write(json.dumps(request))

@@ -99,7 +99,7 @@ class Blame:
             left.pop()
             if event.path in owners and event.path not in left:
                 what = f"gradient of {owners[event.path][0]}"
-                return Divergence(event.path, "parameters", what, 0, (event.path, _parent(event.path)))  # fmt: skip
+                return Divergence(event.path, "parameters", what, 0, (event.path, parent_of(event.path)))  # fmt: skip
         for path, names in owners.items():
             return Divergence(path, "parameters", f"gradient of {names[0]}", 0, (path,))
         return None
@@ -158,17 +158,17 @@ class Blame:
         """Paths that can have made the tensor of a forward event."""
         event = self.order[index]
         if event.when == "out":
-            return (event.path, *self._children(index), _parent(event.path))
-        found = [event.path, _parent(event.path)]
+            return (event.path, *self._children(index), parent_of(event.path))
+        found = [event.path, parent_of(event.path)]
         for earlier in reversed(self.order[:index]):
-            if earlier.when == "out" and _parent(earlier.path) == _parent(event.path):
+            if earlier.when == "out" and parent_of(earlier.path) == parent_of(event.path):
                 found.append(earlier.path)
         return tuple(dict.fromkeys(found))
 
     def _children(self, index: int) -> list[str]:
         """Modules that ran within a call, the last one first."""
         path = self.order[index].path
-        inside = [e.path for e in reversed(self.order[:index]) if _parent(e.path) == path]
+        inside = [e.path for e in reversed(self.order[:index]) if parent_of(e.path) == path]
         return list(dict.fromkeys(inside))
 
     def _consumers(self, index: int) -> list[str]:
@@ -177,8 +177,8 @@ class Blame:
         later = self.order[index + 1 :]
         took = [e.path for e in later if e.when == "in" and self.truth[e].source == source]
         if not took:
-            parent = _parent(self.order[index].path)
-            beside = [e.path for e in later if e.when == "in" and _parent(e.path) == parent]
+            parent = parent_of(self.order[index].path)
+            beside = [e.path for e in later if e.when == "in" and parent_of(e.path) == parent]
             took = [*beside[:1], parent]
         return _nearest_first(list(dict.fromkeys(took)))
 
@@ -225,7 +225,8 @@ def _describe(event: Event) -> str:
     return f"{side} {event.leaf}" + (f" of call {event.call}" if event.call else "")
 
 
-def _parent(path: str) -> str:
+def parent_of(path: str) -> str:
+    """The path of the module that holds this one."""
     return path.rpartition(".")[0]
 
 

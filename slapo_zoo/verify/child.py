@@ -1,7 +1,8 @@
-"""What a verification in a process of its own does: a request on stdin, a document on stdout.
+"""A verification or a derivation in a process of its own: a request on stdin, a document on stdout.
 
 {"config": {...}, "cls": "GPT2LMHeadModel", "mesh": [2, 1, 1], "program": null, "quick": true,
- "layers": false, "folder": null, "knobs": {}}
+ "layers": false, "folder": null, "knobs": {}}, or
+{"config": {...}, "cls": "BloomForCausalLM", "sizes": [2, 1, 1], "knobs": {}}
 """
 
 import json
@@ -13,6 +14,7 @@ from slapo_zoo.cards.program import Program
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.verify.core import verify
+from slapo_zoo.verify.derived import derive
 from slapo_zoo.verify.layerwise import require_memory, verify_layers
 from slapo_zoo.verify.report import UNMEASURED, Report
 
@@ -27,6 +29,10 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     config = transformers.AutoConfig.for_model(**request["config"])
+    if "sizes" in request:
+        cls = hf.resolve_class(config, request["cls"])
+        knobs = {name: value for name, value in request["knobs"].items() if value}
+        return derive(config, cls, tuple(request["sizes"]), **knobs).document()
     folder = request.get("folder")
     arguments: dict[str, Any] = {
         "auto_class": request["cls"], "mesh": tuple(request["mesh"]),

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from slapo_zoo.language.schedule import Schedule
@@ -26,7 +25,7 @@ from slapo_zoo.verify.events import Recorder
 from slapo_zoo.verify.made_up import give_values, take_values
 from slapo_zoo.verify.report import Report, figures
 from slapo_zoo.verify.runs import RankResult, shaken
-from slapo_zoo.verify.safe import agreed_collectives
+from slapo_zoo.verify.safe import NoDropout, agreed_collectives
 
 WHERE, SEED, INPUT = "Verify", 0, "input "
 SHAKES = range(3)  # with one, luck makes a fault now and then (docs/decisions/0003)
@@ -186,7 +185,7 @@ def _observe(sch: Schedule, args: Any, kwargs: Any) -> RankResult:
     mesh, model = sch.mesh, sch.model
     result = RankResult(coords=(mesh.coord("tp"), mesh.coord("pp"), mesh.coord("dp")))
     recorder = Recorder(model)
-    with agreed_collectives(mesh, recorder), _NoDropout(), recorder:
+    with agreed_collectives(mesh, recorder), NoDropout(), recorder:
         leaves = [_whole(x) for x in tree_leaves(_as_tree(model(*args, **kwargs)))]
         outputs = {str(i): x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
         loss = _loss(outputs)
@@ -236,15 +235,6 @@ def _full_gradients(sch: Schedule) -> dict[str, Tensor]:
         specs.append(TensorSpec(name, shape, dtype, placed.placement if placed else None))
         local[name] = torch.zeros_like(p) if p.grad is None else p.grad.detach()
     return consolidate.gather(local, specs, mesh)
-
-
-class _NoDropout(TorchFunctionMode):
-    """Within it, F.dropout is the identity."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is nn.functional.dropout:
-            return args[0] if args else (kwargs or {})["input"]
-        return func(*args, **(kwargs or {}))
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

@@ -20,7 +20,7 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.random_stream import drawn_from
 from slapo_zoo.pipeline.orders import StageMap
 from slapo_zoo.verify import checks
-from slapo_zoo.verify.blame import Blame, Divergence, directives_at
+from slapo_zoo.verify.blame import Blame, Divergence, directives_at, parent_of
 from slapo_zoo.verify.compare import Comparison, Tolerance, compare, replicas
 from slapo_zoo.verify.report import Report, figures
 from slapo_zoo.verify.runs import RankResult, plain, recorded, scheduled
@@ -29,7 +29,7 @@ from slapo_zoo.verify.subject import Subject, changes_for_comparison, one_rank, 
 from slapo_zoo.zoo.table import families
 
 TIMEOUT_S = 30.0
-MORE = 8  # plain runs that are made where a value is further off than the first ones were
+MORE = range(8)  # seeds of plain runs that are made where a value is further off than the first
 DTYPES = (torch.float64, torch.float32)  # the truth, and the same in the dtype under test
 
 
@@ -149,9 +149,7 @@ class _Verification:
         if changes is None:
             return
         truth, single = (one_rank_run(scheduled, subject, changes, dtype) for dtype in DTYPES)
-        others = (
-            one_rank_run(scheduled, subject, changes, DTYPES[1], None, n) for n in range(MORE)
-        )
+        others = (one_rank_run(scheduled, subject, changes, DTYPES[1], None, n) for n in MORE)
         found = on_mesh(scheduled, subject, changes)
         checks.dropout(self.comparison, found, Tolerance(truth, [single], others))
 
@@ -167,7 +165,7 @@ class _Verification:
         paths = (str(error.where),) if named else self._where_it_raises()
         if not paths:
             return _Outcome(self.comparison, error=text)
-        suspects = tuple(dict.fromkeys((*paths, *map(_parent, paths))))
+        suspects = tuple(dict.fromkeys((*paths, *map(parent_of, paths))))
         divergence = Divergence(paths[0], "error", "its call", 0, suspects)
         return _Outcome(self.comparison, divergence, self._touching(suspects), text)
 
@@ -230,7 +228,7 @@ def references(subject: Subject) -> Tolerance:
     kinds = ("sdpa", "eager") if getattr(subject.cls, "_supports_sdpa", False) else ("eager",)
     truth = plain(subject, torch.float64, kinds[0])
     ways = [(kind, reverse) for kind in kinds for reverse in (False, True)]
-    others = (plain(subject, DTYPES[1], *way, n) for n, way in zip(range(MORE), cycle(ways)))
+    others = (plain(subject, DTYPES[1], *way, n) for n, way in zip(MORE, cycle(ways)))
     return Tolerance(truth, [plain(subject, DTYPES[1], *way) for way in ways], others)
 
 
@@ -272,7 +270,3 @@ def events_of_plain(subject: Subject, dtype: torch.dtype) -> Any:
 
     alone = replace(alone_on_one_rank(subject), schedule=seam)
     return recorded(alone, changes_for_comparison(subject.config), dtype).events
-
-
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]

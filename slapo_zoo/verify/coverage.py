@@ -209,7 +209,8 @@ def page(outcomes: list[Outcome]) -> str:
     lines = [
         "# Coverage", "",
         f"Every model type of `transformers` {transformers.__version__} that `AutoModelFor{{{', '.join(HEADS)}}}` knows, made tiny and",
-        'trained with `schedule="auto"` on emulated ranks; outputs, loss and every gradient are compared with the plain model. '
+        'trained with `schedule="auto"` on emulated ranks; outputs, loss and every gradient are compared with the plain model, '
+        "with dropout (where the default config has some) every gradient with that of one rank. "
         "Made by `slapo-zoo coverage`.", "",
         f"Plain `transformers` trains {len(trained)} of {len(outcomes)} types from the tiny config. Of those:", "",
         "| layout | equal | share |", "|:--|--:|--:|",

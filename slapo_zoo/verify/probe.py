@@ -4,17 +4,18 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.model.auto import AutoScheduledModel
 from slapo_zoo.model.numerics import digest, part_of
 from slapo_zoo.parallel.emulation import emulate
+from slapo_zoo.verify.safe import NoDropout
 from slapo_zoo.verify.specimen import Specimen, experts, silence, tensors
 from slapo_zoo.zoo.derive import DERIVED, TRIALS, structure
 from slapo_zoo.zoo.table import Table
 
-TIMEOUT_S = 60.0
+TIMEOUT_S, RATE = 60.0, 0.3
 # Norms and rotary tables are float32 in any model; a wrong division is off by 1e-1.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 
@@ -30,18 +31,21 @@ def probe(subject: Specimen, table: Table | None, sizes: tuple[int, int, int], *
     """
     from transformers import AutoConfig
 
-    if table is not None:
-        loaded = AutoConfig.from_pretrained(subject.folder, **experts(subject.config))
-        name = structure(loaded, subject.cls)
-        TRIALS.add(name)
-        DERIVED[name, *sizes[:2]] = table
+    rates = dict.fromkeys(subject.dropouts, RATE)
+    for changes in ({}, rates) if table is not None else ():
+        loaded = AutoConfig.from_pretrained(subject.folder, **experts(subject.config), **changes)
+        TRIALS.add(name := structure(loaded, subject.cls))
+        DERIVED[name, *sizes[:2]] = DERIVED[name, 1, 1] = table
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ranks = emulate(_rank, subject, sizes, knobs, mesh=sizes, timeout_s=TIMEOUT_S)
+            wanted = subject.outputs if sizes[1] == 1 else subject.uncached
+            problem = _compare(subject, ranks, wanted)
+            draws = subject.grads and subject.seen.draws
+            return problem or (_dropped(subject, sizes, knobs, rates) if draws else "")
     except Exception as error:
         return _named(error)
-    return _compare(subject, ranks, subject.outputs if sizes[1] == 1 else subject.uncached)
 
 
 def _named(error: Exception) -> str:
@@ -51,32 +55,29 @@ def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {text[0]}"
 
 
-def _rank(subject: Specimen, sizes: tuple[int, int, int], knobs: dict[str, Any]) -> Any:
-    tp, pp, dp = sizes
+def _rank(subject: Specimen, sizes: tuple[int, int, int], knobs: Any, rates: Any = None) -> Any:
+    """Outputs, loss, gradients, and what this rank holds of these; without outputs where it drops."""
+    (tp, pp, dp), outputs = sizes, {}
     model = AutoScheduledModel.from_pretrained(
         subject.folder, tp=tp, pp=pp, dp=dp, seed=0, auto_class=subject.cls, schedule="auto",
-        dtype=subject.dtype, **{"kernels": "reference", **experts(subject.config), **knobs},
+        dtype=subject.dtype, **{"kernels": "reference", **experts(subject.config), **knobs, **(rates or {})},
     )  # fmt: skip
-    silence(model)
-    with torch.no_grad():
-        outputs = tensors(model.eval()(**subject.batch))
+    if rates is None:
+        silence(model)
+        with torch.no_grad():
+            outputs = tensors(model.eval()(**subject.batch))
     if not subject.grads:
-        return outputs, 0.0, {}, {}, {}
+        return outputs, 0.0, {}, {}
     rows = len(next(iter(subject.batch.values()))) // dp
     start = model.mesh.coord("dp") * rows
     part = {k: v[start : start + rows] for k, v in subject.batch.items()}
     whole = model._slapo.batch_statistics or model._slapo.undivided
-    micro_batches = 1 if whole else 2
-    loss = float(model.train().train_step(part, micro_batches=micro_batches))
+    with NoDropout(fused_only=True):  # torch's own draws from a generator that emulated ranks share
+        loss = float(model.train().train_step(part, micro_batches=1 if whole else 2))
     if knobs.get("sequence_parallel") and not model._slapo.schedule.state.forward.tokens_divided:
         problem = "its batch has no tokens that tp ranks could divide: it was not seen to be right"
         raise SlapoError("verify", "sequence_parallel", problem, "leave sequence_parallel out")
-    grads, held = model.consolidated_state_dict(grads=True), _held(model)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.3  # a mask for another part of the columns has no place, or parts replicas
-    model.train_step(part, micro_batches=micro_batches)
-    return outputs, loss, grads, held, _held(model)
+    return outputs, loss, model.consolidated_state_dict(grads=True), _held(model)
 
 
 def _held(model: Any) -> dict[str, tuple[str, str]]:
@@ -86,7 +87,7 @@ def _held(model: Any) -> dict[str, tuple[str, str]]:
 
 
 def _compare(subject: Specimen, ranks: list[Any], wanted: dict[str, Tensor]) -> str:
-    """Outputs and loss on every rank, all gradients, and that replicas are alike bit for bit, with dropout too."""
+    """Outputs and loss on every rank, all gradients, and that replicas are alike bit for bit."""
     tolerance = TOLERANCE[subject.dtype]
     for rank, (outputs, loss, *_) in enumerate(ranks):
         for name, want in wanted.items():
@@ -96,15 +97,23 @@ def _compare(subject: Specimen, ranks: list[Any], wanted: dict[str, Tensor]) -> 
                 return f"the output {name} differs by {_error(outputs[name], want)} on rank {rank}"
         if not abs(loss - subject.loss) <= tolerance * max(1.0, abs(subject.loss)):
             return f"the loss is {loss:.6f} on rank {rank}, expected {subject.loss:.6f}"
-    problem = _gradients(subject, ranks[0][2], tolerance) or _replicas([rank[3] for rank in ranks])
-    return problem or _replicas([rank[4] for rank in ranks])
+    return _gradients(subject, ranks[0][2], subject.grads) or _replicas([rank[3] for rank in ranks])
 
 
-def _gradients(subject: Specimen, found: dict[str, Tensor], tolerance: float) -> str:
-    largest = max((float(g.abs().max()) for g in subject.grads.values() if g.numel()), default=0.0)
-    if missing := sorted(subject.grads.keys() - found.keys()):
+def _dropped(subject: Specimen, sizes: tuple[int, int, int], knobs: Any, rates: Any) -> str:
+    """With the dropouts of the config, gradients are those of the same table on one rank."""
+    ranks = emulate(_rank, subject, sizes, knobs, rates, mesh=sizes, timeout_s=TIMEOUT_S)
+    if not (problem := _replicas([rank[3] for rank in ranks])):
+        problem = _gradients(subject, ranks[0][2], _rank(subject, (1, 1, 1), {}, rates)[2])
+    return problem and f"with dropout, {problem}"
+
+
+def _gradients(subject: Specimen, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> str:
+    largest = max((float(g.abs().max()) for g in wanted.values() if g.numel()), default=0.0)
+    if missing := sorted(wanted.keys() - found.keys()):
         return f"{len(missing)} parameters have no gradient, first {missing[0]}"
-    wrong = [n for n, g in subject.grads.items() if _off(found[n], g, tolerance, largest)]
+    tolerance = TOLERANCE[subject.dtype]
+    wrong = [n for n, g in wanted.items() if _off(found[n], g, tolerance, largest)]
     return f"the gradients of {len(wrong)} parameters differ, first {wrong[0]}" if wrong else ""
 
 

@@ -73,11 +73,9 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
 
 
 def shaken(model: torch.nn.Module, seed: int | None) -> torch.nn.Module:
-    """The model with every value moved by about one unit in its last place: another sample of rounding.
+    """The model with every value moved by about one unit in its last place, where there is a seed.
 
-    Args:
-        model: of any kind.
-        seed: of the moves; None makes none.
+    It computes what the given one does but for rounding, of which it is another sample.
     """
     if seed is None:
         return model

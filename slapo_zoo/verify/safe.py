@@ -1,4 +1,4 @@
-"""Collectives that are checked before they run: with gloo a mismatch would end the process."""
+"""What keeps a run from going astray: collectives that are checked before they run, dropout put out."""
 
 import zlib
 from collections.abc import Iterator
@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.parallel import collectives
@@ -51,3 +52,19 @@ def agreed_collectives(mesh: Any, recorder: Any = None) -> Iterator[None]:
         yield
     finally:
         collectives.OBSERVERS.remove(check)
+
+
+class NoDropout(TorchFunctionMode):
+    """Within it fused attention drops nothing, and `F.dropout` is the identity unless `fused_only`."""
+
+    def __init__(self, fused_only: bool = False):
+        super().__init__()
+        self.fused_only = fused_only
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.dropout and not self.fused_only:
+            return args[0] if args else kwargs["input"]
+        if func is nn.functional.scaled_dot_product_attention:
+            kwargs = {**kwargs, "dropout_p": 0.0}
+        return func(*args, **kwargs)

@@ -5,7 +5,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Specimen:
         loss: of a training forward.
         grads: name --> gradient of that loss; empty for a head without a loss.
         seen: what it does with its parameters.
+        dropouts: fields of the given config that drop something; they are 0 in this one.
     """
 
     config: Any
@@ -51,6 +52,7 @@ class Specimen:
     loss: float
     grads: dict[str, Tensor]
     seen: Observation
+    dropouts: tuple[str, ...] = ()
 
     @property
     def is_finite(self) -> bool:
@@ -90,7 +92,7 @@ def specimen(config: Any, cls: Any, folder: Path, sizes: Sizes | None = None, ro
 
 def _specimen(small: Any, cls: Any, folder: Path, rows: int, padded: bool) -> Specimen:
     seen_config = copy.deepcopy(small)
-    without_dropout(small)
+    drops = tuple(n for n in without_dropout(small) if hasattr(small, n) and "layerdrop" not in n)
     _eager_experts(small)
     model = _plain(small, cls)
     with warnings.catch_warnings():
@@ -101,7 +103,7 @@ def _specimen(small: Any, cls: Any, folder: Path, rows: int, padded: bool) -> Sp
         seen.spelling = find_spelling(_files(folder), model.state_dict())
         for dtype in (torch.float64, torch.float32):
             try:
-                return _run(small, cls, folder, dtype, batch, seen)
+                return replace(_run(small, cls, folder, dtype, batch, seen), dropouts=drops)
             except RuntimeError:
                 if dtype == torch.float32:
                     raise

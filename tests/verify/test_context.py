@@ -9,6 +9,7 @@ from torch import nn
 import slapo_zoo
 from slapo_zoo import Verify, emulate
 from slapo_zoo.verify.report import VerifyError
+from slapo_zoo.verify.safe import NoDropout
 
 INPUTS = [torch.linspace(-1, 1, 24).reshape(3, 8)]
 
@@ -102,6 +103,15 @@ class Refuses:
 
     def __getattr__(self, name):
         raise AssertionError(f"touched {name}")
+
+
+@pytest.mark.parametrize("fused_only", [False, True])
+def test_no_dropout_reaches_fused_attention_too(fused_only):
+    x, attention = torch.randn(1, 2, 8, 4), nn.functional.scaled_dot_product_attention
+    with NoDropout(fused_only):
+        torch.testing.assert_close(attention(x, x, x, dropout_p=0.9), attention(x, x, x))
+        assert torch.equal(nn.functional.dropout(x, 0.9), x) != fused_only
+    assert not torch.equal(attention(x, x, x, dropout_p=0.9), attention(x, x, x))
 
 
 def test_switched_off_it_touches_nothing():

@@ -1,14 +1,19 @@
 """A derived table with dropout: what several ranks draw is what one rank draws."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
 
 from slapo_zoo import AutoScheduledModel
+from slapo_zoo.language.primitives import ForkRng
 from slapo_zoo.verify.coverage import default_config
+from slapo_zoo.verify.derived import Search
+from slapo_zoo.verify.probe import probe
 from slapo_zoo.verify.shrink import dropouts
 from slapo_zoo.verify.specimen import experts, specimen
-from slapo_zoo.zoo.derivation.tiny import Sizes
+from slapo_zoo.zoo.derivation.tiny import Sizes, tiny
 
 # a head's dropout before and after a sharded product; a block's; a plan of transformers; widths that differ
 CLASSES = ["LiltForSequenceClassification", "XLNetForSequenceClassification", "Qwen3MoeForCausalLM",
@@ -46,3 +51,26 @@ def test_ranks_draw_as_one_does(cls, tmp_path, ranks):
         assert found == pytest.approx(loss, rel=1e-5)
         for name, grad in grads.items():
             torch.testing.assert_close(grad, wanted[name], rtol=1e-4, atol=1e-5 * largest)
+
+
+# a block drops what its sharded linear made; XLNet's head drops by an Identity; some tokens are dropped
+WRONG = [("FocalNetForImageClassification", {}, "after"), ("XLNetForSequenceClassification", {}, "after"),
+         ("CTRLLMHeadModel", {"sequence_parallel": True}, "tokens")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cls", "knobs", "said"), WRONG)
+def test_other_elements_than_one_rank_drops_are_seen(cls, knobs, said, tmp_path):
+    """Replicas agree: what goes wrong is within what each rank has alone."""
+    known, mesh = getattr(transformers, cls), (2, 1, 1)
+    config = known.config_class()
+    for name in dropouts(config):
+        setattr(config, name, 0.1)
+    subject = specimen(tiny(config), known, tmp_path, Sizes())
+    search = Search(subject.config, subject, mesh, knobs)
+    table = search.candidates()[0](subject.config, search.small)
+    assert probe(subject, table, mesh, **knobs) == ""
+    rows = [(row, any(getattr(d, said, "") for d in row[1])) for row in table.body]
+    body = tuple((row[0], (ForkRng(),)) if says else row for row, says in rows)
+    assert body != table.body
+    found = probe(subject, replace(table, body=body), mesh, **knobs)
+    assert "with dropout, the gradients" in found

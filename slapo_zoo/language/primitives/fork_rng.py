@@ -76,7 +76,8 @@ class ForkRng(Directive):
 
     def _made(self, site: Site) -> str:
         """The path of `after`."""
-        inside = site.path.rpartition(".")[0] if isinstance(site.module, nn.Dropout) else site.path
+        drops = isinstance(site.module, nn.Dropout | nn.Identity)  # of 0 it may be an Identity
+        inside = site.path.rpartition(".")[0] if drops else site.path
         return join(inside, self.after)
 
     def _child(self, site: Site) -> "_Child | None":

@@ -1,7 +1,7 @@
 """The rows of a derived table: what each module of a model may become, most useful first."""
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +18,7 @@ from slapo_zoo.zoo.rules import (
     column,
     column_joined,
     dropout,
+    dropout_tokens,
     enter_once,
     row,
     vocab,
@@ -135,10 +136,13 @@ def derive_table(
     rows = [row for group in groups for row in group.rows]
     named = {pattern for pattern, _ in rows}
     rows += [(pattern, whole) for pattern in modules.patterns if pattern not in named]
-    rows += [(pattern, dropout) for pattern in sorted({star(path) for path in seen.draws if path})]
     prefix = base_prefix(model)
-    inside = [pattern.startswith(prefix) for pattern, _ in rows]
     stacks = [found for found in find_stacks(model, seen) if stack in ("", found)]
+    parts = tuple(parts_of_blocks(model, stacks)) if tokens else ()
+    for pattern in sorted({star(path) for path in seen.draws if path}):
+        some = tokens and _below(pattern, stacks) and not _below(pattern, parts)
+        rows.append((pattern, dropout_tokens if some else dropout))
+    inside = [pattern.startswith(prefix) for pattern, _ in rows]
     return Table(
         model_type=config.model_type,
         source=f"derived from {type(model).__name__}",
@@ -152,7 +156,7 @@ def derive_table(
         blocks=tuple(stack.removeprefix(prefix) for stack in stacks),
         order=order_of(model, seen, stacks),
         everywhere=tuple(p.removeprefix(prefix) for p in sorted(seen.wanted_everywhere)),
-        all_tokens=tuple(p.removeprefix(prefix) for p in parts_of_blocks(model, stacks) if tokens),
+        all_tokens=tuple(part.removeprefix(prefix) for part in parts),
         seam=False,
         **what_was_seen(config, model, seen),
     )
@@ -166,6 +170,11 @@ def parts_of_blocks(model: Any, stacks: Collection[str]) -> Iterator[str]:
         if block in stacks and any(p.ndim > 1 for p in module.parameters()):
             found[f"{block}.{child}"] = None
     yield from found
+
+
+def _below(pattern: str, others: Iterable[str]) -> bool:
+    """Whether it is one of the others, or in one."""
+    return any(f"{pattern}.".startswith(f"{other}.") for other in others)
 
 
 def what_was_seen(config: Any, model: Any, seen: Observation) -> dict[str, Any]:
