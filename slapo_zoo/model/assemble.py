@@ -15,7 +15,7 @@ from slapo_zoo.model.mixin import Runtime, scheduled_class
 from slapo_zoo.model.optimizers import note_divided
 from slapo_zoo.model.precision import MixedPrecision, computing_forward
 from slapo_zoo.model.same_on_all import require_same_weights
-from slapo_zoo.parallel.compat import new_group
+from slapo_zoo.parallel.compat import new_group, ranks_are_threads
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.pipeline.runtime import Pipeline
 from slapo_zoo.pipeline.stages import keep_stages
@@ -61,6 +61,8 @@ class Assembly(Outline):
 
     def require_same_weights(self, what: str) -> None:
         """Refuse ranks that hold other weights or another schedule; a collective call."""
+        if self.pipeline is not None and ranks_are_threads():  # in a step others compute meanwhile
+            self.pipeline.prepare()
         history = "\n".join(f"{path} {step}" for path, step in self.schedule.history)
         digest = hashlib.sha256(history.encode()).hexdigest()
         tensors = dict(self.model.named_parameters())

@@ -89,6 +89,11 @@ class _WorldPerThread:
         return []
 
 
+def ranks_are_threads() -> bool:
+    """Whether ranks share what belongs to a process, as torch's default dtype does."""
+    return isinstance(dist.distributed_c10d._world, _WorldPerThread)
+
+
 @contextmanager
 def process_groups_per_thread() -> Iterator[None]:
     """Within, every thread that calls `init_process_group` is a rank of its own."""

@@ -67,7 +67,7 @@ class Pipeline:
         key = (divided, self._dtype(), *sorted((k, _signature(v)) for k, v in batch.items()))
         if self.looks or key not in self._plans:
             with torch.inference_mode(False):  # what an evaluation makes, a step uses
-                mode, fake = self._dry_run(self._dtype())
+                mode, fake = self.prepare()
                 fake.state.forward = ForwardContext(divided)
                 calls = dry_run(fake.model, self.units, mode, batch)
             self.looks = self.looks or calls.looked
@@ -115,7 +115,9 @@ class Pipeline:
         """Of the parameters as they are now: a model may be cast between steps."""
         return next(self.schedule.model.parameters()).dtype
 
-    def _dry_run(self, dtype: torch.dtype) -> tuple[Any, Any]:
+    def prepare(self) -> tuple[Any, Any]:
+        """What a dry run needs; made once per dtype, under another default dtype of torch."""
+        dtype = self._dtype()
         if self._fake is None or self._fake[0] != dtype:
             self._fake = dtype, fake_schedule(self.schedule, self.cls)
         return self._fake[1]

@@ -45,14 +45,8 @@ def probe(subject: Specimen, table: Table | None, sizes: tuple[int, int, int], *
             draws = subject.grads and subject.seen.draws
             return problem or (_dropped(subject, sizes, knobs, rates) if draws else "")
     except Exception as error:
-        return _named(error)
-
-
-def _named(error: Exception) -> str:
-    text = str(error).strip().splitlines() or [""]
-    if isinstance(error, SlapoError):
-        return text[0]
-    return f"{type(error).__name__}: {text[0]}"
+        text = str(error).strip().partition("\n")[0]
+        return text if isinstance(error, SlapoError) else f"{type(error).__name__}: {text}"
 
 
 def _rank(subject: Specimen, sizes: tuple[int, int, int], knobs: Any, rates: Any = None) -> Any:

@@ -131,6 +131,23 @@ def test_ranks_that_are_threads_agree_again_and_again():
         assert emulate(agree_five_times, mesh=(2, 1, 1)) == [[[0, 1]] * 5] * 2
 
 
+def changes_in_a_step(changed):
+    model = AutoScheduledModel.from_config(CONFIG, pp=2, seed=0, dtype=torch.float64).train()
+    dist.barrier()
+    before, ids = len(changed), torch.arange(48).reshape(4, 12) % 65
+    dist.barrier()
+    model.train_step({"input_ids": ids, "labels": ids})
+    dist.barrier()
+    return before > 0, len(changed) - before
+
+
+def test_no_step_changes_the_default_dtype_of_all_ranks(monkeypatch):
+    """The other stage would make a tensor of another dtype, and gloo ends the process when it comes."""
+    changed, change = [], torch.set_default_dtype
+    monkeypatch.setattr(torch, "set_default_dtype", lambda d: (changed.append(d), change(d))[1])
+    assert emulate(changes_in_a_step, changed, mesh=(1, 2, 1)) == [(True, 0)] * 2
+
+
 def set_aside(fail):
     if fail:
         return 1 / 0
