@@ -177,6 +177,14 @@ def _forget_loose_ties(model: Any) -> None:
         model.all_tied_weights_keys = {a: b for a, b in ties.items() if a not in loose}
 
 
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """That of most of its numbers: some classes hold a few in fp32 whatever the others are."""
+    sizes: dict[torch.dtype, int] = {}
+    for p in model.parameters():
+        sizes[p.dtype] = sizes.get(p.dtype, 0) + p.numel()
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
 def count_parameters(config: Any, auto_class: Any) -> int:
     """Of the whole model; nothing is allocated."""
     model = build_on_meta(resolve_class(config, auto_class), copy.deepcopy(config), torch.float32, False)  # fmt: skip

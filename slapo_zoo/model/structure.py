@@ -84,8 +84,9 @@ def _problem(
 
 def _is_within(name: str, other: str) -> bool:
     """Whether the other name is this one with further modules on its way."""
-    way = iter(other.split("."))
-    return other.endswith(name.rpartition(".")[2]) and all(part in way for part in name.split("."))
+    parts, way = (re.split(r"\.(?!\d)", path) for path in (name, other))  # a number with its list
+    left = iter(way)
+    return parts[-1] == way[-1] and all(part in left for part in parts)
 
 
 class Structure:

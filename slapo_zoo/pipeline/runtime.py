@@ -113,7 +113,7 @@ class Pipeline:
 
     def _dtype(self) -> torch.dtype:
         """Of the parameters as they are now: a model may be cast between steps."""
-        return next(self.schedule.model.parameters()).dtype
+        return hf.dtype_of(self.schedule.model)
 
     def prepare(self) -> tuple[Any, Any]:
         """What a dry run needs; made once per dtype, under another default dtype of torch."""
@@ -135,7 +135,7 @@ def fake_schedule(
         stream: stands for the random stream, unless None.
     """
     model, mesh = schedule.model, schedule.mesh
-    dtype = schedule.state.compute_dtype or next(model.parameters()).dtype
+    dtype = schedule.state.compute_dtype or hf.dtype_of(model)
     mode, fake = hf.build_fake(cls, model.config, dtype)
     in_dry_run = Mesh(mesh.tp, mesh.pp, mesh.dp, mesh.rank, dry_run=True)
     steps = [step for step in schedule.history if step[1].name not in leave_out]

@@ -188,8 +188,9 @@ def _apart(name: str, classes: list[str], timeout_s: int, layouts: list[str]) ->
     os.close(writer)
     with os.fdopen(reader, encoding="utf-8") as pipe:
         text = pipe.read()
-    os.waitpid(child, 0)
-    stopped = dict.fromkeys(layouts, f"{REFUSED}: no answer in {timeout_s} s")
+    code = -os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    said = f"no answer in {timeout_s} s" if code == signal.SIGALRM else f"its process ended by signal {code}"  # fmt: skip
+    stopped = dict.fromkeys(layouts, f"{REFUSED}: {said}")
     return Outcome(**json.loads(text)) if text else Outcome(name, classes[0], "", stopped)
 
 

@@ -92,7 +92,8 @@ def specimen(config: Any, cls: Any, folder: Path, sizes: Sizes | None = None, ro
 
 def _specimen(small: Any, cls: Any, folder: Path, rows: int, padded: bool) -> Specimen:
     seen_config = copy.deepcopy(small)
-    drops = tuple(n for n in without_dropout(small) if hasattr(small, n) and "layerdrop" not in n)
+    zeroed = (name for name in without_dropout(small) if hasattr(small, name))
+    drops = tuple(name for name in zeroed if "drop" in name and "layerdrop" not in name)
     _eager_experts(small)
     model = _plain(small, cls)
     with warnings.catch_warnings():

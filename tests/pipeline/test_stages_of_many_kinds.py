@@ -1,0 +1,29 @@
+"""Pipelines of models whose stages are not alike: what one plans is what the other sends."""
+
+import pytest
+import torch
+import transformers
+
+from slapo_zoo.hf.models import dtype_of
+from slapo_zoo.verify.coverage import default_config
+from slapo_zoo.verify.derived import Search
+from slapo_zoo.verify.specimen import specimen
+from slapo_zoo.zoo.derivation.tiny import Sizes
+
+# the first parameter of DeBERTa's second stage is in fp32, whatever the others are (q_bias); names of
+# MobileBERT's blocks on one stage hold all words of names on the other (layer.1 and ffn.1)
+KINDS = [("DebertaForMaskedLM", (1, 2, 1)), ("MobileBertForMaskedLM", (2, 2, 1))]
+
+
+@pytest.mark.parametrize(("cls", "mesh"), KINDS, ids=[cls for cls, _ in KINDS])
+def test_a_derived_table_is_proven(cls, mesh, tmp_path):
+    known = getattr(transformers, cls)
+    config = default_config(known.config_class.model_type, known)
+    subject = specimen(config, known, tmp_path, Sizes())
+    assert subject.dtype == torch.float64
+    assert Search(subject.config, subject, mesh, {}).run().sizes == mesh
+
+
+def test_the_dtype_of_a_model_is_that_of_most_numbers():
+    wide, narrow = torch.nn.Linear(2, 2), torch.nn.Linear(8, 8, dtype=torch.bfloat16)
+    assert dtype_of(torch.nn.Sequential(wide, narrow)) == torch.bfloat16
