@@ -179,10 +179,8 @@ def _forget_loose_ties(model: Any) -> None:
 
 def dtype_of(model: nn.Module) -> torch.dtype:
     """That of most of its numbers: some classes hold a few in fp32 whatever the others are."""
-    sizes: dict[torch.dtype, int] = {}
-    for p in model.parameters():
-        sizes[p.dtype] = sizes.get(p.dtype, 0) + p.numel()
-    return max(sizes, key=lambda dtype: sizes[dtype])
+    dtypes = dict.fromkeys(p.dtype for p in model.parameters())
+    return max(dtypes, key=lambda d: sum(p.numel() for p in model.parameters() if p.dtype == d))
 
 
 def count_parameters(config: Any, auto_class: Any) -> int:

@@ -67,8 +67,7 @@ class Tolerance:
 
     def another(self) -> bool:
         """Whether one more plain run tells now how far rounding leads."""
-        more = list(islice(self._others, 1))
-        self.plains += more
+        self.plains += (more := list(islice(self._others, 1)))
         return bool(more)
 
     def own_error(self, what: Callable[[Result], Any]) -> float:

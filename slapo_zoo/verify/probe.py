@@ -4,7 +4,7 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.model.auto import AutoScheduledModel
@@ -42,8 +42,7 @@ def probe(subject: Specimen, table: Table | None, sizes: tuple[int, int, int], *
             ranks = emulate(_rank, subject, sizes, knobs, mesh=sizes, timeout_s=TIMEOUT_S)
             wanted = subject.outputs if sizes[1] == 1 else subject.uncached
             problem = _compare(subject, ranks, wanted)
-            draws = subject.grads and subject.seen.draws
-            return problem or (_dropped(subject, sizes, knobs, rates) if draws else "")
+            return problem or (_dropped(subject, sizes, knobs, rates) if subject.grads else "")
     except Exception as error:
         text = str(error).strip().partition("\n")[0]
         return text if isinstance(error, SlapoError) else f"{type(error).__name__}: {text}"
@@ -62,6 +61,9 @@ def _rank(subject: Specimen, sizes: tuple[int, int, int], knobs: Any, rates: Any
             outputs = tensors(model.eval()(**subject.batch))
     if not subject.grads:
         return outputs, 0.0, {}, {}
+    for module in model.modules() if rates is not None and not subject.seen.draws else ():
+        if isinstance(module, nn.Dropout):
+            module.p = RATE  # what the config leaves out must not part replicas either
     rows = len(next(iter(subject.batch.values()))) // dp
     start = model.mesh.coord("dp") * rows
     part = {k: v[start : start + rows] for k, v in subject.batch.items()}
@@ -97,7 +99,8 @@ def _compare(subject: Specimen, ranks: list[Any], wanted: dict[str, Tensor]) -> 
 def _dropped(subject: Specimen, sizes: tuple[int, int, int], knobs: Any, rates: Any) -> str:
     """With the dropouts of the config, gradients are those of the same table on one rank."""
     ranks = emulate(_rank, subject, sizes, knobs, rates, mesh=sizes, timeout_s=TIMEOUT_S)
-    if not (problem := _replicas([rank[3] for rank in ranks])):
+    problem = _replicas([rank[3] for rank in ranks])
+    if not problem and subject.seen.draws:
         problem = _gradients(subject, ranks[0][2], _rank(subject, (1, 1, 1), {}, rates)[2])
     return problem and f"with dropout, {problem}"
 
