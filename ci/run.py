@@ -149,7 +149,17 @@ def environment() -> dict[str, str]:
 
 def demo(python: str, rest: list[str]) -> int:
     """The main job: GPT-2 on four processes beside one process, step by step."""
-    return call(python, "-m", "slapo_zoo.cli.demo", *rest)
+    return call(python, "ci/demo.py", *rest)
+
+
+def beside(python: str, rest: list[str]) -> int:
+    """MODEL REPORT [--tp 2]: steps of a checkpoint in turns with what else divides it."""
+    return call(python, "ci/beside.py", *rest)
+
+
+def coverage(python: str, rest: list[str]) -> int:
+    """Model types of transformers that train equal to the plain model; makes docs/coverage.md."""
+    return call(python, "ci/type_coverage.py", *rest)
 
 
 def lint(python: str, rest: list[str]) -> int:
@@ -288,6 +298,8 @@ COMMANDS = {
     "types": types,
     "hashes": hashes,
     "bench": bench,
+    "beside": beside,
+    "coverage": coverage,
     "export-kernels": export_kernels,
     "gpu": gpu,
     "gpu-day": gpu_day,

@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from slapo_zoo.cli.compare.run import side_by_side, write_report
-from slapo_zoo.cli.compare.shapes import Work, shape, write
+from compare.run import side_by_side, write_report
+from compare.shapes import Work, shape, write
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = ("bert", "gpt2", "llama")

@@ -9,8 +9,6 @@ import typer
 from slapo_zoo.cli.commands import card
 from slapo_zoo.cli.commands.bench import bench
 from slapo_zoo.cli.commands.check import check
-from slapo_zoo.cli.commands.coverage import coverage
-from slapo_zoo.cli.commands.demo import demo
 from slapo_zoo.cli.commands.derive import derive
 from slapo_zoo.cli.commands.families import list_families
 from slapo_zoo.cli.commands.init import init
@@ -23,8 +21,10 @@ from slapo_zoo.cli.commands.tune import tune
 from slapo_zoo.cli.commands.verify import verify
 from slapo_zoo.cli.commands.version import print_version, show_version
 from slapo_zoo.cli.errors import readable_errors
+from slapo_zoo.errors import SlapoError
 
 SETTINGS = {"help_option_names": ["-h", "--help"]}
+ANYTHING = {"ignore_unknown_options": True, "allow_extra_args": True}
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=SETTINGS)
 app.add_typer(card.app, name="card")
 app.command("list")(list_families)
@@ -39,9 +39,15 @@ app.command("bench")(bench)
 app.command("tune")(tune)
 app.command("verify")(verify)
 app.command("derive")(derive)
-app.command("coverage")(coverage)
-app.command("demo")(demo)
 app.command("version")(show_version)
+
+
+@app.command("demo", hidden=True, context_settings=ANYTHING)
+@app.command("coverage", hidden=True, context_settings=ANYTHING)
+def moved(context: typer.Context) -> None:
+    """A command of ci/run.py, in a checkout of the source."""
+    hint = f"in a checkout of the source: python3 ci/run.py {context.info_name}"
+    raise SlapoError("slapo-zoo", str(context.info_name), "it is no command any more", hint)
 
 
 @app.callback()

@@ -5,11 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from slapo_zoo.cli.compare.peers import CONTENDERS
-from slapo_zoo.cli.compare.run import side_by_side, write_report
-from slapo_zoo.cli.compare.shapes import Work, shape, write
-from slapo_zoo.cli.compare.summary import percentile, summarize
+from compare.peers import CONTENDERS
+from compare.run import side_by_side, write_report
+from compare.shapes import Work, shape, write
+from compare.summary import percentile, summarize
 
 pytestmark = pytest.mark.slow  # minutes in all: `ci/run.py grid`
 

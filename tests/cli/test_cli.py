@@ -7,15 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import demo
 import pytest
 import torch
+import type_coverage
+import typer
 from safetensors.torch import load_file
 
 from cli_runs import END, failure, tokenizer
 from slapo_zoo.cli.main import main
 from slapo_zoo.tune.outcome import Outcome
 from slapo_zoo.tune.tuner import Result, Trial
-from slapo_zoo.verify.coverage import Outcome as Covered
 
 CARD = str(Path(__file__).parents[2] / "hub_cards" / "gpt2")
 MASK, CLS, SEP = "[MASK]", "[CLS]", "[SEP]"
@@ -75,7 +77,7 @@ def test_help_is_quick_and_names_every_command():
     assert result.stdout.split() == ["False", "False"]
     result = run_cli("--help")
     assert result.returncode == 0
-    assert all(name in result.stdout for name in ("train", "list", "demo", "version"))
+    assert all(name in result.stdout for name in ("train", "list", "bench", "version"))
 
 
 JSON_COMMANDS = {
@@ -107,11 +109,21 @@ JSON_COMMANDS = {
         "slapo_zoo.cli.training.options.described",
         ["init", "NEW", "--model", "m", "--data", "d", "--task", "causal", "--ranks", "3"], None,
     ),
-    "coverage": ("slapo_zoo.verify.coverage.cover", ["coverage", "gpt2"], lambda: [Covered("gpt2", "GPT2Model")]),
+    "coverage": ("type_coverage.cover", ["gpt2"], lambda: [type_coverage.Outcome("gpt2", "GPT2Model")]),
     "reshard": ("slapo_zoo.weights.reshard.reshard", ["reshard", "FOLDER", "NEW", "--max-shard-size", "20KB"], None),
-    "demo": ("slapo_zoo.cli.demo.compared", ["demo"], lambda: ([2.0], [2.0], True)),
+    "demo": ("demo.compared", [], lambda: ([2.0], [2.0], True)),
     "card lint": ("slapo_zoo.cards.use.load_card", ["card", "lint", CARD], None),
 }  # fmt: skip
+
+
+def of_ci(function):
+    """A command of ci/run.py as its file runs it."""
+    app = typer.Typer()
+    app.command()(function)
+    return app
+
+
+OF_CI = {"coverage": of_ci(type_coverage.coverage), "demo": of_ci(demo.demo)}
 
 
 @pytest.mark.parametrize("command", JSON_COMMANDS)
@@ -129,7 +141,7 @@ def test_json_stands_alone(command, gpt2, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(place, noisy)
     words = {"FOLDER": gpt2, "NEW": str(tmp_path / "new")}
     with pytest.raises(SystemExit) as caught:
-        main([*(words.get(word, word) for word in arguments), "--json"])
+        OF_CI.get(command, main)([*(words.get(word, word) for word in arguments), "--json"])
     assert caught.value.code in (0, None)
     captured = capfd.readouterr()
     assert json.loads(captured.out)
@@ -151,7 +163,22 @@ def test_every_json_option_is_tested():
 
     beside = {"calibrate", *(f"card {name}" for name in ("make", "diff", "push", "pull"))}
     # these in tests/cli/test_cli_mistakes.py
-    assert set(with_json(get_command(app))) == set(JSON_COMMANDS) | beside
+    assert set(with_json(get_command(app))) == (set(JSON_COMMANDS) - set(OF_CI)) | beside
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (["demo", "--steps", "3"], "ci/run.py demo"),
+        (["coverage", "gpt2"], "ci/run.py coverage"),
+        (["bench", "m", "--tp", "2", "--beside", "r"], "ci/run.py beside m r --tp 2"),
+    ],
+)
+def test_what_moved_into_the_source_says_where(old, new, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(old)
+    assert caught.value.code == 2
+    assert new in capsys.readouterr().err
 
 
 def test_list_and_version(capsys):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import transformers
+from type_coverage import default_config
 
 from slapo_zoo.hf.models import dtype_of
-from slapo_zoo.verify.coverage import default_config
 from slapo_zoo.verify.derived import Search
 from slapo_zoo.verify.specimen import specimen
 from slapo_zoo.zoo.derivation.tiny import Sizes

@@ -1,6 +1,6 @@
 """The page of coverage says what was tried, what was equal, and what was not measured."""
 
-from slapo_zoo.verify.coverage import EQUAL, Outcome, page
+from type_coverage import EQUAL, Outcome, page
 
 
 def test_what_was_not_tried_is_called_unmeasured():

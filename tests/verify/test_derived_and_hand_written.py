@@ -9,11 +9,11 @@ import copy
 import pytest
 import torch
 import transformers
+from type_coverage import default_config, model_types
 
 from slapo_zoo.hf import models as hf
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.verify.coverage import default_config, model_types
 from slapo_zoo.verify.specimen import specimen
 from slapo_zoo.zoo.apply import apply_table
 from slapo_zoo.zoo.derivation.rows import derive_table

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from type_coverage import default_config
 
 from slapo_zoo import AutoScheduledModel
 from slapo_zoo.language.primitives import ForkRng
-from slapo_zoo.verify.coverage import default_config
 from slapo_zoo.verify.derived import Search
 from slapo_zoo.verify.probe import probe
 from slapo_zoo.verify.shrink import dropouts

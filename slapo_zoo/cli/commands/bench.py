@@ -9,11 +9,12 @@ import typer
 
 from slapo_zoo.cli.arguments import AsJson, Device, DpOrAll, MicroBatches, Order, PipelineRanks, Tp
 from slapo_zoo.cli.errors import stdout_for_json
+from slapo_zoo.errors import SlapoError
 
 Model = Annotated[str, typer.Argument(help='A checkpoint folder, a model id of the Hub, or "kernels".')]  # fmt: skip
 Trace = Annotated[Path | None, typer.Option(help="Write trace.json (Chrome) and trace.png of one step here.")]  # fmt: skip
 
-Beside = Annotated[Path | None, typer.Option(help="Compare with what else divides the model; files go here.")]  # fmt: skip
+Beside = Annotated[Path | None, typer.Option(hidden=True)]  # fmt: skip
 
 
 def bench(
@@ -42,27 +43,21 @@ def bench(
     `slapo-zoo bench kernels` times every kernel beside what it replaces, and writes the table that
     kernels="auto" follows on this device into the user's cache folder, or to --output.
 
-    With --beside: whole steps on the CPU, in turns with plain transformers and what else divides the
-    model; exit status 1 says that the models did not compute the same.
+    Whole steps in turns with what else divides a model: `ci/run.py beside` in a checkout of the source.
     """
     if model == "kernels":
         _kernels(only, quick, as_json, output, resume)
         return
+    if beside is not None:
+        hint = f"in a checkout of the source: python3 ci/run.py beside {model} {beside} --tp {tp}"
+        raise SlapoError("bench", "--beside", "the competitors are not part of the package", hint)
     with stdout_for_json(as_json):
-        seq_len = seq_len or _fitting(model)
-        if beside is not None:
-            found = _beside(model, tp, (pp, dp or 1), (batch_size, seq_len), steps, beside)
-            if not as_json:
-                typer.echo((beside / "side.md").read_text(encoding="utf-8"))
-        else:
-            found = _alone(
-                model, tp, pp, dp, pipeline_order, micro_batches, batch_size, seq_len, steps,
-                pipeline_trace, device, as_json,
-            )  # fmt: skip
+        found = _alone(
+            model, tp, pp, dp, pipeline_order, micro_batches, batch_size,
+            seq_len or _fitting(model), steps, pipeline_trace, device, as_json,
+        )  # fmt: skip
     if as_json and found is not None:
         typer.echo(json.dumps(found, indent=1))
-    if beside is not None and found is not None and not found["green"]:
-        raise typer.Exit(1)
 
 
 def _fitting(model: str) -> int:
@@ -70,27 +65,6 @@ def _fitting(model: str) -> int:
     from slapo_zoo.zoo.arguments import checkpoint_config
 
     return row_length(None, checkpoint_config(model))
-
-
-def _beside(
-    model: str, tp: int, others: tuple[int, int], rows: tuple[int, int], rounds: int, folder: Path
-) -> dict[str, Any]:
-    """The comparison of a checkpoint folder; its files go to `folder`."""
-    from slapo_zoo.cli.compare.run import side_by_side, write_report
-    from slapo_zoo.cli.compare.shapes import Work
-    from slapo_zoo.cli.training.step_times import check_rows
-    from slapo_zoo.errors import MeshError
-    from slapo_zoo.zoo.arguments import local_folder
-
-    if others != (1, 1):
-        problem = "found pp or dp above 1, which no peer trains these families with"
-        raise MeshError("bench", "--beside", problem, "compare --tp only")
-    place = local_folder(model, None, False)
-    check_rows(str(place), rows[1])
-    found = side_by_side(Work(str(place), *rows, tp=max(1, tp)), rounds)
-    command = f"slapo-zoo bench {model} --tp {tp} --batch-size {rows[0]} --seq-len {rows[1]}"
-    write_report({model: found}, folder, f"{command} --steps {rounds} --beside {folder}")
-    return found
 
 
 def _alone(
@@ -127,7 +101,6 @@ def _alone(
 def _kernels(only: str, quick: bool, as_json: bool, output: Path | None, resume: bool) -> None:
     with stdout_for_json(as_json):
         from slapo_zoo.dispatch.benchmark import SHAPES, run
-        from slapo_zoo.errors import SlapoError
 
         if not any(name.startswith(tuple(only.split(","))) for name in SHAPES):
             hint = f"there are {', '.join(SHAPES)}"

@@ -9,10 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from slapo_zoo.cli.compare.contest import compete
-from slapo_zoo.cli.compare.peers import CONTENDERS
-from slapo_zoo.cli.compare.shapes import Work
-from slapo_zoo.cli.compare.summary import markdown, summarize
+from compare.contest import compete
+from compare.peers import CONTENDERS
+from compare.shapes import Work
+from compare.summary import markdown, summarize
 
 PACKAGES = ("torch", "transformers", "deepspeed", "safetensors")
 UNMEASURED = ("GPU", "Liger")
@@ -80,7 +80,7 @@ def write_report(
             import matplotlib  # noqa: F401
         except ImportError:
             return files
-        from slapo_zoo.cli.compare.picture import draw
+        from compare.picture import draw
 
         files.append(folder / "side.png")
         draw(results, files[-1])

@@ -1,4 +1,4 @@
-"""The main job on real text, without a download: `python -m slapo_zoo.cli.demo`.
+"""The main job on real text, without a download: `ci/run.py demo [--steps N] [--json]`.
 
 1. A byte-pair tokenizer is trained on the source of Python's standard library.
 2. A small GPT-2 with dropout 0.1 is saved as an ordinary HuggingFace checkpoint.
@@ -7,8 +7,7 @@
 4. What the four ranks saved is read by plain `transformers`, which writes a line of code with it.
 """
 
-import argparse
-import sys
+import json
 import sysconfig
 import tempfile
 import time
@@ -16,17 +15,19 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 from rich.console import Console
 from rich.syntax import Syntax
 
+from slapo_zoo.cli.arguments import AsJson
 from slapo_zoo.cli.data.batches import Batches
 from slapo_zoo.cli.data.language import Causal
 from slapo_zoo.cli.data.rows import Packed
 from slapo_zoo.cli.data.text_files import DataError
-from slapo_zoo.cli.errors import readable_errors
+from slapo_zoo.cli.errors import readable_errors, stdout_for_json
 from slapo_zoo.cli.training.display import ledger_table, progress_bar, silence
 from slapo_zoo.cli.training.inputs import Inputs, require_rows
 from slapo_zoo.cli.training.loop import fit, gather_ledgers, load
@@ -185,11 +186,6 @@ def make_inputs(folder: Path) -> tuple[Any, Batches]:
     return tokenizer, Batches(rows, task, BATCH_SIZE, seed=0)
 
 
-def run(steps: int = 40) -> int:
-    """Run the demo; return 0 if one process and four computed the same losses, else 1."""
-    return 0 if compared(steps)[2] else 1
-
-
 def compared(steps: int) -> tuple[list[float], list[float], bool]:
     """The losses of one process, those of four, and whether they agree."""
     import transformers
@@ -214,13 +210,19 @@ def compared(steps: int) -> tuple[list[float], list[float], bool]:
     return left, right, agree
 
 
-def main() -> None:
-    """`python -m slapo_zoo.cli.demo [--steps N]`."""
-    parser = argparse.ArgumentParser(prog="python -m slapo_zoo.cli.demo", description=run.__doc__)
-    parser.add_argument("--steps", type=int, default=40, help="optimizer steps (default: 40)")
-    with readable_errors():
-        sys.exit(run(max(1, parser.parse_args().steps)))
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 40,
+    as_json: AsJson = False,
+) -> None:
+    """Train a small GPT-2 on four ranks beside one process, and compare every loss."""
+    with stdout_for_json(as_json):
+        alone, beside, agree = compared(steps)
+    if as_json:
+        found = {"one_process": alone, "four_processes": beside, "agree": agree}
+        typer.echo(json.dumps(found, indent=1))
+    raise typer.Exit(0 if agree else 1)
 
 
 if __name__ == "__main__":
-    main()
+    with readable_errors():
+        typer.run(demo)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slapo_zoo.cli.compare.peers import CONTENDERS, Contender
-from slapo_zoo.cli.compare.shapes import Work
+from compare.peers import CONTENDERS, Contender
+from compare.shapes import Work
 from slapo_zoo.errors import RankError
 from slapo_zoo.parallel.launch import LocalRank, prepare_rank, rank_environment, start_rank, stop
 from slapo_zoo.parallel.process_group import init_distributed

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slapo_zoo.cli.compare.shapes import Work
+from compare.shapes import Work
 
 LEARNING_RATE = 1e-4
 BERT_BLOCKS = {
@@ -185,17 +185,17 @@ class DTensor(Contender):
 
     @staticmethod
     def why_not(config: Any) -> str:
-        from slapo_zoo.cli.compare.dtensor import PLANS
+        from compare.dtensor import PLANS
 
         return "" if config.model_type in PLANS else f"no plan written for {config.model_type}"
 
     def load(self) -> Any:
-        from slapo_zoo.cli.compare.dtensor import divide
+        from compare.dtensor import divide
 
         return divide(plain(self.work.folder), self.work.tp)
 
     def gradients(self) -> Tensor:
-        from slapo_zoo.cli.compare.dtensor import loss_and_backward
+        from compare.dtensor import loss_and_backward
 
         return loss_and_backward(self.model, self.batch)
 
@@ -206,7 +206,7 @@ class DTensor(Contender):
 
     @staticmethod
     def plan_lines(config: Any) -> int:
-        from slapo_zoo.cli.compare.dtensor import ENDS, PLANS
+        from compare.dtensor import ENDS, PLANS
 
         return len(PLANS[config.model_type]) + ENDS
 

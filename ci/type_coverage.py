@@ -1,4 +1,4 @@
-"""Every model type of `transformers`, tiny, on every layout: what schedule="auto" does with it."""
+"""Every model type of `transformers`, tiny, on every layout: what schedule="auto" does with it; `ci/run.py coverage`."""
 
 import importlib
 import json
@@ -9,10 +9,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
+from slapo_zoo.cli.arguments import AsJson
+from slapo_zoo.cli.errors import readable_errors, stdout_for_json
 from slapo_zoo.hf import models as hf
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.verify.derived import Search
@@ -212,7 +215,7 @@ def page(outcomes: list[Outcome]) -> str:
         f"Every model type of `transformers` {transformers.__version__} that `AutoModelFor{{{', '.join(HEADS)}}}` knows, made tiny and",
         'trained with `schedule="auto"` on emulated ranks; outputs, loss and every gradient are compared with the plain model, '
         "with dropout (where the default config has some) every gradient with that of one rank. "
-        "Made by `slapo-zoo coverage`.", "",
+        "Made by `ci/run.py coverage`.", "",
         f"Plain `transformers` trains {len(trained)} of {len(outcomes)} types from the tiny config. Of those:", "",
         "| layout | equal | share |", "|:--|--:|--:|",
         *(f"| {layout} | {found} |" for layout, found in counts.items()), "",
@@ -253,3 +256,29 @@ def _counted(equal: int, tried: int, trained: int) -> str:
 def _short(text: str) -> str:
     text = text.removeprefix(f"{REFUSED}: ").rpartition("no table is right here: ")[2]
     return text.replace("|", "/").replace("<", "").replace(">", "")[:160]
+
+
+def coverage(
+    names: Annotated[list[str] | None, typer.Argument(help="Model types; none: all that are not in the file yet.")] = None,
+    file: Annotated[Path, typer.Option(help="Outcomes so far, as JSON lines.")] = Path("coverage.jsonl"),
+    write: Annotated[Path | None, typer.Option("--page", help="Write docs/coverage.md there.")] = None,
+    layout: Annotated[list[str] | None, typer.Option(help="tp2, pp2, 'tp2 pp2', 'tp2 sp'; none: all of them.")] = None,
+    timeout: Annotated[int, typer.Option(help="Seconds per type.")] = 240,
+    as_json: AsJson = False,
+) -> None:  # fmt: skip
+    """Try every model type, tiny, on tp2, pp2, tp2 with pp2, and tp2 with sequence parallelism."""
+
+    def tell(outcome: Outcome) -> None:
+        typer.echo(f"{outcome.model_type}: {outcome.problem or outcome.layouts}")
+
+    with stdout_for_json(as_json):
+        found = list(cover(names or [], file, timeout, layout or list(LAYOUTS), tell))
+    if write is not None:
+        write.write_text(page(found), encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps([asdict(outcome) for outcome in found], indent=1))
+
+
+if __name__ == "__main__":
+    with readable_errors():
+        typer.run(coverage)

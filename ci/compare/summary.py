@@ -5,9 +5,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from slapo_zoo.cli.compare.contest import Team
-from slapo_zoo.cli.compare.peers import CONTENDERS
-from slapo_zoo.cli.compare.shapes import Work
+from compare.contest import Team
+from compare.peers import CONTENDERS
+from compare.shapes import Work
 
 LOSS_CLOSE, NORM_CLOSE = 1e-4, 1e-3  # relative; losses of all steps, with AdamW between them
 MIB = 2**20
