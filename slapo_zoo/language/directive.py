@@ -17,6 +17,7 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.paths import select_paths
 from slapo_zoo.parallel.placement import Placement
 from slapo_zoo.parallel.random_stream import RandomStream
+from slapo_zoo.parallel.rank_plan import RankPlan
 
 
 @dataclass
@@ -64,6 +65,7 @@ class State:
     forward: ForwardContext = ForwardContext()  # of the current one
     offloads: Offloads = field(default_factory=Offloads)
     keeps: list[Pack] = field(default_factory=list)  # of what runs now: see Offloads.call
+    plan: RankPlan | None = None  # of the rank, once the whole program has run: see `plan_of`
     # at a forward: what makes contexts around its recomputation
     recomputing: Callable[[], Callable[[], AbstractContextManager]] = lambda: nullcontext
 

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.directive import Directive, ForwardContext, State
+from slapo_zoo.language.planned_rows import plan_of
 from slapo_zoo.language.traffic import Traffic, Transfer
 from slapo_zoo.parallel.gradient_buckets import buckets
 from slapo_zoo.parallel.mesh import MESH_DIMS
+from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS, RankPlan
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ def explain(
     if all(state.mesh.size(mesh_dim) == 1 for mesh_dim in MESH_DIMS):
         return Explanation(done, [])
     named = list(state.model.named_parameters())
-    return Explanation(done, [*_dry_run(state, batch), *after_backward(state, named)])
+    after = after_backward(plan_of(state), named, state.sequence_parallel)
+    return Explanation(done, [*_dry_run(state, batch), *after])
 
 
 def _dry_run(state: State, batch: Mapping[str, Any]) -> list[Transfer]:
@@ -180,23 +183,25 @@ def _fake_tensors(model: nn.Module) -> Iterator[None]:
 
 
 def after_backward(
-    state: State, named: Sequence[tuple[str, nn.Parameter]], divided: bool | None = None
+    plan: RankPlan, named: Sequence[tuple[str, nn.Parameter]], tokens_sharded: bool
 ) -> list[Transfer]:
-    """The sums of gradients that a training step takes once the backward is done.
+    """Return the sums of gradients that a training step takes once the backward is done.
 
     Args:
-        state: of the schedule.
+        plan: of this rank.
         named: parameters of this rank.
-        divided: whether tokens are divided in the step; by default where the schedule asks for it.
+        tokens_sharded: tokens are sharded over tp in the step.
     """
-    divided = state.sequence_parallel if divided is None else divided
-    names = state.partial_gradients | (state.sequence_gradients if divided else set())
-    parts = [p for name, p in sorted(named) if name in names]
+
+    def summed(why: str) -> list[nn.Parameter]:
+        rows = ((plan.of(name), p) for name, p in sorted(named, key=lambda pair: pair[0]))
+        return [p for row, p in rows if row and row.sums(tokens_sharded, why)]
+
     found = []
-    if state.mesh.tp > 1:
-        shared = [[p] for name, p in named if _is_shared(state, name)]
-        found += [("tp", run) for run in (*shared, *buckets(parts))]
-    if state.mesh.dp > 1:
+    if plan.mesh.tp > 1:
+        runs = *([p] for p in summed(REPLICAS)), *buckets(summed(PARTIAL))
+        found += [("tp", run) for run in runs]
+    if plan.mesh.dp > 1:
         found += [("dp", run) for run in buckets([p for _, p in named])]
     return [
         Transfer("all_reduce", mesh_dim, "after backward",
@@ -204,11 +209,3 @@ def after_backward(
                  directive="sums of gradients")
         for mesh_dim, run in found
     ]  # fmt: skip
-
-
-def _is_shared(state: State, name: str) -> bool:
-    """Whether neighbouring ranks hold the same part (KV heads), so that its gradient is summed."""
-    placed = state.placed.get(name)
-    if placed is None or not placed.placement.replicate:
-        return False
-    return placed.placement.units(placed.shape[placed.placement.axis])[0] < state.mesh.tp

@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo_zoo.language.directive import State
 from slapo_zoo.parallel.local_tensors import dp_copies, held_here, is_divided
-from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.rank_plan import RankPlan
 
 NORM_ROW = 4096  # elements
 
@@ -34,34 +33,25 @@ def only_new(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
             p.grad = grad if p.grad is None else p.grad + grad
 
 
-def global_norm(
-    named: Iterable[tuple[str, nn.Parameter]], state: State, mesh: Mesh, owned: set[str]
-) -> Tensor:
-    """The 2-norm of all gradients of the whole model, as one process would compute it.
+def global_norm(named: Iterable[tuple[str, nn.Parameter]], plan: RankPlan) -> Tensor:
+    """Return the 2-norm of all gradients of the whole model, as one process would compute it.
 
     Args:
         named: local parameters.
-        state: of the schedule; tells which are sharded over tp.
-        mesh: sums run over tp (sharded parameters) and pp.
-        owned: names that this stage counts (a tied parameter counts on one stage).
+        plan: of this rank; sums run over tp (sharded parameters), dp (their rows) and pp.
     """
     divided, whole, device, dtype = [], [], torch.device("cpu"), torch.float32
-    named = list(named)
+    named, mesh = list(named), plan.mesh
     any_divided_over_dp = any(is_divided(p) for _, p in named)
     for name, p in named:
         dtype, device = torch.promote_types(dtype, p.dtype), p.device
-        if p.grad is None or name not in owned:
+        if p.grad is None or not plan.owns(name):
             continue
         copies = dp_copies(p, mesh.dp) if any_divided_over_dp else 1
-        grad = held_here(p.grad)
-        placed = state.placed.get(name)
-        if placed is None:
-            whole.append(grad if copies == 1 else grad / copies**0.5)
-            continue
-        replicas = copies * placed.placement.replicas(
-            placed.shape[placed.placement.axis], mesh.tp, mesh.coord("tp")
-        )
-        divided.append(grad if replicas == 1 else grad / replicas**0.5)
+        grad, row = held_here(p.grad), plan.of(name)
+        is_sharded = row is not None and row.placement is not None
+        copies *= row.replicas(mesh) if row is not None and is_sharded else 1
+        (divided if is_sharded else whole).append(grad if copies == 1 else grad / copies**0.5)
     squares = torch.stack([_square(divided, device), _square(whole, device)])
     if any_divided_over_dp:
         dist.all_reduce(squares, group=mesh.group("dp"))

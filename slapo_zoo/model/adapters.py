@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.language.directive import Directive, Placed, Site, State
+from slapo_zoo.language.planned_rows import plan_of, planned_rows
 from slapo_zoo.language.primitives import ForkRng, Shard, SumGradient, Sync
 from slapo_zoo.parallel import gather as consolidate
 from slapo_zoo.parallel.agreement import together
@@ -29,6 +30,7 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.paths import select
 from slapo_zoo.parallel.placement import Placement, TensorSpec
 from slapo_zoo.parallel.random_stream import mix
+from slapo_zoo.parallel.rank_plan import PARTIAL
 from slapo_zoo.weights.adapter_files import CONFIG, open_adapter, save_adapter_files
 from slapo_zoo.weights.load import Target, load_tensors
 
@@ -243,10 +245,10 @@ def _rule(
     if state.mesh.tp == 1:
         return (), ()
     if placed is None:
-        name = f"{path}.weight"
-        sums = [SumGradient("weight")] if name in state.partial_gradients else []
-        sums += [SumGradient("weight", sequence=True)] if name in state.sequence_gradients else []
-        return tuple(sums), tuple(sums)
+        row = plan_of(state).of(f"{path}.weight")
+        kinds = [one.if_tokens_sharded for one in row.sums(True, PARTIAL)] if row else []
+        sums = tuple(SumGradient("weight", sequence=tokens) for tokens in kinds)
+        return sums, sums
     if placed.placement.pad or any(s.sync_op_or_fn != "all_reduce" for s in syncs):
         raise _refusal(
             path, "an adapter beside a sharded vocabulary, or such a sum, is not supported"
@@ -322,12 +324,10 @@ def _place(model: Any, matrix: Matrix, value: Tensor) -> None:
     for directive in matrix.directives:  # a sum asks whether what stands before it has sharded
         directive.check(site)
         directive.apply(site)
-    runtime = model._slapo
-    runtime.owned.add(matrix.parameter)
-    if matrix.parameter in state.placed:  # KV heads that neighbours share: so do these
-        base = f"{path.rpartition('.lora_')[0]}.weight"
-        runtime.replicas += [(matrix.parameter, g) for name, g in runtime.replicas if name == base
-                             and ".lora_B." in matrix.parameter]  # fmt: skip
+    name, stage = matrix.parameter, (model.mesh.coord("pp"),)
+    spec = TensorSpec(name, tuple(matrix.shape), str(module.weight.dtype).removeprefix("torch."))
+    rows = planned_rows(state, {name: spec}, {name}, {}, lambda _name: stage)
+    state.plan = model._slapo.plan.having([replace(rows[name], adapter=matrix.key)])
 
 
 def _spec(model: Any, matrix: Matrix) -> TensorSpec:

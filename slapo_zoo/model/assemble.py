@@ -1,4 +1,4 @@
-"""From an outline to a scheduled model: this rank's stage, the groups of ties and replicas, the class."""
+"""From an outline to a scheduled model: this rank's stage, the groups of its sums, the class."""
 
 import hashlib
 from pathlib import Path
@@ -17,6 +17,7 @@ from slapo_zoo.model.precision import MixedPrecision, computing_forward
 from slapo_zoo.model.same_on_all import require_same_weights
 from slapo_zoo.parallel.compat import new_group, ranks_are_threads
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.rank_plan import RankPlan
 from slapo_zoo.pipeline.runtime import Pipeline
 from slapo_zoo.pipeline.stages import keep_stages
 from slapo_zoo.weights.fill import fill_from_config
@@ -64,7 +65,7 @@ class Assembly(Outline):
         if self.pipeline is not None and ranks_are_threads():  # in a step others compute meanwhile
             self.pipeline.prepare()
         history = "\n".join(f"{path} {step}" for path, step in self.schedule.history)
-        digest = hashlib.sha256(history.encode()).hexdigest()
+        digest = hashlib.sha256(f"{history}\n{self.plan.digest()}".encode()).hexdigest()
         tensors = dict(self.model.named_parameters())
         ranks = self.options.dp_shard
         require_same_weights(what, self.mesh, tensors, self.specs, digest, ranks)
@@ -75,7 +76,7 @@ class Assembly(Outline):
         warn_of_missing_sums(self.schedule)
         undivided = self.table.undivided
         runtime = Runtime(
-            schedule=self.schedule, specs=self.specs, own_forward=computing_forward(self.cls.forward),
+            schedule=self.schedule, own_forward=computing_forward(self.cls.forward),
             pipeline=self.pipeline, keys=self.keys, ledger=ledger,
             whole_batch=self.table.whole_batch, undivided=undivided is True or self.cls.__name__ in (undivided or ()), shifts_labels=self.table.shifts_labels, batch_statistics=self.table.batch_statistics,
             num_tokens=self._num_tokens(), micro_batches=micro_batches,
@@ -85,8 +86,7 @@ class Assembly(Outline):
             self.state.compute_dtype, self.options.precision == "fp16"
         )
         self.state.recomputing = runtime.precision.recomputing
-        runtime.ties, runtime.owned = self._ties()
-        runtime.replicas = self._replicas()
+        runtime.groups = _groups(self.plan)
         use_hooks(runtime)
         model.__class__ = scheduled_class(self.cls)
         model._slapo = runtime
@@ -103,55 +103,11 @@ class Assembly(Outline):
         count = self.table.num_tokens
         return count(self.model.config) if count else None
 
-    def _ties(self) -> tuple[list[tuple[str, Any]], set[str]]:
-        """Process groups of parameters that stages share, and the names this stage counts."""
-        mine, ties = self.mesh.coord("pp"), []
-        owned = {name for name, _ in self.model.named_parameters()}
-        for stages, names in self.tied_ranks:
-            group = _group_of_stages(self.mesh, stages)
-            local = [name for name in names if name in owned]
-            if mine in stages and local:
-                ties.append((local[0], group))
-                if mine != stages[0]:
-                    owned -= set(local)
-        return ties, owned
 
-    def _replicas(self) -> list[tuple[str, Any]]:
-        """Sharded parameters that neighbouring tp ranks share (KV heads), and the group of those."""
-        found, groups = [], {}
-        for name, placed in sorted(self.state.placed.items()):
-            placement, tp = placed.placement, self.mesh.tp
-            units = placement.units(placed.shape[placement.axis])[0]
-            if not placement.replicate or units >= tp:
-                continue
-            if units not in groups:
-                groups[units] = _group_of_neighbours(self.mesh, tp // units)
-            found.append((name, groups[units]))
-        mine = {name for name, _ in self.model.named_parameters()}
-        return [(name, group) for name, group in found if name in mine]
-
-
-def _group_of_neighbours(mesh: Mesh, count: int) -> Any:
-    """Our process group of `count` neighbouring tp ranks; a collective call of all ranks."""
-    mine = None
-    for first in range(0, mesh.world_size, count):
-        ranks = list(range(first, first + count))  # tp is the fastest mesh dim
-        group = new_group(ranks)
-        mine = group if mesh.rank in ranks else mine
-    return mine
-
-
-def _group_of_stages(mesh: Mesh, stages: list[int]) -> Any:
-    """Our process group over some stages; a collective call of all ranks."""
-    if len(stages) == mesh.pp:
-        return mesh.group("pp")
-    mine = None
-    for dp in range(mesh.dp):
-        for tp in range(mesh.tp):
-            ranks = [mesh.at(pp=stage, dp=dp, tp=tp) for stage in stages]
-            group = new_group(ranks)
-            mine = group if mesh.rank in ranks else mine
-    return mine
+def _groups(plan: RankPlan) -> dict[tuple[int, ...], Any]:
+    """Ranks --> process group, for each set of ranks of the plan that has us; a collective call."""
+    made = {ranks: new_group(list(ranks)) for ranks in plan.groups()}
+    return {ranks: group for ranks, group in made.items() if plan.mesh.rank in ranks}
 
 
 def _take_generation_config(model: Any, folder: Path | None) -> None:

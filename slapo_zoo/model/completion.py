@@ -24,6 +24,7 @@ from slapo_zoo.model.structure import require_known_weights
 from slapo_zoo.parallel.collectives import all_reduce_, summed
 from slapo_zoo.parallel.gradient_buckets import FlatSum, buckets
 from slapo_zoo.parallel.once import refuse_graph
+from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS
 
 
 class Bucket:
@@ -141,11 +142,8 @@ class Completion:
 
     def _partial(self) -> set[str]:
         """Names of parameters whose gradient may be a part of a sum over tp."""
-        state = self.runtime.schedule.state
-        if self.mesh.tp == 1:
-            return set()
-        names = state.partial_gradients | state.sequence_gradients
-        return names | {name for name, _ in self.runtime.replicas}
+        rows = self.runtime.plan.tensors.values() if self.mesh.tp > 1 else ()
+        return {row.name for row in rows if row.sums(True, PARTIAL, REPLICAS)}
 
     def _require_whole_gradients(self) -> None:
         if names := sorted(self._partial()):
@@ -211,12 +209,11 @@ class Completion:
 
     def _groups(self, name: str) -> list[Any]:
         """Over which ranks a gradient is summed."""
-        state = self.runtime.schedule.state
-        found = [group for other, group in self.runtime.replicas if other == name]
-        whole = name in state.partial_gradients
-        if whole or (name in state.sequence_gradients and self._tokens_divided()):
-            found.append(self.mesh.group("tp"))
-        return [group for group in found if group is not None]
+        row = self.runtime.plan.of(name)
+        sums = row.sums(True, REPLICAS, PARTIAL) if row else []
+        if any(one.if_tokens_sharded for one in sums) and not self._tokens_divided():
+            sums = [one for one in sums if not one.if_tokens_sharded]
+        return [group for one in sums if (group := self.runtime.group(one)) is not None]
 
     def _tokens_divided(self) -> bool:
         modes = self.modes or {self.runtime.schedule.state.forward.tokens_divided}

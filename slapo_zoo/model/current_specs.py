@@ -11,6 +11,7 @@ from slapo_zoo.model import adapters
 from slapo_zoo.model.structure import own_name, require_known_weights
 from slapo_zoo.parallel.agreement import together
 from slapo_zoo.parallel.placement import TensorSpec
+from slapo_zoo.parallel.rank_plan import TensorPlan
 from slapo_zoo.zoo.arguments import to_dtype
 
 
@@ -40,11 +41,11 @@ def refresh_specs(model: Any, step: str) -> None:
         of_stage = {stage: each for one in every for stage, each in one.items()}
     else:
         of_stage = {0: dtypes}
-    runtime.specs = [
-        replace(spec, dtype=of_stage[spec.stage].get(spec.name, spec.dtype))
-        for spec in runtime.specs
+    changed = [
+        replace(row, dtype=of_stage[row.stage].get(row.name, row.dtype)) for row in runtime.specs
     ]
-    runtime.specs += [TensorSpec(n, tuple(t.shape), _dtype(t)) for n, t in added.items()]
+    changed += [TensorPlan(n, tuple(t.shape), _dtype(t)) for n, t in added.items()]
+    runtime.schedule.state.plan = runtime.plan.having(changed)
 
 
 def written_as(

@@ -90,8 +90,8 @@ class DataParallel:
 
     def clip_grad_norm_(self, model: Any, max_norm: float) -> Tensor:
         """Scale all gradients so that the global 2-norm is at most `max_norm`; returns the norm."""
-        state, named = model._slapo.schedule.state, list(model.named_parameters())
-        norm = gradients.global_norm(named, state, model.mesh, model._slapo.owned)
+        named = list(model.named_parameters())
+        norm = gradients.global_norm(named, model._slapo.plan)
         gradients.scale([p for _, p in named], max_norm, norm)
         return norm
 

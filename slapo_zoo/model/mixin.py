@@ -30,6 +30,7 @@ from slapo_zoo.parallel.agreement import together
 from slapo_zoo.parallel.local_tensors import rows_of
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.process_group import rank_guard
+from slapo_zoo.parallel.rank_plan import RankPlan
 from slapo_zoo.weights.ledger import Ledger
 from slapo_zoo.weights.memory import settle
 from slapo_zoo.weights.push import Push
@@ -55,6 +56,11 @@ class Scheduled(Structure, Generates, Recomputes):
         return self._slapo.schedule.mesh
 
     @property
+    def plan(self) -> RankPlan:
+        """What this rank does with every tensor: where it lies, over which ranks its gradient is summed."""
+        return self._slapo.plan
+
+    @property
     def ledger(self) -> Ledger:
         """What loading read and how much memory it took."""
         return self._slapo.ledger
@@ -62,7 +68,7 @@ class Scheduled(Structure, Generates, Recomputes):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """An independent copy on the same mesh: an average of weights, a frozen reference."""
         runtime, model = self._slapo, cast(nn.Module, self)
-        memo.update({id(g): g for _, g in (*runtime.ties, *runtime.replicas)})
+        memo.update({id(group): group for group in runtime.groups.values()})
         new = independent_copy(model, memo)
         new.schedule.state.index()
         owners = self.schedule.state.owners  # ties over stages are not seen in what is here

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slapo_zoo.errors import MeshError
 from slapo_zoo.language.directive import ForwardContext
+from slapo_zoo.language.planned_rows import plan_of
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.model.completion import Completion
 from slapo_zoo.model.data_parallel import DataParallel
@@ -19,6 +20,7 @@ from slapo_zoo.model.precision import MixedPrecision
 from slapo_zoo.parallel.heads import SHIFTED, head_of
 from slapo_zoo.parallel.known import known
 from slapo_zoo.parallel.placement import TensorSpec
+from slapo_zoo.parallel.rank_plan import RankPlan, Sum, TensorPlan
 from slapo_zoo.pipeline.runtime import MAIN_INPUTS, Pipeline, split_batch
 from slapo_zoo.weights.keys import KeyMap
 from slapo_zoo.weights.ledger import Ledger
@@ -32,15 +34,12 @@ class Runtime:
 
     Args:
         schedule: the program that made it.
-        specs: every tensor of the whole model, in the order of its state dict.
         own_forward: of the model's own class.
         pipeline: the stages, or None without.
         keys: names that the family's files use.
         adapters: the matrices of each adapter, by its name, that this stage holds.
         peft_config: what peft keeps at a model.
-        ties: groups of parameters of this rank that stages share: (name, process group).
-        replicas: sharded parameters that neighbouring tp ranks share: (name, process group).
-        owned: names that this stage counts in norms and saves.
+        groups: ranks of a part of a mesh dim --> their process group: see `RankPlan.groups`.
         source: the folder that was loaded.
         micro_batches: default of `train_step`.
         num_tokens: tokens of an input that is not text.
@@ -57,16 +56,13 @@ class Runtime:
     """
 
     schedule: Schedule
-    specs: list[TensorSpec]
     own_forward: Callable[..., Any]
     pipeline: Pipeline | None = None
     keys: KeyMap = field(default_factory=KeyMap)
     ledger: Ledger = field(default_factory=Ledger)
     adapters: dict[str, list[TensorSpec]] = field(default_factory=dict)
     peft_config: Any = None
-    ties: list[tuple[str, Any]] = field(default_factory=list)
-    replicas: list[tuple[str, Any]] = field(default_factory=list)
-    owned: set[str] = field(default_factory=set)
+    groups: dict[tuple[int, ...], Any] = field(default_factory=dict)
     source: Path | None = None
     micro_batches: int | None = None
     num_tokens: int | None = None
@@ -79,6 +75,30 @@ class Runtime:
     within_engine: bool = False
     recomputed: list[str] = field(default_factory=list)
     precision: MixedPrecision = field(default_factory=MixedPrecision)
+
+    @property
+    def plan(self) -> RankPlan:
+        """What this rank does with every tensor."""
+        return plan_of(self.schedule.state)
+
+    @property
+    def specs(self) -> list[TensorPlan]:
+        """Every tensor that a checkpoint of the whole model holds, in the order of its state dict."""
+        return self.plan.saved
+
+    def group(self, one: Sum) -> Any:
+        """The process group of a sum of gradients, or None where this rank sums with no other."""
+        mesh = self.schedule.mesh
+        return self.groups.get(one.ranks(mesh)) if one.parts else mesh.group(one.mesh_dim)
+
+    def summed(self, why: str) -> list[tuple[str, Any]]:
+        """(name, process group) of this rank's parameters that have such a sum, whatever the tokens."""
+        rows = self.plan.tensors
+        here = (rows[name] for name, _ in self.schedule.model.named_parameters() if name in rows)
+        saved_as = {row.tied_to or row.name: row for row in here}  # in one order on all stages
+        held = (saved_as[name] for name in rows if name in saved_as)
+        found = ((row.name, self.group(one)) for row in held for one in row.sums(True, why))
+        return [(name, group) for name, group in found if group is not None]
 
     def head_name(self, model: Any) -> str:
         """A class name that tells whether labels are shifted: the model's own, or what was found."""

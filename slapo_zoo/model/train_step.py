@@ -32,6 +32,7 @@ from slapo_zoo.model.step_counts import ask
 from slapo_zoo.parallel.known import knowing
 from slapo_zoo.parallel.loss_means import LABELS, GlobalMeans, count_targets
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS, TIED
 from slapo_zoo.parallel.vocab_parallel import VocabLogits
 from slapo_zoo.pipeline.runtime import FOR_LOSS, ROWS, Pipeline, share_output, split_batch
 
@@ -148,10 +149,11 @@ def _loss_scale(scaler: Any, device: torch.device) -> Tensor | None:
 
 def agree_on_frozen_ties(runtime: Runtime, device: torch.device) -> None:
     """A weight that stages share is frozen where its first stage, which names it, has it frozen."""
-    named = dict(runtime.schedule.model.named_parameters()) if runtime.ties else {}
-    for name, group in runtime.ties:
+    ties = runtime.summed(TIED)
+    named = dict(runtime.schedule.model.named_parameters()) if ties else {}
+    for name, group in ties:
         trained = torch.zeros((), device=device)
-        if name in runtime.owned:
+        if runtime.plan.owns(name):
             trained.fill_(named[name].requires_grad)
         dist.all_reduce(trained, group=group)
         named[name].requires_grad_(bool(trained))
@@ -297,13 +299,12 @@ def _reduce(model: Any, runtime: Runtime, parameters: dict[str, nn.Parameter]) -
     """Sum gradients over tied stages, over tp where they are partial, and over dp."""
     engine = runtime.data_parallel
     engine.sum_over_dp(list(parameters.values()), model.mesh)
-    for name, group in (*runtime.ties, *runtime.replicas):
+    for name, group in (*runtime.summed(TIED), *runtime.summed(REPLICAS)):
         engine.sum_over_tp(parameters, [name], group)
-    state = runtime.schedule.state
-    names = state.partial_gradients | (
-        state.sequence_gradients if state.forward.tokens_divided else set()
-    )
-    engine.sum_over_tp(parameters, sorted(names), model.mesh.group("tp"))
+    tokens_sharded = runtime.schedule.state.forward.tokens_divided
+    rows = runtime.plan.tensors.values()
+    names = sorted(row.name for row in rows if row.sums(tokens_sharded, PARTIAL))
+    engine.sum_over_tp(parameters, names, model.mesh.group("tp"))
 
 
 def _share(loss: Tensor, mesh: Mesh, trains: bool) -> tuple[Tensor, Tensor]:

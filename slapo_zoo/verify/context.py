@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from slapo_zoo.language.planned_rows import plan_of
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel import gather as consolidate
 from slapo_zoo.parallel import gradient_buckets
 from slapo_zoo.parallel.agreement import together
 from slapo_zoo.parallel.compat import software
-from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.parallel.random_stream import drawn_from
+from slapo_zoo.parallel.rank_plan import PARTIAL
 from slapo_zoo.parallel.vocab_parallel import VocabLogits
 from slapo_zoo.verify.blame import Blame, Divergence, directives_at
 from slapo_zoo.verify.compare import Comparison, Tolerance, largest_of
@@ -220,21 +221,14 @@ def _loss(outputs: Mapping[str, Tensor]) -> Tensor | None:
 
 def _full_gradients(sch: Schedule) -> dict[str, Tensor]:
     """Gradients of whole parameters, on rank 0."""
-    state, mesh = sch.state, sch.mesh
-    named = dict(sch.model.named_parameters())
-    names = state.partial_gradients | (
-        state.sequence_gradients if state.forward.tokens_divided else set()
-    )
-    partial = [named[n] for n in sorted(names) if n in named]
+    plan, mesh, named = plan_of(sch.state), sch.mesh, dict(sch.model.named_parameters())
+    tokens_sharded = sch.state.forward.tokens_divided
+    rows = [row for row in plan.saved if row.name in named]
+    partial = [named[row.name] for row in rows if row.sums(tokens_sharded, PARTIAL)]
     gradient_buckets.all_reduce_gradients(partial, mesh.group("tp") if partial else None)
-    specs, local = [], {}
-    for name, p in named.items():
-        placed = state.placed.get(name)
-        shape = placed.shape if placed else tuple(p.shape)
-        dtype = str(p.dtype).removeprefix("torch.")
-        specs.append(TensorSpec(name, shape, dtype, placed.placement if placed else None))
-        local[name] = torch.zeros_like(p) if p.grad is None else p.grad.detach()
-    return consolidate.gather(local, specs, mesh)
+    held = {row.name: named[row.name] for row in rows}
+    local = {n: torch.zeros_like(p) if p.grad is None else p.grad.detach() for n, p in held.items()}
+    return consolidate.gather(local, rows, mesh)
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

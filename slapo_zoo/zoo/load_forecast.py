@@ -1,7 +1,6 @@
 """What every rank of a mesh would read from a checkpoint, found without reading a weight."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from slapo_zoo.hf import models as hf
 from slapo_zoo.hf.configs import read_config
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import Placement, Run, TensorSpec
-from slapo_zoo.pipeline.stages import stages_of
+from slapo_zoo.parallel.rank_plan import TensorPlan
 from slapo_zoo.weights.folder import open_checkpoint
 from slapo_zoo.weights.header import DTYPES
 from slapo_zoo.weights.names import match_names
@@ -35,7 +34,7 @@ class Source:
 
 
 @dataclass
-class RankPlan:
+class RankRead:
     """What one rank reads; its dp copies read the same.
 
     Args:
@@ -67,7 +66,7 @@ class WeightsPlan:
     """
 
     mesh: Mesh
-    ranks: list[RankPlan]
+    ranks: list[RankRead]
     model_bytes: int
     assigned_bytes: int
     missing: list[str]
@@ -101,11 +100,10 @@ def plan_weights(
     )  # fmt: skip
     found = {name: sources[key_of[key]] for name, key in names.source.items()}
     _check_shapes(str(name_or_path), specs, found)
-    holders = _holders(outline)
-    ranks = [RankPlan(stage, r, 0, 0, set()) for stage in range(pp) for r in range(tp)]
+    ranks = [RankRead(stage, r, 0, 0, set()) for stage in range(pp) for r in range(tp)]
     assigned = 0
     for name, source in found.items():
-        assigned += _assign(ranks, specs[name], source, holders(name), outline.mesh)
+        assigned += _assign(ranks, specs[name], source, outline.mesh)
     total = sum(source.nbytes for source in found.values())
     unexpected = [key_of[name] for name in names.unexpected]
     return WeightsPlan(outline.mesh, ranks, total, assigned, names.missing, unexpected)
@@ -144,22 +142,14 @@ def _check_shapes(place: str, specs: dict[str, TensorSpec], found: dict[str, Sou
         raise WeightsError(place, name, problem, hint)
 
 
-def _holders(outline: Outline) -> Callable[[str], set[int]]:
-    """Name --> the stages that hold the tensor under it or under a tied name."""
-    tied = {name: set(stages) for stages, names in outline.tied_ranks for name in names}
-    return lambda name: tied.get(name) or set(stages_of(name, outline.stages))
-
-
-def _assign(
-    ranks: list[RankPlan], spec: TensorSpec, source: Source, stages: set[int], mesh: Mesh
-) -> int:
+def _assign(ranks: list[RankRead], spec: TensorPlan, source: Source, mesh: Mesh) -> int:
     """Add one tensor to the plans of its ranks; return how many of its bytes are assigned."""
     placement = spec.placement or Placement(0)
     size = spec.shape[placement.axis] if spec.placement else 1
     inner = source.nbytes // size if size else 0
     shares = [placement.runs(size, mesh.tp, r) if spec.placement else [Run(0, 1)]
               for r in range(mesh.tp)]  # fmt: skip
-    for stage in stages:
+    for stage in spec.stages:
         for r, runs in enumerate(shares):
             rank = ranks[stage * mesh.tp + r]
             rank.tensors += bool(runs)

@@ -1,7 +1,6 @@
 """A model on meta, scheduled for one rank of a mesh: which tensors there are, and where."""
 
 import copy
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -10,9 +9,12 @@ import torch
 from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.language.directive import State
+from slapo_zoo.language.planned_rows import planned_rows
+from slapo_zoo.language.primitives import CoreAttentionSeam, ForkRng
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import TensorSpec
+from slapo_zoo.parallel.rank_plan import RankPlan
 from slapo_zoo.pipeline.orders import StageMap
 from slapo_zoo.pipeline.stages import assign_stages, stages_of
 from slapo_zoo.weights.keys import KeyMap
@@ -23,6 +25,7 @@ from slapo_zoo.zoo.table import base_prefix
 from slapo_zoo.zoo.tuned import tuned_knobs
 
 DEFAULT = BuildOptions()
+DRAWING = (ForkRng, CoreAttentionSeam)  # directives after which a module draws by place
 
 
 class Outline:
@@ -82,8 +85,26 @@ class Outline:
         held = [base_prefix(self.model) + path for path in self.table.everywhere]
         self.stages = assign_stages(self.units, self.state.cuts, repeated, held)
         self.holders = {unit: self._ranks(stages) for unit, stages in self.stages.items()}
-        self.specs = tensor_specs(self.model, whole, self.state, self.holders)
-        self.tied_ranks = _tied_ranks(self.state, self.holders)
+        self.plan = self.state.plan = self._plan(whole)
+        self.specs = self.plan.saved
+
+    def _plan(self, whole: dict[str, TensorSpec]) -> RankPlan:
+        """What this rank does with every tensor."""
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        rows = planned_rows(
+            self.state, whole, parameters, hf.tied_names(self.model),
+            lambda name: stages_of(name, self.holders), self.options.dp_shard,
+        )  # fmt: skip
+        here = self.mesh.coord("pp")
+        units = tuple(unit for unit, ranks in self.holders.items() if here in ranks)
+        cuts = tuple(f"{path}, call {call}" if call else path for path, call in self.state.cuts)
+        steps = zip(self.schedule.landed, self.schedule.history, strict=True)
+        sites = {
+            path: str(directive)
+            for paths, (_, directive) in steps if isinstance(directive, DRAWING)
+            for path in paths if here in stages_of(path, self.holders)
+        }  # fmt: skip
+        return RankPlan(self.mesh, rows, units, cuts, sites)
 
     @cached_property
     def skeleton(self) -> Any:
@@ -123,40 +144,6 @@ def _refuse_knobs(options: BuildOptions) -> None:
             problem = "the schedule that you pass says this itself"
             hint = f'leave {name}= out and put it into the program, or use schedule="zoo"'
             raise SlapoError("from_pretrained", f"{name}={value!r}", problem, hint)
-
-
-def _tied_ranks(
-    state: State, stages: dict[str, tuple[int, ...]]
-) -> list[tuple[list[int], list[str]]]:
-    """Parameters that several stages hold: (stages, names)."""
-    found = []
-    for names in state.owners.values():
-        holders = sorted({stage for name in names for stage in stages_of(name, stages)})
-        if len(holders) > 1:
-            found.append((holders, names))
-    return found
-
-
-def tensor_specs(
-    model: Any, whole: dict[str, TensorSpec], state: State, stages: dict[str, tuple[int, ...]]
-) -> list[TensorSpec]:
-    """Every tensor that the model's checkpoint holds, in the order of its state dict.
-
-    Args:
-        model: which names it ties.
-        whole: every tensor before the schedule.
-        state: of the schedule.
-        stages: unit --> the pp coordinates that hold it.
-    """
-    tied = hf.tied_names(model)
-    specs = []
-    for name, spec in whole.items():
-        if name in tied:
-            continue
-        placed = state.placed.get(name)
-        placement = placed.placement if placed else None
-        specs.append(replace(spec, placement=placement, stage=stages_of(name, stages)[0]))
-    return specs
 
 
 def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:

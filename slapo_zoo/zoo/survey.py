@@ -13,6 +13,7 @@ from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.language.explain import Explanation, after_backward
 from slapo_zoo.language.traffic import Traffic, Transfer
 from slapo_zoo.parallel.placement import TensorSpec
+from slapo_zoo.parallel.rank_plan import TIED
 from slapo_zoo.pipeline.dataflow import Call, dry_run
 from slapo_zoo.pipeline.runtime import fake_schedule
 from slapo_zoo.pipeline.stages import StagePlan, stages_of
@@ -71,17 +72,11 @@ def survey(outline: Outline, batch_size: int, seq_len: int) -> Survey:
     shapes = {}
     for spec in outline.specs:
         local = [spec.local_shape(mesh.tp, r) for r in range(mesh.tp)]
-        shapes[spec.name] = (spec.shape, local, ranks_of(outline, spec.name))
+        shapes[spec.name] = (spec.shape, local, list(spec.stages))
     sizes = rank_sizes(outline)
     total = sum(math.prod(spec.shape) for spec in outline.specs if spec.name in parameters)
     found = _traffic(outline, example_batch(outline.model, batch_size, seq_len))
     return Survey(outline, shapes, sizes, total, found)
-
-
-def ranks_of(outline: Outline, name: str) -> list[int]:
-    """The pp coordinates that hold a tensor, under its own name or a tied one."""
-    tied = {name: ranks for ranks, names in outline.tied_ranks for name in names}
-    return sorted(tied.get(name) or stages_of(name, outline.holders))
 
 
 def rank_sizes(outline: Outline) -> list[RankSize]:
@@ -90,7 +85,7 @@ def rank_sizes(outline: Outline) -> list[RankSize]:
     parameters = {name for name, _ in outline.skeleton.named_parameters()}
     sizes = {(stage, r): [0, 0] for stage in range(mesh.pp) for r in range(mesh.tp)}
     for spec in outline.specs:
-        for stage in ranks_of(outline, spec.name) if spec.name in parameters else ():
+        for stage in spec.stages if spec.name in parameters else ():
             for r in range(mesh.tp):
                 count = math.prod(spec.local_shape(mesh.tp, r))
                 sizes[stage, r][0] += count
@@ -116,7 +111,7 @@ def _traffic(outline: Outline, batch: Mapping[str, Tensor]) -> list[TrafficRow]:
         held = [
             (n, p) for n, p in fake.named_parameters() if stage in stages_of(n, outline.holders)
         ]
-        found += after_backward(schedule.state, held)
+        found += after_backward(outline.plan, held, schedule.state.sequence_parallel)
     totals = Explanation({}, found).totals()
     return [TrafficRow(*row) for row in totals]
 
@@ -131,5 +126,6 @@ def _between_stages(outline: Outline, calls: list[Call]) -> Iterator[Transfer]:
             if shape.requires_grad:
                 yield Transfer("send", "pp", "backward", size)
     parameters = dict(outline.model.named_parameters(remove_duplicate=False))
-    for _, names in outline.tied_ranks:
-        yield Transfer("all_reduce", "pp", "after backward", parameters[names[0]].nbytes)
+    for row in outline.plan.saved:
+        if row.sums(True, TIED):
+            yield Transfer("all_reduce", "pp", "after backward", parameters[row.name].nbytes)

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from slapo_zoo.language import gradients
-from slapo_zoo.language.directive import State
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.rank_plan import RankPlan
 
 
 @pytest.mark.parametrize("make", [lambda t: t, lambda t: t.reshape(-1), lambda t: t.T])
@@ -16,7 +16,7 @@ def test_the_norm_of_a_large_gradient(make):
     p = nn.Parameter(torch.empty(0))
     grad = make(torch.randn(4099, 2048) * 1e-3)
     p.data, p.grad = torch.empty_like(grad), grad
-    norm = gradients.global_norm([("w", p)], State(nn.Module(), Mesh()), Mesh(), {"w"})
+    norm = gradients.global_norm([("w", p)], RankPlan(Mesh(), {}))
     exact = grad.double().square().sum().sqrt()
     assert norm.dtype == torch.float32
     assert abs(norm.double() / exact - 1) < 1e-6

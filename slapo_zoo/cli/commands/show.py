@@ -20,6 +20,7 @@ def show(
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a row; none: 128, or what the model takes.")] = None,
     kernels: Annotated[list[str] | None, typer.Option(help="auto, reference, or the names of kernels.")] = None,
     device: Device = "auto",
+    rank: Annotated[int | None, typer.Option(min=0, help="Print the plan of this rank alone: its tensors, sums and draws.")] = None,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Print the program, shapes and bytes per rank, and collectives per step; no weight is read."""
@@ -37,9 +38,12 @@ def show(
         asked = kernels or ["auto"]
         dtype = config.dtype or torch.float32
         outline = Outline(
-            config, auto_class or head, Mesh(tp, pp, dp), dtype, sequence_parallel=sequence_parallel,
+            config, auto_class or head, Mesh(tp, pp, dp, rank or 0), dtype, sequence_parallel=sequence_parallel,
             kernels=asked[0] if len(asked) == 1 else asked, device=pick_device(device_named(device)),
         )  # fmt: skip
+        if rank is not None:
+            typer.echo(str(outline.plan))
+            return
         seq_len = seq_len or row_length(None, config)
         found = survey(outline, batch_size, seq_len)
     if as_json:

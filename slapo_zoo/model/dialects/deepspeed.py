@@ -28,6 +28,7 @@ from slapo_zoo.model.dialects.engine import TargetEngine, made_optimizer, requir
 from slapo_zoo.model.dialects.zero_state import Zero, whole_gradients, whole_parameters
 from slapo_zoo.parallel.compat import new_group
 from slapo_zoo.parallel.mesh import MESH_DIMS, Mesh
+from slapo_zoo.parallel.rank_plan import REPLICAS
 
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
@@ -147,12 +148,15 @@ def mark_counted(model: Any) -> None:
     group, which in a pipeline is that of all stages: the later ones mark what is not sharded too. Of
     KV heads that neighbouring ranks share, the first of those counts them.
     """
-    mesh, runtime = model.mesh, model._slapo
-    copies = {n for n, group in runtime.replicas if dist.get_group_rank(group, mesh.rank)}
+    mesh, plan = model.mesh, model._slapo.plan
     for name, p in model.named_parameters():
-        divided = name in runtime.schedule.state.placed and mesh.tp > 1 and name not in copies
+        row = plan.of(name)
+        later = (
+            {one.ranks(mesh)[0] for one in row.sums(True, REPLICAS)} - {mesh.rank} if row else ()
+        )
+        divided = row is not None and row.placement is not None and mesh.tp > 1 and not later
         counts = divided or (mesh.pp > 1 and mesh.coord("tp") == 0)
-        p.model_parallel = p.tensor_model_parallel = counts and name in runtime.owned
+        p.model_parallel = p.tensor_model_parallel = counts and plan.owns(name)
 
 
 class MeshUnit:

@@ -8,16 +8,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.model.data_parallel import sum_partial_gradients_in_backward, use_engine
 from slapo_zoo.model.dialects.engine import TargetEngine, made_optimizer
 from slapo_zoo.model.dialects.zero_state import Zero, whole_parameters
+from slapo_zoo.parallel.rank_plan import TIED
 from slapo_zoo.pipeline.runtime import ROWS, Pipeline
 from slapo_zoo.pipeline.stages import StageDone
-from slapo_zoo.weights.fill import canonical_names
 
 
 def pipeline_engine(
@@ -95,14 +94,11 @@ def _module(deepspeed: Any, model: Any, step: Step) -> Any:
 
 def _ties(model: Any) -> tuple[dict[str, list[int]], dict[str, nn.Parameter]]:
     """Tied weight --> the stages that hold it, the same on all ranks; and ours by the same name."""
-    runtime, mesh = model._slapo, model.mesh
-    named: dict[str, Any] = dict(model.named_parameters())
-    names = canonical_names(named, runtime.schedule.state, runtime.specs)
-    mine = {names[name].replace(".", "_"): named[name] for name, _ in runtime.ties}
-    everyone: list[Any] = [None] * mesh.pp
-    dist.all_gather_object(everyone, sorted(mine), group=mesh.group("pp"))
-    keys = sorted({key for held in everyone for key in held})
-    return {key: [i for i, held in enumerate(everyone) if key in held] for key in keys}, mine
+    plan, named = model._slapo.plan, dict(model.named_parameters())
+    tied = {row.name: row for row in plan.tensors.values() if row.sums(True, TIED)}
+    keys = {name: (row.tied_to or name).replace(".", "_") for name, row in tied.items()}
+    stages = {keys[name]: list(tied[name].stages) for name in sorted(tied, key=keys.__getitem__)}
+    return stages, {keys[name]: p for name, p in named.items() if name in tied}
 
 
 class TiedWeight(nn.Module):

@@ -77,11 +77,12 @@ def take_groups(mesh: Mesh) -> None:
 
 def mark_parameters(model: Any) -> None:
     """`tensor_model_parallel`, `partition_dim`, `partition_stride`, as Megatron's layers set them."""
-    placed = model._slapo.schedule.state.placed
+    plan = model._slapo.plan
     for name, p in model.named_parameters():
-        found = placed.get(name) if model.mesh.tp > 1 else None
-        p.tensor_model_parallel = found is not None
-        p.partition_dim = -1 if found is None else found.placement.axis
+        row = plan.of(name) if model.mesh.tp > 1 else None
+        placement = row.placement if row else None
+        p.tensor_model_parallel = placement is not None
+        p.partition_dim = -1 if placement is None else placement.axis
         p.partition_stride = 1
 
 

@@ -1,0 +1,188 @@
+"""The plan of a rank: where each tensor lies, over which ranks its gradient is summed, who writes it.
+
+A plan is a value. It needs no process, no weights and no device, and its rows are the same on all
+ranks; `RankPlan.mesh` says whose plan it is.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from slapo_zoo.parallel.mesh import MESH_DIMS, Mesh
+from slapo_zoo.parallel.placement import TensorSpec
+
+PARTIAL, REPLICAS, TIED, DATA = "partial", "kv replicas", "tied stages", "data parallel"
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A set of ranks over which a gradient is a partial sum until it is added up.
+
+    Args:
+        mesh_dim: the ranks differ in their coordinate on this mesh dim alone.
+        why: PARTIAL (each rank sees a part of the activations), REPLICAS (neighbours hold the same KV
+            heads), TIED (several stages use the tensor), or DATA (each rank sees other rows).
+        parts: the coordinates that sum with each other; empty: all of the mesh dim.
+        if_tokens_sharded: sum only in a step whose tokens are sharded over tp (sequence parallelism).
+    """
+
+    mesh_dim: str
+    why: str
+    parts: tuple[tuple[int, ...], ...] = ()
+    if_tokens_sharded: bool = False
+
+    @property
+    def mean(self) -> bool:
+        """The sum is divided by the number of ranks: dp ranks average."""
+        return self.why == DATA
+
+    def ranks(self, mesh: Mesh) -> tuple[int, ...]:
+        """Return the ranks that `mesh.rank` sums with, itself included; only itself if it takes no part."""
+        here = mesh.coord(self.mesh_dim)
+        all_of_dim = tuple(range(mesh.size(self.mesh_dim)))
+        part = next((p for p in self.parts or (all_of_dim,) if here in p), (here,))
+        return tuple(mesh.at(**{self.mesh_dim: coord}) for coord in part)
+
+    def __str__(self) -> str:
+        parts = " ".join("+".join(map(str, part)) for part in self.parts)
+        tokens = " if tokens are sharded" if self.if_tokens_sharded else ""
+        return f"{self.mesh_dim}{' ' if parts else ''}{parts} ({self.why}){tokens}"
+
+
+@dataclass(frozen=True)
+class TensorPlan(TensorSpec):
+    """One tensor of the model: all that any rank does with it.
+
+    The first of `stages` owns the tensor: it counts the tensor in norms and writes it. That is `stage`.
+
+    Args:
+        stages: pipeline coordinates that hold the tensor.
+        row_shards: dp ranks among which the rows of the local tensor are sharded (ZeRO); 1: none.
+        sum_over: over which ranks its gradient is summed, in this order; empty for a buffer.
+        tied_to: the tensor under whose name this one is saved, or the empty string.
+        is_parameter: it may take a gradient.
+        adapter: the peft adapter whose files hold it; empty: the model's own files.
+    """
+
+    stages: tuple[int, ...] = (0,)
+    row_shards: int = 1
+    sum_over: tuple[Sum, ...] = ()
+    tied_to: str = ""
+    is_parameter: bool = True
+    adapter: str = ""
+
+    def sums(self, tokens_sharded: bool, *why: str) -> list[Sum]:
+        """Return the sums that a step takes, of the given kinds or of all."""
+        return [
+            one for one in self.sum_over
+            if (tokens_sharded or not one.if_tokens_sharded) and (not why or one.why in why)
+        ]  # fmt: skip
+
+    def replicas(self, mesh: Mesh) -> int:
+        """Count the tp ranks that hold the same elements as `mesh.rank`."""
+        if self.placement is None:
+            return mesh.tp
+        size = self.shape[self.placement.axis]
+        return self.placement.replicas(size, mesh.tp, mesh.coord("tp"))
+
+    def held_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """Return the shape that `mesh.rank` holds, after tp and the rows of dp."""
+        shape = self.local_shape(mesh.tp, mesh.coord("tp"))
+        if self.row_shards == 1 or not shape or not self.is_parameter:
+            return shape
+        rows = -(-shape[0] // self.row_shards)
+        first = min(mesh.coord("dp") % self.row_shards * rows, shape[0])
+        return (min(rows, shape[0] - first), *shape[1:])
+
+    def place(self) -> str:
+        """Describe where the elements lie, mesh dim by mesh dim."""
+        found = []
+        if self.placement is not None:
+            found.append(f"{self.placement.mesh_dim}: axis {self.placement.axis}")
+        if self.row_shards > 1 and self.is_parameter:
+            found.append(f"dp: rows over {self.row_shards}")
+        return ", ".join(found) or "replicated"
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank does with every tensor; prints as a table.
+
+    Args:
+        mesh: sizes of the mesh dims, and the rank.
+        tensors: every tensor of the whole model by its name in the state dict, in its order.
+        units: the units of the pipeline that this rank's stages run.
+        cuts: paths of the modules before which a stage begins.
+        sites: path of a module of this rank that draws random numbers --> the directive there.
+    """
+
+    mesh: Mesh
+    tensors: Mapping[str, TensorPlan]
+    units: tuple[str, ...] = ()
+    cuts: tuple[str, ...] = ()
+    sites: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, name: str) -> TensorPlan | None:
+        """Return the row of a parameter or buffer, or None where the plan has none."""
+        return self.tensors.get(name)
+
+    @property
+    def saved(self) -> list[TensorPlan]:
+        """The rows that a checkpoint holds, in order: each tied tensor once, no adapter."""
+        return [row for row in self.tensors.values() if not row.tied_to and not row.adapter]
+
+    def mine(self) -> Iterator[TensorPlan]:
+        """Yield the rows that this rank holds."""
+        here = self.mesh.coord("pp")
+        yield from (row for row in self.tensors.values() if here in row.stages)
+
+    def owns(self, name: str) -> bool:
+        """True where this rank's stage counts the tensor in norms: what a user added is counted here."""
+        row = self.of(name)
+        return row is None or row.stage == self.mesh.coord("pp")
+
+    def at(self, rank: int) -> "RankPlan":
+        """The same rows seen by another rank; units and sites are left out."""
+        return replace(self, mesh=replace(self.mesh, rank=rank), units=(), sites={})
+
+    def having(self, rows: Sequence[TensorPlan]) -> "RankPlan":
+        """The plan with rows added or replaced by name."""
+        return replace(self, tensors={**self.tensors, **{row.name: row for row in rows}})
+
+    def groups(self) -> list[tuple[int, ...]]:
+        """Return every set of ranks of the world that is a part of a mesh dim and sums some gradient."""
+        sums = {one for row in self.tensors.values() for one in row.sum_over if one.parts}
+        meshes = [replace(self.mesh, rank=rank) for rank in range(self.mesh.world_size)]
+        found = {one.ranks(mesh) for one in sums for mesh in meshes}
+        return sorted(ranks for ranks in found if len(ranks) > 1)
+
+    def digest(self) -> str:
+        """Return a SHA-256 of what all ranks must agree on: sizes, rows and cuts."""
+        sizes = tuple(self.mesh.size(mesh_dim) for mesh_dim in MESH_DIMS)
+        told = repr((sizes, tuple(self.tensors.values()), self.cuts))
+        return hashlib.sha256(told.encode()).hexdigest()
+
+    def __str__(self) -> str:
+        mesh, here = self.mesh, self.mesh.coord("pp")
+        head = f"rank {mesh.rank} of tp={mesh.tp} pp={mesh.pp} dp={mesh.dp}: stage {here}, {len(self.units)} units"
+        lines = [head, f"plan {self.digest()[:12]}"]
+        for row in self.mine():
+            sums = "; ".join(str(one) for one in row.sum_over if len(one.ranks(mesh)) > 1)
+            who = f"is {row.tied_to}" if row.tied_to else "" if row.stage == here else f"written by stage {row.stage}"  # fmt: skip
+            told = [f"{row.name} {list(row.shape)} -> {list(row.held_shape(mesh))} {row.dtype}",
+                    row.place(), f"sum over {sums}" if sums else "", who]  # fmt: skip
+            lines.append("  " + " | ".join(part for part in told if part))
+        lines += [f"  draws: {path} {directive}" for path, directive in self.sites.items()]
+        return "\n".join(lines)
+
+
+def partition(coords: Sequence[int], same: Mapping[int, object]) -> tuple[tuple[int, ...], ...]:
+    """Group coordinates that hold the same: `same` maps each to what it holds.
+
+    >>> partition(range(4), {0: "a", 1: "a", 2: "b", 3: "b"})
+    ((0, 1), (2, 3))
+    """
+    found: dict[object, list[int]] = {}
+    for coord in coords:
+        found.setdefault(same[coord], []).append(coord)
+    return tuple(tuple(part) for part in found.values())

@@ -1,0 +1,91 @@
+"""The plan of a rank: one row per tensor, the same rows on every rank, and what it prints.
+
+Plans that change on purpose change their file: `pytest tests/zoo/test_rank_plan.py --update-golden`.
+"""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from slapo_zoo import Mesh
+from slapo_zoo.parallel.rank_plan import DATA, PARTIAL, REPLICAS, TIED, Sum
+from slapo_zoo.zoo.outline import Outline
+from slapo_zoo.zoo.table import families
+from tiny_configs import TINY
+
+_spec = importlib.util.spec_from_file_location("golden", Path(__file__).parent / "test_golden.py")
+golden = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(golden)
+MESHES = ((1, 1, 1), (2, 1, 1), (2, 2, 1), (4, 1, 2), (1, 3, 1))
+
+
+def outline_of(family, tp, pp, dp=1, rank=0, **options):
+    config, mesh = golden.config_of(family), Mesh(tp, pp, dp, rank)
+    return Outline(config, golden.main_class(family), mesh, torch.float32, **options)
+
+
+def test_every_family_has_a_golden_plan():
+    assert {path.stem for path in (golden.GOLDEN / "plans").glob("*.txt")} == set(families())
+
+
+@pytest.mark.parametrize("family", sorted(TINY))
+def test_plan_of_last_rank_equals_golden(family, request):
+    tp, pp = (1, 1) if family in ("mamba", "wideresnet") else (2, 2)
+    plan = outline_of(family, tp, pp, dp=2, rank=2 * tp * pp - 1, sequence_parallel=False).plan
+    file = golden.GOLDEN / "plans" / f"{family}.txt"
+    text = "\n".join(line for line in str(plan).splitlines() if not line.startswith("plan ")) + "\n"
+    if request.config.getoption("--update-golden"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    assert text == file.read_text()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "bert"])
+@pytest.mark.parametrize("tp,pp,dp", MESHES)
+def test_rows_are_the_same_on_all_ranks_and_shapes_are_those_of_the_model(family, tp, pp, dp):
+    digests = set()
+    for rank in range(tp * pp * dp):
+        outline = outline_of(family, tp, pp, dp, rank)
+        digests.add(outline.plan.digest())
+        shapes = {n: tuple(p.shape) for n, p in outline.model.named_parameters()}
+        assert shapes == {n: outline.plan.of(n).held_shape(outline.mesh) for n in shapes}
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "albert"])
+@pytest.mark.parametrize("tp,pp,dp", MESHES)
+def test_each_sum_parts_the_ranks(family, tp, pp, dp):
+    plan = outline_of(family, tp, pp, dp, sequence_parallel=tp > 1).plan
+    for one in {one for row in plan.tensors.values() for one in row.sum_over}:
+        of = {rank: one.ranks(plan.at(rank).mesh) for rank in range(tp * pp * dp)}
+        assert all(
+            rank in ranks and of[other] == ranks for rank, ranks in of.items() for other in ranks
+        )
+    assert all(len(ranks) > 1 for ranks in plan.groups())
+
+
+def test_sums_of_tied_replicated_and_partial_tensors():
+    gpt2 = outline_of("gpt2", 2, 2, 2, sequence_parallel=True).plan
+    wte, norm = gpt2.of("transformer.wte.weight"), gpt2.of("transformer.ln_f.weight")
+    assert [one.why for one in wte.sum_over] == [TIED, DATA]
+    assert wte.stages == (0, 1)
+    assert gpt2.of("lm_head.weight").tied_to == "transformer.wte.weight"
+    assert norm.sums(tokens_sharded=False) == [Sum("dp", DATA)]
+    ln = gpt2.of("transformer.h.0.ln_1.weight")
+    assert [one.why for one in ln.sums(True)] == [PARTIAL, DATA]
+    assert [one.why for one in ln.sums(False)] == [DATA]
+    llama = outline_of("llama", 4, 1).plan
+    (shared,) = llama.of("model.layers.0.self_attn.k_proj.weight").sum_over
+    assert (shared.why, shared.parts) == (REPLICAS, ((0, 1), (2, 3)))
+    assert llama.groups() == [(0, 1), (2, 3)]
+
+
+def test_digest_tells_placement_shape_and_stage_apart():
+    plan = outline_of("gpt2", 2, 1).plan
+    row = plan.of("transformer.ln_f.weight")
+    for change in ({"shape": (31,)}, {"stages": (1,)}, {"tied_to": "x"}, {"row_shards": 2}):
+        assert plan.having([replace(row, **change)]).digest() != plan.digest()
+    assert plan.at(1).digest() == plan.digest()
