@@ -9,7 +9,7 @@ import torch
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.weights.load import parse_size
-from slapo_zoo.zoo.options import BuildOptions
+from slapo_zoo.zoo.options import FROM_TABLE, BuildOptions
 
 
 def within_budget(
@@ -37,7 +37,7 @@ def within_budget(
             "it chooses what is recomputed, and checkpoint_ratio= and checkpoint_policy= say it"
         )
         raise SlapoError(where, what, problem, "pass one of them")
-    if options.kind not in ("zoo", "auto", "extended"):
+    if options.kind not in FROM_TABLE:
         problem = "the schedule that you pass says itself what is recomputed"
         raise SlapoError(where, what, problem, 'leave it out, or use schedule="zoo"')
     # on a higher floor, and found at run time as the tables are

@@ -78,7 +78,7 @@ class AutoScheduledModel:
             pp: ranks that shard the layers into stages.
             dp: ranks that shard the batch; None takes all that are left.
             sequence_parallel: tp ranks shard the tokens too, where a layer is not sharded.
-            schedule: "zoo"; a card: a folder or "org/name@<sha>" of the Hub, whose plan for this model and these
+            schedule: "zoo"; a `Table` in its place; a card: a folder or "org/name@<sha>" of the Hub, whose plan for this model and these
                 devices, if it has one, gives the arguments that are not passed; a Schedule or its steps to replay, or the .json file that its `to_json` fills; a function of the schedule;
                 `extend(function)`: "zoo", and then the function; or "auto": "zoo", or for a family without a
                 table one derived from its modules (and the plan of `transformers`), used only after a tiny model on

@@ -24,7 +24,7 @@ from slapo_zoo.parallel.agreement import together
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.zoo.derivation.card import from_document
 from slapo_zoo.zoo.derivation.rows import undivided_table
-from slapo_zoo.zoo.derive import DERIVED, TRIALS, structure
+from slapo_zoo.zoo.derive import structure
 from slapo_zoo.zoo.options import BuildOptions
 from slapo_zoo.zoo.table import Table
 
@@ -33,8 +33,8 @@ PROVEN: dict[Path, Table] = {}
 KNOBS = ("sequence_parallel", "pipeline_order", "stages_per_rank")  # what a proof depends on
 
 
-def require_derived(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -> None:
-    """Have the proven table of a model at hand, the same on all ranks.
+def proven_table(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -> Table:
+    """Return the proven table of a model, the same on all ranks.
 
     It is looked up in the cache of this user; if it is not there, rank 0 has it derived by a process
     of its own, and the others wait. Without tp and pp a model that cannot be proven has a table all the
@@ -43,9 +43,6 @@ def require_derived(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) ->
     Raises:
         ArchitectureError: none is right; the module in the way is named.
     """
-    name = structure(config, cls)
-    if name in TRIALS:
-        return
     sizes = (mesh.tp, mesh.pp, min(mesh.dp, 2))
     file = cache_file(config, cls, sizes, options)
     if file not in PROVEN:
@@ -61,7 +58,7 @@ def require_derived(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) ->
         else:
             empty = hf.build_on_meta(cls, copy.deepcopy(config), torch.float32, False)
             PROVEN[file] = undivided_table(config, empty)
-    DERIVED[name, mesh.tp, mesh.pp] = PROVEN[file]
+    return PROVEN[file]
 
 
 def _document(request: dict[str, Any], file: Path, mesh: Mesh) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from slapo_zoo.cards.use import plain_steps, steps_for
 from slapo_zoo.hf import models as hf
 from slapo_zoo.language.schedule import Schedule
-from slapo_zoo.model.derived import require_derived
+from slapo_zoo.model.derived import proven_table
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.pipeline.orders import StageMap
 from slapo_zoo.zoo.derive import find_table
@@ -35,9 +35,10 @@ def resolve_schedule(
             whose model is not the plain one.
     """
     if options.kind == "auto" and config.model_type not in families():
-        require_derived(config, hf.resolve_class(config, auto_class), mesh, options)
-    elif options.kind in ("zoo", "auto"):
-        find_table(config, None, options.kind, mesh)
+        table = proven_table(config, hf.resolve_class(config, auto_class), mesh, options)
+        return options.but(schedule=table)
+    if options.kind in ("zoo", "auto"):
+        find_table(config)
     if options.kind != "card":
         return options
     if (steps := plain_steps(str(options.schedule), mesh)) is not None:

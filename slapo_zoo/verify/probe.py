@@ -12,7 +12,6 @@ from slapo_zoo.model.numerics import digest, part_of
 from slapo_zoo.parallel.emulation import emulate
 from slapo_zoo.verify.safe import NoDropout
 from slapo_zoo.verify.specimen import Specimen, experts, silence, tensors
-from slapo_zoo.zoo.derive import DERIVED, TRIALS, structure
 from slapo_zoo.zoo.table import Table
 
 TIMEOUT_S, RATE = 60.0, 0.3
@@ -29,13 +28,8 @@ def probe(subject: Specimen, table: Table | None, sizes: tuple[int, int, int], *
         sizes: of tp, pp and dp.
         knobs: of `from_pretrained`.
     """
-    from transformers import AutoConfig
-
     rates = dict.fromkeys(subject.dropouts, RATE)
-    for changes in ({}, rates) if table is not None else ():
-        loaded = AutoConfig.from_pretrained(subject.folder, **experts(subject.config), **changes)
-        TRIALS.add(name := structure(loaded, subject.cls))
-        DERIVED[name, *sizes[:2]] = DERIVED[name, 1, 1] = table
+    knobs = {"schedule": "zoo" if table is None else table, **knobs}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -52,7 +46,7 @@ def _rank(subject: Specimen, sizes: tuple[int, int, int], knobs: Any, rates: Any
     """Outputs, loss, gradients, and what this rank holds of these; without outputs where it drops."""
     (tp, pp, dp), outputs = sizes, {}
     model = AutoScheduledModel.from_pretrained(
-        subject.folder, tp=tp, pp=pp, dp=dp, seed=0, auto_class=subject.cls, schedule="auto",
+        subject.folder, tp=tp, pp=pp, dp=dp, seed=0, auto_class=subject.cls,
         dtype=subject.dtype, **{"kernels": "reference", **experts(subject.config), **knobs, **(rates or {})},
     )  # fmt: skip
     if rates is None:
@@ -101,7 +95,11 @@ def _dropped(subject: Specimen, sizes: tuple[int, int, int], knobs: Any, rates: 
     ranks = emulate(_rank, subject, sizes, knobs, rates, mesh=sizes, timeout_s=TIMEOUT_S)
     problem = _replicas([rank[3] for rank in ranks])
     if not problem and subject.seen.draws:
-        problem = _gradients(subject, ranks[0][2], _rank(subject, (1, 1, 1), {}, rates)[2])
+        problem = _gradients(
+            subject,
+            ranks[0][2],
+            _rank(subject, (1, 1, 1), {"schedule": knobs["schedule"]}, rates)[2],
+        )
     return problem and f"with dropout, {problem}"
 
 

@@ -1,41 +1,33 @@
-"""Which table a config gets: the family's own, or, with schedule="auto", one that was derived and proven."""
+"""The table of a config: the family's own, or the one that is passed as the schedule."""
 
 import hashlib
 import json
 from typing import Any
 
 from slapo_zoo.errors import ArchitectureError
-from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.zoo.table import Table, families, table_for
 
 # of transformers' own bookkeeping: they change no module
 NOT_STRUCTURE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures",
                  "id2label", "label2id", "_attn_implementation_internal", "_experts_implementation_internal")  # fmt: skip
-Key = tuple[str, int, int]  # structure of a model, tp, pp
-DERIVED: dict[Key, Table] = {}  # what the model that is built now gets
-TRIALS: set[str] = set()  # structures whose tables are being proven in this process
 
 
-def find_table(config: Any, cls: Any, kind: str, mesh: Mesh) -> Table:
-    """The family's table; with schedule="auto" the derived one where there is none.
+def find_table(config: Any, schedule: Any = "zoo") -> Table:
+    """Return the table that a model of a config is built with.
 
     Args:
         config: of `transformers`.
-        cls: of the model.
-        kind: of the schedule.
-        mesh: for which it was proven.
+        schedule: a Table is that of the model; for anything else it is the family's.
 
     Raises:
-        ArchitectureError: there is none.
+        ArchitectureError: the family has none.
     """
-    known = kind == "auto" and cls is not None and DERIVED
-    found = DERIVED.get((structure(config, cls), mesh.tp, mesh.pp)) if known else None
-    if found is None and (config.model_type in families() or kind != "auto"):
-        hint = '; or pass schedule="auto", which derives a table and proves it'
-        return table_for(config.model_type, hint)
-    if found is None:
+    if isinstance(schedule, Table):
+        return schedule
+    if schedule == "auto" and config.model_type not in families():
         raise refusal(config, "it is derived when a model is loaded, and none was", "load it first")
-    return found
+    hint = '; or pass schedule="auto", which derives a table and proves it'
+    return table_for(config.model_type, hint)
 
 
 def structure(config: Any, cls: Any) -> str:

@@ -9,8 +9,10 @@ import torch
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.zoo.precision import PRECISIONS
+from slapo_zoo.zoo.table import Table
 
-Kind = Literal["zoo", "auto", "card", "steps", "function", "extended"]
+Kind = Literal["zoo", "auto", "table", "card", "steps", "function", "extended"]
+FROM_TABLE = ("zoo", "auto", "table", "extended")  # kinds whose program a table makes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +41,8 @@ class BuildOptions:
 
     Args:
         sequence_parallel: tp ranks shard the tokens too.
-        schedule: "zoo", "auto", a card, a .json of `to_json`, a Schedule or its steps, a function of
-            the schedule, or `extend(function)`.
+        schedule: "zoo", "auto", a Table, a card, a .json of `to_json`, a Schedule or its steps, a
+            function of the schedule, or `extend(function)`.
         pipeline_order: how the stages interleave micro-batches.
         stages_per_rank: virtual stages per rank, of interleaved orders.
         checkpoint_ratio: share of the blocks whose activations are recomputed.
@@ -103,6 +105,8 @@ def kind_of(schedule: Any) -> Kind:
     """
     if isinstance(schedule, str) and schedule in ("zoo", "auto"):
         return "auto" if schedule == "auto" else "zoo"
+    if isinstance(schedule, Table):
+        return "table"
     if isinstance(schedule, str | Path):
         return "card"
     if isinstance(schedule, Extended):

@@ -201,6 +201,6 @@ def test_a_config_with_an_infinite_number_reaches_the_process_that_proves(monkey
     monkeypatch.setattr(derived, "_document", document)
     monkeypatch.setattr(derived, "cache_file", lambda *_: tmp_path / "none")
     with pytest.raises(ArchitectureError, match="that is enough"):
-        derived.require_derived(config, transformers.BambaForCausalLM, Mesh(2), BuildOptions())
+        derived.proven_table(config, transformers.BambaForCausalLM, Mesh(2), BuildOptions())
     again = transformers.AutoConfig.for_model(**asked[0])
     assert again.time_step_limit[1] == float("inf")

@@ -1,11 +1,14 @@
 """What `schedule=` takes beside the zoo and cards: the file of to_json, and the zoo's schedule extended."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from parity import checkpoint
 from refusals import GPT2, refused
 from slapo_zoo import AutoScheduledModel, SlapoError, extend
+from slapo_zoo.zoo.table import table_for
 
 IDS = torch.arange(12).view(2, 6) + 3
 
@@ -38,6 +41,16 @@ def test_the_zoo_is_extended(folder):
     assert torch.equal(loss_of(model), loss_of(plain))
     for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad), name
+
+
+def test_a_table_is_a_schedule(folder):
+    unsharded = replace(table_for("gpt2"), body=(), heads=())
+    plain = AutoScheduledModel.from_pretrained(folder)
+    model = AutoScheduledModel.from_pretrained(folder, schedule=table_for("gpt2"))
+    bare = AutoScheduledModel.from_pretrained(folder, schedule=unsharded)
+    assert str(model.schedule) == str(plain.schedule)
+    assert len(bare.schedule.history) < len(plain.schedule.history)
+    assert torch.allclose(loss_of(bare), loss_of(plain))
 
 
 def test_only_a_function_extends():

@@ -107,7 +107,7 @@ class Family:
         for name in [n for n in vars(config) if n.endswith("layerdrop")]:
             setattr(self.config, name, 0.0)  # a layer that is skipped now and then is one that runs
         self.cls: Any = hf.resolve_class(self.config, auto_class)
-        self.table: Table = find_table(self.config, self.cls, "zoo", Mesh())
+        self.table: Table = find_table(self.config)
         self.model, self.blocks = self._built(self.config)
         late = [base_prefix(self.model) + path for path in self.table.after_blocks]
         self.unit_names = leaf_units(self.model, self.blocks, late)
