@@ -5,13 +5,12 @@ embedding, a norm, a head) is recorded: what it returned, and the outputs of whi
 arguments were computed from. From this follows what crosses a pipeline cut.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
@@ -143,64 +142,6 @@ class DryRun(TorchDispatchMode):
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
-
-
-def dry_run(
-    model: nn.Module, units: Sequence[str], fake: Any, batch: Mapping[str, Any],
-    finish: Callable[[Any], None] | None = None,
-) -> "Calls":  # fmt: skip
-    """The calls of units in one forward of a fake model, in order.
-
-    Args:
-        model: scheduled on a mesh without processes, its parameters fake tensors of the mode `fake`.
-        units: paths that count.
-        fake: the FakeTensorMode.
-        batch: tensors of the sizes that count, on any device; their data only where the forward looks at it.
-        finish: called with the output of the model, still on fake tensors.
-    """
-    with fake:  # on the CPU, where the fake model is, wherever the batch lies
-        inputs = {k: torch.empty(v.shape, dtype=v.dtype, device="cpu") if isinstance(v, Tensor) else v
-                  for k, v in batch.items()}  # fmt: skip
-    recorder = DryRun(model, units)
-    try:
-        _run(recorder, model, inputs, fake, finish)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        if finish is None:
-            return _look(model, units, inputs, batch, fake)
-        raise _depends(model, error) from None
-    return Calls(recorder.calls)
-
-
-def _look(
-    model: nn.Module, units: Sequence[str], inputs: Mapping[str, Any], batch: Mapping[str, Any], fake: Any
-) -> "Calls":  # fmt: skip
-    from slapo_zoo.pipeline.data_dependence import LookingRun
-
-    recorder = LookingRun(model, units, inputs, batch)
-    try:
-        _run(recorder, model, inputs, fake, None)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise _depends(model, error) from None
-    return Calls(recorder.calls, recorder.looked)
-
-
-def _run(
-    recorder: DryRun, model: nn.Module, inputs: Mapping[str, Any], fake: Any,
-    finish: Callable[[Any], None] | None,
-) -> None:  # fmt: skip
-    try:
-        with fake, recorder, torch.enable_grad():  # the plan serves training too
-            output = model(**inputs)
-            if finish is not None:
-                finish(output)
-    finally:
-        recorder.close()
-
-
-def _depends(model: nn.Module, error: Exception) -> ScheduleError:
-    problem = f"the forward of {type(model).__name__} depends on data ({error})"
-    hint = "use pp=1: what crosses a cut is found from shapes alone"
-    return ScheduleError("pipeline", "dry run", problem, hint)
 
 
 class Calls(list[Call]):

@@ -15,7 +15,7 @@ from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.pipeline.busy import Busy
-from slapo_zoo.pipeline.dataflow import dry_run
+from slapo_zoo.pipeline.dry_run import dry_run
 from slapo_zoo.pipeline.orders import StageMap
 from slapo_zoo.pipeline.stages import Cursor, Foreign, StageDone, StagePlan
 from slapo_zoo.pipeline.timeline import Span

@@ -14,7 +14,8 @@ from slapo_zoo.language.explain import Explanation, after_backward
 from slapo_zoo.language.traffic import Traffic, Transfer
 from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.parallel.rank_plan import TIED
-from slapo_zoo.pipeline.dataflow import Call, dry_run
+from slapo_zoo.pipeline.dataflow import Call
+from slapo_zoo.pipeline.dry_run import dry_run
 from slapo_zoo.pipeline.runtime import fake_schedule
 from slapo_zoo.pipeline.stages import StagePlan, stages_of
 from slapo_zoo.zoo.outline import Outline

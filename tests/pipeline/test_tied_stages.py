@@ -8,7 +8,7 @@ from parity import Case, batch_of, checkpoint, tiny_config
 from slapo_zoo import AutoScheduledModel
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.pipeline.dataflow import dry_run
+from slapo_zoo.pipeline.dry_run import dry_run
 from slapo_zoo.pipeline.runtime import fake_schedule
 from slapo_zoo.pipeline.stages import StagePlan
 from slapo_zoo.zoo.outline import Outline

@@ -1,9 +1,9 @@
-"""A dry run of a forward that looks at its data: at its inputs, and within units at anything.
+"""Dry runs of a forward on fake tensors, also of one that looks at its data.
 
-What follows from the inputs alone is computed beside the fake tensors, so that the forward sees it
-(lengths, masks of other media); a plan made so holds for these data only. Within a unit, where experts are
-chosen, a module that looks at data counts as one whose output is like its input; a stage compares what
-it really sends with that.
+What follows from the inputs alone is then computed beside the fake tensors, so that the forward sees
+it (lengths, masks of other media); a plan made so holds for these data only. Within a unit, where experts
+are chosen, a module that looks at data counts as one whose output is like its input; a stage compares
+what it really sends with that.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +20,67 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from slapo_zoo.pipeline.dataflow import DryRun
+from slapo_zoo.errors import ScheduleError
+from slapo_zoo.pipeline.dataflow import Calls, DryRun
 
 DEPENDS = (DataDependentOutputException, DynamicOutputShapeException)
 RANDOM = torch.Tag.nondeterministic_seeded
+
+
+def dry_run(
+    model: nn.Module, units: Sequence[str], fake: Any, batch: Mapping[str, Any],
+    finish: Callable[[Any], None] | None = None,
+) -> Calls:  # fmt: skip
+    """The calls of units in one forward of a fake model, in order.
+
+    Args:
+        model: scheduled on a mesh without processes, its parameters fake tensors of the mode `fake`.
+        units: paths that count.
+        fake: the FakeTensorMode.
+        batch: tensors of the sizes that count, on any device; their data only where the forward looks at it.
+        finish: called with the output of the model, still on fake tensors.
+    """
+    with fake:  # on the CPU, where the fake model is, wherever the batch lies
+        inputs = {k: torch.empty(v.shape, dtype=v.dtype, device="cpu") if isinstance(v, Tensor) else v
+                  for k, v in batch.items()}  # fmt: skip
+    recorder = DryRun(model, units)
+    try:
+        _run(recorder, model, inputs, fake, finish)
+    except DEPENDS as error:
+        if finish is None:
+            return _look(model, units, inputs, batch, fake)
+        raise _depends(model, error) from None
+    return Calls(recorder.calls)
+
+
+def _look(
+    model: nn.Module, units: Sequence[str], inputs: Mapping[str, Any], batch: Mapping[str, Any], fake: Any
+) -> Calls:  # fmt: skip
+    recorder = LookingRun(model, units, inputs, batch)
+    try:
+        _run(recorder, model, inputs, fake, None)
+    except DEPENDS as error:
+        raise _depends(model, error) from None
+    return Calls(recorder.calls, recorder.looked)
+
+
+def _run(
+    recorder: DryRun, model: nn.Module, inputs: Mapping[str, Any], fake: Any,
+    finish: Callable[[Any], None] | None,
+) -> None:  # fmt: skip
+    try:
+        with fake, recorder, torch.enable_grad():  # the plan serves training too
+            output = model(**inputs)
+            if finish is not None:
+                finish(output)
+    finally:
+        recorder.close()
+
+
+def _depends(model: nn.Module, error: Exception) -> ScheduleError:
+    problem = f"the forward of {type(model).__name__} depends on data ({error})"
+    hint = "use pp=1: what crosses a cut is found from shapes alone"
+    return ScheduleError("pipeline", "dry run", problem, hint)
 
 
 class LookingRun(DryRun):
