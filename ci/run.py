@@ -276,6 +276,11 @@ def cards(python: str, rest: list[str]) -> int:
     return call(python, "ci/card_collection.py", *rest)
 
 
+def corpus(python: str, rest: list[str]) -> int:
+    """Measure the published bugs of tests/corpus, and write their table into docs/verification.md."""
+    return call(python, "ci/corpus_page.py", *rest)
+
+
 def docs(python: str, rest: list[str]) -> int:
     """The documentation as a site, in runs/site; arguments go to mkdocs build."""
     probe = subprocess.run([python, "-c", "import mkdocs, mkdocstrings"], capture_output=True)
@@ -306,6 +311,7 @@ COMMANDS = {
     "grid": grid,
     "soak": soak,
     "cards": cards,
+    "corpus": corpus,
     "docs": docs,
     "all": everything,
 }

@@ -1,0 +1,193 @@
+"""Which of our checks finds a bug, what it names, and in how many seconds."""
+
+import re
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from corpus_bug import CHECKERS, FILE, LAYOUTS, LOOP, Bug, Fault
+from corpus_training import Trained, config_of, distance, on_rank, plain, quiet
+
+from mutants import mutate
+from slapo_zoo import SlapoError, create_schedule, emulate
+from slapo_zoo.hf.models import no_progress_bars
+from slapo_zoo.language.missing_sums import missing_sums
+from slapo_zoo.verify.context import Verify
+from slapo_zoo.verify.core import alone_on_one_rank, verify
+from slapo_zoo.verify.report import Report, VerifyError
+from slapo_zoo.verify.subject import Subject, write_weights
+
+RIGHT = Fault()
+LATEST = 5  # modules that a report may name before the one that is to blame
+TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a checker says of a bug.
+
+    Args:
+        checker: of CHECKERS; empty where none finds it.
+        names: modules and arguments that it names, or its whole text.
+        seconds: of CPU time of that checker alone; ranks are threads of this process.
+    """
+
+    checker: str = ""
+    names: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    def says(self, named: str) -> bool:
+        """Whether the module (its number left out) or the argument is named."""
+        if "*" not in named:
+            return any(named in name for name in self.names)
+        culprit = re.compile(
+            r"(?<![\w.])" + re.escape(named).replace(r"\*", r"[^.\s]*") + r"(?!\w)"
+        )
+        return any(culprit.search(name) for name in self.names)
+
+
+@cache
+def _weights(cls: str, config: Any, root: Path) -> tuple[Path, Any]:
+    """A tiny checkpoint of a family, and its config."""
+    folder = root / f"{cls}-{abs(hash(config))}"
+    made = config_of(cls, config)
+    with no_progress_bars():
+        return folder, write_weights(made, getattr(transformers, cls), folder, 0)
+
+
+def subject_of(bug: Bug, root: Path) -> Subject:
+    """The model, the mesh and the batches of a bug, its schedule mutated."""
+    sizes, knobs = LAYOUTS[bug.layout]
+    folder, config = _weights(bug.cls, bug.config, root)
+    right = Subject(config, getattr(transformers, bug.cls), sizes, "zoo", folder, 0, dict(knobs))
+    if not bug.fault.edits:
+        return right
+    steps = right.outline().schedule.history
+    own = {k: v for k, v in knobs.items() if k != "sequence_parallel"}  # the steps say it
+    return replace(right, schedule=mutate(bug.fault, steps), knobs=own)
+
+
+def right_subject(bug: Bug, root: Path) -> Subject:
+    """The same without the bug."""
+    return subject_of(replace(bug, fault=RIGHT), root)
+
+
+@cache
+def _reference(cls: str, config: Any, dropout: float, layout: str, root: Path) -> Trained:
+    """Plain `transformers`; with dropout our right schedule on one rank, which draws as all meshes do."""
+    bug = Bug("", (), "", "", cls, RIGHT, "", "", layout, config, dropout)
+    subject = right_subject(bug, root)
+    if not dropout:
+        return plain(subject)
+    whole = alone_on_one_rank(subject)
+    return on_rank(whole, RIGHT.training, dropout, False, False)
+
+
+def damage(bug: Bug, root: Path) -> float:
+    """How far a training with the bug, all checks off, is from plain `transformers`."""
+    want = _reference(bug.cls, bug.config, bug.dropout, bug.layout, root)
+    with quiet():
+        return distance(_trained(bug, subject_of(bug, root), False), want)
+
+
+def _trained(bug: Bug, subject: Subject, guarded: bool, watched: bool = False) -> list[Trained]:
+    arguments = (subject, bug.fault.training, bug.dropout, guarded, watched)
+    off = mock.patch("slapo_zoo.model.step_guard._require_own_scaler", return_value=None)
+    with bug.fault.patch(), nullcontext() if guarded else off:
+        return emulate(on_rank, *arguments, mesh=subject.sizes, timeout_s=TIMEOUT_S)
+
+
+def _texts(run: Callable[[], Any]) -> tuple[str, ...]:
+    """What our own errors and warnings say of a run."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            run()
+        except SlapoError as error:
+            return (str(error),)
+    return tuple(str(w.message) for w in seen if w.category.__module__.startswith("slapo_zoo"))
+
+
+def _build(bug: Bug, root: Path) -> tuple[str, ...]:
+    subject = subject_of(bug, root)
+    return _texts(subject.outline) or tuple(missing_sums(subject.outline().schedule))
+
+
+def _guard(bug: Bug, root: Path) -> tuple[str, ...]:
+    return _texts(lambda: _trained(bug, subject_of(bug, root), True))
+
+
+def _watch(bug: Bug, root: Path) -> tuple[str, ...]:
+    return _texts(lambda: _trained(bug, subject_of(bug, root), False, True))
+
+
+def _verify(bug: Bug, root: Path) -> tuple[str, ...]:
+    sizes, knobs = LAYOUTS[bug.layout]
+    schedule = subject_of(bug, root).schedule
+    own = {k: v for k, v in knobs.items() if schedule == "zoo" or k != "sequence_parallel"}
+    config = config_of(bug.cls, bug.config)
+    with bug.fault.patch(), quiet():
+        return _named_by(verify(config, bug.cls, sizes, schedule, quick=False, **own))
+
+
+def _named_by(report: Report) -> tuple[str, ...]:
+    """The modules that a report names, or, where it names none, what it found."""
+    if report.ok:
+        return ()
+    found = tuple(finding.what for finding in report.findings)
+    return report.divergence.suspects[:LATEST] if report.divergence else found or (str(report),)
+
+
+def _context(bug: Bug, root: Path) -> tuple[str, ...]:
+    subject = subject_of(bug, root)
+    with bug.fault.patch(), quiet():
+        reports = emulate(_in_context, subject, mesh=subject.sizes, timeout_s=TIMEOUT_S)
+    return next((names for names in map(_named_by, reports) if names), ())
+
+
+def _in_context(subject: Subject) -> Any:
+    model = subject.cls.from_pretrained(subject.folder, dtype=torch.float32)
+    inputs = {k: v for k, v in subject.batch().items() if k != "labels"}
+    sch = create_schedule(model)
+    try:
+        with Verify(sch, inputs) as context:
+            subject.schedule(sch)
+    except VerifyError:
+        pass
+    return context.report
+
+
+CHECKS: dict[str, Callable[[Bug, Path], tuple[str, ...]]] = {
+    "build": _build, "guard": _guard, "verify": _verify, "Verify": _context, "watch": _watch,
+}  # fmt: skip
+NONE_OF = {LOOP: {"build", "Verify"}, FILE: {"build", "Verify", "watch"}}
+
+
+def asked_of(bug: Bug) -> list[str]:
+    """The checkers that can see a bug of its kind: a loop of a user's own is none of `verify`'s business."""
+    left_out = set(NONE_OF.get(bug.fault.kind, ()))
+    if bug.fault.training is not RIGHT.training:
+        left_out.add("verify")
+    return [name for name in CHECKERS if name in CHECKS and name not in left_out]
+
+
+def look(bug: Bug, checker: str, root: Path) -> Found:
+    """What one checker says."""
+    begin = time.process_time()
+    names = CHECKS[checker](bug, root)
+    seconds = time.process_time() - begin
+    return Found(checker, names, seconds) if names else Found()
+
+
+def first_to_find(bug: Bug, root: Path) -> Found:
+    """The first checker that finds a bug, in the order in which a user meets them."""
+    looks = (look(bug, checker, root) for checker in asked_of(bug))
+    return next((found for found in looks if found.checker), Found())

@@ -1,0 +1,74 @@
+"""The world's silent bugs of parallel training: each is a real fault here, and is found and named."""
+
+from dataclasses import replace
+
+import corpus_page
+import pytest
+from corpus_all import BUGS
+from corpus_bug import CHECKERS, LAYOUTS
+from corpus_checks import RIGHT, asked_of, damage, first_to_find, look
+
+REAL, ROUNDING = (
+    1e-2,
+    2e-3,
+)  # how far a bug leads from plain `transformers`, and how far rounding does
+
+
+def label(bug):
+    """The id of a test."""
+    return bug.name.replace(" ", "_")
+
+
+def marked(bugs):
+    """Some run always, all in the wide grid."""
+    return [b if b.always else pytest.param(b, marks=pytest.mark.slow) for b in bugs]
+
+
+def right_of(bugs):
+    """One right training for each model, mesh and dropout that a bug is put into."""
+    cases = {(b.cls, b.config, b.dropout, b.layout): replace(b, fault=RIGHT, always=b.layout == "tp2") for b in bugs}  # fmt: skip
+    return list(cases.values())
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory):
+    """Where tiny checkpoints are kept for all bugs."""
+    return tmp_path_factory.mktemp("corpus")
+
+
+@pytest.mark.parametrize("bug", marked(BUGS), ids=label)
+def test_is_a_fault_is_found_and_named(bug, root):
+    """With all checks off a training goes another way; the check of its row finds it, and says where."""
+    assert damage(bug, root) > REAL
+    found = look(bug, bug.checker, root) if bug.always else first_to_find(bug, root)
+    assert found.checker == bug.checker
+    if bug.checker:
+        assert found.says(bug.named), found.names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", right_of(BUGS), ids=lambda b: f"{b.cls}-{b.layout}-{b.dropout}")
+def test_without_its_fault_a_training_is_right_and_nothing_is_found(bug, root):
+    assert damage(bug, root) < ROUNDING
+    assert not first_to_find(bug, root).checker
+
+
+def test_the_corpus_is_data():
+    assert len({bug.name for bug in BUGS}) == len(BUGS)
+    assert all(bug.threads and bug.met and bug.wrong and bug.layout in LAYOUTS for bug in BUGS)
+    assert {bug.checker for bug in BUGS} <= {*CHECKERS, ""}
+    assert all(bug.checker in asked_of(bug) for bug in BUGS if bug.checker)
+
+
+def test_most_are_found():
+    found = [bug for bug in BUGS if bug.checker]
+    assert len(found) >= 0.95 * len(BUGS)
+    assert all(bug.named for bug in found)
+
+
+def test_the_page_tells_of_these_bugs():
+    """All but the seconds, which are those of one machine."""
+    text = corpus_page.PAGE.read_text(encoding="utf-8")
+    seconds = corpus_page.measured(text)
+    assert set(seconds) == {bug.name for bug in BUGS}, "run: python3 ci/run.py corpus"
+    assert corpus_page.rendered(text, BUGS, seconds) == text, "run: python3 ci/run.py corpus"
