@@ -58,13 +58,18 @@ class Generates:
             kwargs["use_cache"] = False
         if model.mesh.tp * model.mesh.pp > 1:  # compiled graphs would hold our collectives
             kwargs.setdefault("disable_compile", True)
-        with model._slapo.precision.computing(model):
-            return super().generate(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        runtime = model._slapo
+        before, runtime.generates = runtime.generates, True
+        try:
+            with runtime.precision.computing(model):
+                return super().generate(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        finally:
+            runtime.generates = before
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
-        """The encoder; of a model in stages, a stand-in that `generate` calls before it decodes."""
+        """The encoder; to `generate` of a model in stages, a stand-in that it calls before it decodes."""
         model: Any = self
-        if model.mesh.pp > 1 and model.can_generate():
+        if model.mesh.pp > 1 and model._slapo.generates:
             return LateEncoder()
         return super().get_encoder(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 

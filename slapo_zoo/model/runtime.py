@@ -51,6 +51,7 @@ class Runtime:
         data_parallel: how it runs and sums over dp; an engine puts its own here.
         completion: the hooks that complete gradients in any backward.
         within_engine: a call of the model comes from the engine around it.
+        generates: `generate` runs.
         recomputed: layers that `gradient_checkpointing_enable` lets recompute.
         precision: in which it computes.
     """
@@ -73,6 +74,7 @@ class Runtime:
     data_parallel: DataParallel = field(default_factory=DataParallel)
     completion: Completion = field(init=False)
     within_engine: bool = False
+    generates: bool = False
     recomputed: list[str] = field(default_factory=list)
     precision: MixedPrecision = field(default_factory=MixedPrecision)
 

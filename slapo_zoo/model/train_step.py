@@ -36,6 +36,8 @@ from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS, TIED
 from slapo_zoo.parallel.vocab_parallel import VocabLogits
 from slapo_zoo.pipeline.runtime import FOR_LOSS, ROWS, Pipeline, share_output, split_batch
 
+SAMPLED, SAME = 1024, 1e-9  # elements of a copy that are compared; rounding of their sum
+
 
 @dataclass(frozen=True)
 class StepOptions:
@@ -148,17 +150,34 @@ def _loss_scale(scaler: Any, device: torch.device) -> Tensor | None:
 
 
 def agree_on_frozen_ties(runtime: Runtime, device: torch.device) -> None:
-    """A weight that stages share is frozen where its first stage, which names it, has it frozen."""
+    """Freeze a weight that stages share on all of them where one has it frozen; compare its copies.
+
+    One all-reduce of three numbers per weight and group, and one wait: none is unfrozen, since an
+    optimizer was made by then.
+    """
     ties = runtime.summed(TIED)
     named = dict(runtime.schedule.model.named_parameters()) if ties else {}
-    for name, group in ties:
-        trained = torch.zeros((), device=device)
-        if runtime.plan.owns(name):
-            trained.fill_(named[name].requires_grad)
-        dist.all_reduce(trained, group=group)
-        named[name].requires_grad_(bool(trained))
-        if not named[name].requires_grad:
-            named[name].grad = None
+    for group in {id(group): group for _, group in ties}.values():
+        names = [name for name, other in ties if other is group]
+        held = [_state_of_copy(named[name]).to(device) for name in names]
+        found = torch.stack(held)
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
+        for name, (trained, least, most) in zip(names, found.tolist(), strict=True):
+            if least + most < -SAME * least:
+                problem = (
+                    f"the stages that share it hold copies that differ: {least:.6g}, {-most:.6g}"
+                )
+                hint = "change and step it alike on all ranks; load the last checkpoint again"
+                raise MeshError("train_step", name, problem, hint)
+            if not trained:
+                named[name].requires_grad_(False).grad = None
+
+
+def _state_of_copy(p: nn.Parameter) -> Tensor:
+    """Whether it is trained, how large some of its elements are, and minus that."""
+    sample = p.detach().reshape(-1)
+    size = sample[:: max(1, len(sample) // SAMPLED)].double().abs().sum()
+    return torch.stack([torch.full_like(size, p.requires_grad), size, -size])
 
 
 def _require_whole_step(mesh: Mesh, parameters: Mapping[str, nn.Parameter], count: int) -> None:

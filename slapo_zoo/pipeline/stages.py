@@ -8,7 +8,7 @@ found to be used later crosses a cut (docs/decisions/0004-stages-run-the-own-for
 
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,18 +225,27 @@ class Cursor:
 
 
 class Foreign(nn.Module):
-    """Stands where a unit of another stage was; holds no parameters.
+    """Stands where a unit of another stage was; holds no parameters but those tied to one of this stage.
 
     rewrite:  h.3(x, ...)  -->  what the previous stages sent, or zeros that nothing here uses
     """
 
-    def __init__(self, unit: str, original: nn.Module, cursor: Cursor):
+    def __init__(
+        self, unit: str, original: nn.Module, cursor: Cursor, held: Collection[int] = ()
+    ):  # fmt: skip
         super().__init__()
         self.unit, self.original_name, self.cursor = unit, type(original).__name__, cursor
         self.__dict__["_original"] = original  # on meta, and no child: only its sizes and dtypes
+        self._parameters.update({n: p for n, p in original._parameters.items() if id(p) in held})
+        for name, child in original.named_children():
+            if any(id(p) in held for p in child.parameters()):
+                self._modules[name] = Part(f"{unit}.{name}", child, cursor, held)
 
     def __getattr__(self, name: str) -> Any:
-        """Sizes and dtypes that a model's forward asks its modules for."""
+        """Sizes and dtypes that a model's forward asks its modules for; a tie is one tensor here too."""
+        for own in (self.__dict__.get("_parameters", {}), self.__dict__.get("_modules", {})):
+            if name in own:
+                return own[name]
         original = self.__dict__.get("_original")
         if original is None:
             raise AttributeError(name)
@@ -310,13 +319,15 @@ def keep_stages(
         what the runtime moves along with each forward.
     """
     cursor = Cursor()
-    for unit, held_by in stages.items():
+    here = {unit for unit, held_by in stages.items() if set(mine) & set(held_by)}
+    held = {id(p) for unit in here for p in model.get_submodule(unit).parameters()}
+    for unit in stages:
         module = model.get_submodule(unit)
-        if set(mine) & set(held_by):
+        if unit in here:
             _follow(unit, module, cursor)
             continue
         parent, _, name = unit.rpartition(".")
-        model.get_submodule(parent)._modules[name] = found = Foreign(unit, module, cursor)
+        model.get_submodule(parent)._modules[name] = found = Foreign(unit, module, cursor, held)
         computed = module._non_persistent_buffers_set  # on each stage (LayoutLMv3's positions)
         found._buffers.update({name: module._buffers[name] for name in computed})
         found._non_persistent_buffers_set.update(computed)

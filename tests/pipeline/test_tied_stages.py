@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
-from parity import Case, batch_of, checkpoint, tiny_config
-from slapo_zoo import AutoScheduledModel
+from parity import EPS, Case, batch_of, checkpoint, tiny_config
+from slapo_zoo import AutoScheduledModel, MeshError, emulate
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.rank_plan import TIED
 from slapo_zoo.pipeline.dry_run import dry_run
 from slapo_zoo.pipeline.runtime import fake_schedule
 from slapo_zoo.pipeline.stages import StagePlan
@@ -73,3 +75,95 @@ def test_shards_of_tokens_cross_a_cut_as_shards(sequence_parallel, tokens):
     plan = StagePlan.make(calls, outline.state.cuts, 0)
     hidden = [shape.shape for shape in map(plan.shape, plan.crossing(1)) if shape.requires_grad]
     assert hidden == [(GPT2.rows, tokens, 30)]
+
+
+PP2 = (1, 2, 1)
+LLAMA = Case("LlamaForCausalLM", ("tokens",), (("tie_word_embeddings", True),))
+BERT = Case("BertForMaskedLM", ("tokens",))
+SEQ2SEQ = [Case(f"{name}ForConditionalGeneration", ("tokens",))
+           for name in ("T5", "Bart", "M2M100", "Whisper")]  # fmt: skip
+PARTS = {
+    "head": lambda m: m.get_output_embeddings(), "table": lambda m: m.get_input_embeddings(),
+    "cls": lambda m: m.cls, "encoder": lambda m: m.get_encoder(), "decoder": lambda m: m.get_decoder(),
+}  # fmt: skip
+FROZEN = [(case, part) for case in (GPT2, LLAMA, BERT) for part in ("head", "table")]
+FROZEN += [
+    (BERT, "cls"),
+    *((case, part) for case in SEQ2SEQ for part in ("encoder", "decoder", "head")),
+]
+
+
+def train(model, case, change):
+    """Three steps after a change; an optimizer over what asks for a gradient then, if anything does."""
+    change(model)
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(wanted, lr=1e-2, eps=EPS) if wanted else None
+    for step in range(3):
+        model.zero_grad()
+        if isinstance(model, transformers.PreTrainedModel) and not hasattr(model, "train_step"):
+            model(**batch_of(case, step)).loss.backward()
+        else:
+            model.train_step(batch_of(case, step))
+        if optimizer is not None:
+            optimizer.step()
+    return model
+
+
+def as_plain(case, folder, change):
+    """Train at pp=2 and plainly: the same weights, and copies of a tie that agree bit by bit."""
+    plain = getattr(transformers, case.cls).from_pretrained(folder).train()
+    want = {n: p.detach() for n, p in train(plain, case, change).named_parameters()}
+
+    def staged():
+        model = AutoScheduledModel.from_pretrained(folder, pp=2, auto_class=case.cls).train()
+        named = dict(train(model, case, change).named_parameters())
+        ties = {name: named[name].detach() for name, _ in model._slapo.summed(TIED)}
+        return model.consolidated_state_dict(), ties
+
+    (found, here), (_, there) = emulate(staged, mesh=PP2)
+    assert here.keys() == there.keys()
+    assert here
+    for name, tensor in here.items():
+        assert torch.equal(tensor, there[name]), name
+    for name, tensor in want.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5, msg=name)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(("case", "part"), FROZEN, ids=lambda x: getattr(x, "cls", x))
+def test_what_is_frozen_under_either_name_of_a_tie_stays(case, part, tmp_path):
+    as_plain(case, checkpoint(case, tmp_path), lambda m: PARTS[part](m).requires_grad_(False))
+
+
+@pytest.mark.parametrize("part", ["head", "table"])
+@pytest.mark.parametrize("case", [GPT2, SEQ2SEQ[0]], ids=lambda x: x.cls)
+def test_a_hook_under_either_name_of_a_tie_sees_the_gradient_once(case, part, tmp_path):
+    def halved(model):
+        PARTS[part](model).weight.register_hook(lambda grad: grad / 2)
+
+    as_plain(case, checkpoint(case, tmp_path), halved)
+
+
+def changed_on_one_stage(folder):
+    model = AutoScheduledModel.from_pretrained(folder, pp=2).train()
+    model.train_step(batch_of(GPT2))
+    if model.mesh.rank == 0:
+        model.get_input_embeddings().weight.data.mul_(1.001)
+    model.train_step(batch_of(GPT2))
+
+
+def test_copies_of_a_tie_that_come_apart_are_found(tmp_path):
+    with pytest.raises(MeshError, match="the stages that share it hold copies that differ"):
+        emulate(changed_on_one_stage, checkpoint(GPT2, tmp_path), mesh=PP2)
+
+
+def frozen_on_one_stage(folder):
+    model = AutoScheduledModel.from_pretrained(folder, pp=2).train()
+    if model.mesh.rank == 1:
+        model.lm_head.requires_grad_(False)
+    model.train_step(batch_of(GPT2))
+    return [model.lm_head.weight.requires_grad, model.transformer.wte.weight.grad]
+
+
+def test_a_tie_that_one_stage_freezes_is_frozen_on_all(tmp_path):
+    assert emulate(frozen_on_one_stage, checkpoint(GPT2, tmp_path), mesh=PP2) == [[False, None]] * 2
