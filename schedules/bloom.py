@@ -3,7 +3,7 @@
 D hidden, H heads, V vocabulary. q, k and v of one head lie side by side, so a head is a unit of 3 * head_dim.
 """
 
-from slapo_zoo.zoo.knobs import tunable
+from slapo_zoo.zoo.options import tunable
 from slapo_zoo.zoo.rules import (
     column, dropout_on, dropout_tokens, enter, heads_of, row, sizes, vocab, vocab_head, whole,
 )  # fmt: skip

@@ -4,7 +4,7 @@ D hidden, H heads, Q = H * head_dim, F ffn, V vocabulary. q, k and v are in one 
 heads, and they stay together; k and v of the only KV head are divided by columns, and joined.
 """
 
-from slapo_zoo.zoo.knobs import tunable
+from slapo_zoo.zoo.options import tunable
 from slapo_zoo.zoo.rules import column, dropout_tokens, enter, heads_of, row, sizes, vocab, vocab_head, whole
 from slapo_zoo.zoo.table import Table, register
 

@@ -3,7 +3,7 @@
 D hidden, F ffn, V vocabulary, P positions; heads are sharded whole and may be uneven.
 """
 
-from slapo_zoo.zoo.knobs import tunable
+from slapo_zoo.zoo.options import tunable
 from slapo_zoo.zoo.rules import attention, column, enter, enter_once, row, vocab, vocab_head, whole
 from slapo_zoo.zoo.table import Table, register
 

@@ -3,7 +3,7 @@
 D hidden, F ffn, V vocabulary, P positions; n is the size of mesh dim tp.
 """
 
-from slapo_zoo.zoo.knobs import tunable
+from slapo_zoo.zoo.options import tunable
 from slapo_zoo.zoo.rules import column, dropout_on, enter, row, sizes, vocab, vocab_head, whole
 from slapo_zoo.zoo.table import Table, register
 

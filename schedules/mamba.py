@@ -4,7 +4,7 @@ D hidden, I = expand * D channels, R time step rank, N states, K kernel, V vocab
 Only x_proj looks at all channels: its sum over ranks is used by each rank's channels, so dy is summed too.
 """
 
-from slapo_zoo.zoo.knobs import tunable
+from slapo_zoo.zoo.options import tunable
 from slapo_zoo.language.primitives import Unfused
 from slapo_zoo.zoo.rules import bare, column, enter, row, row_inside, vocab, vocab_head, whole
 from slapo_zoo.zoo.table import Table, register

@@ -3,7 +3,7 @@
 D hidden, I = heads * d_kv, F ffn, V vocabulary, R relative buckets; n is the size of mesh dim tp.
 """
 
-from slapo_zoo.zoo.knobs import tunable
+from slapo_zoo.zoo.options import tunable
 from slapo_zoo.language.primitives import Shard
 from slapo_zoo.zoo.rules import attention, column, dropout_on, enter, enter_once, row, vocab, vocab_head, whole
 from slapo_zoo.zoo.table import Table, register

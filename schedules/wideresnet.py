@@ -5,7 +5,7 @@ divides W. conv2 takes this rank's channels and its sum over ranks is sharded ag
 where it is smaller; so conv1, conv2, conv3 and the two norms between them are all divided.
 """
 
-from slapo_zoo.zoo.knobs import tunable
+from slapo_zoo.zoo.options import tunable
 from slapo_zoo.language.primitives import Shard, Sync, SyncBatchNorm
 from slapo_zoo.zoo.rules import enter_whole, whole
 from slapo_zoo.zoo.table import Table, register

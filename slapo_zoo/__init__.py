@@ -73,12 +73,12 @@ if TYPE_CHECKING:
     from slapo_zoo.verify.context import Verify as Verify
     from slapo_zoo.verify.core import verify as verify
     from slapo_zoo.weights.reshard import reshard as reshard
-    from slapo_zoo.zoo.options import extend as extend
+    from slapo_zoo.zoo.schedule_source import extend as extend
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "extend": "zoo.options",
+    "extend": "zoo.schedule_source",
     "verify": "verify",
     "ArchitectureError": "errors",
     "CardError": "errors",

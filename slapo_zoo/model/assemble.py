@@ -20,7 +20,10 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import RankPlan
 from slapo_zoo.pipeline.runtime import Pipeline
 from slapo_zoo.pipeline.stages import keep_stages
-from slapo_zoo.weights.fill import fill_from_config
+from slapo_zoo.weights.fill import fill_from_config, fill_from_folder
+from slapo_zoo.weights.folder import CheckpointFolder
+from slapo_zoo.weights.ledger import Ledger
+from slapo_zoo.weights.load import LoadOptions
 from slapo_zoo.zoo.apply import block_paths
 from slapo_zoo.zoo.options import BuildOptions
 from slapo_zoo.zoo.outline import Outline
@@ -52,7 +55,14 @@ class Assembly(Outline):
             dtype = self.state.compute_dtype or next(self.model.parameters()).dtype
             require_backend(name, self.cls, found, device, dtype)
 
-    def new_weights(self) -> Any:
+    def weights_of(self, checkpoint: CheckpointFolder, load: LoadOptions) -> Ledger:
+        """Read this rank's bytes of a checkpoint; returns the ledger."""
+        return fill_from_folder(
+            self.model, lambda: self.skeleton, self.state, self.specs, checkpoint, self.mesh,
+            torch.device(self.options.device), self.units, self.seed, self.keys, load, self.shards,
+        )  # fmt: skip
+
+    def new_weights(self) -> Ledger:
         """Fill the model with new weights, the same for every mesh; returns the ledger."""
         place = torch.device(self.options.device)
         return fill_from_config(

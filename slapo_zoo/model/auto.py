@@ -1,6 +1,9 @@
 """AutoScheduledModel: from a HuggingFace checkpoint or config to a model that trains on a mesh."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +19,12 @@ from slapo_zoo.model.planned import planned
 from slapo_zoo.model.resolve import Trust, resolve_schedule
 from slapo_zoo.model.same_on_all import facts_of, require_same_facts
 from slapo_zoo.model.source import open_source
+from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.process_group import rank_guard
-from slapo_zoo.weights.fill import fill_from_folder
 from slapo_zoo.weights.load import LoadOptions, parse_size
 from slapo_zoo.zoo.arguments import checkpoint_dtype, local_folder, make_mesh, pick_device, to_dtype
 from slapo_zoo.zoo.hf_arguments import HubArguments, renamed
-from slapo_zoo.zoo.knobs import check_knobs
-from slapo_zoo.zoo.options import BuildOptions
+from slapo_zoo.zoo.options import LoaderOptions, check_knobs
 from slapo_zoo.zoo.precision import check_precision
 
 
@@ -141,46 +143,31 @@ class AutoScheduledModel:
         """
         hub = HubArguments.taken(config_changes)
         attention, dtype = renamed(config_changes, attention, dtype)
-        given = locals()
-        check_target("from_pretrained", target, target_options)
-        mesh = make_mesh(tp, pp, dp)
-        with rank_guard("from_pretrained"):
-            check_knobs("from_pretrained", given)
+        options = LoaderOptions(
+            tp=tp, pp=pp, dp=dp, sequence_parallel=sequence_parallel, schedule=schedule,
+            pipeline_order=pipeline_order, stages_per_rank=stages_per_rank, auto_class=auto_class,
+            dtype=dtype, precision=precision, dp_shard=dp_shard, zero_stage=zero_stage, device=device,
+            micro_batches=micro_batches, checkpoint_ratio=checkpoint_ratio,
+            checkpoint_policy=checkpoint_policy, activation_memory=activation_memory,
+            micro_batch_shape=micro_batch_shape, attention=attention, kernels=kernels, seed=seed,
+            trust_remote_code=trust_remote_code, verify=verify, target=target, target_options=target_options,
+        )  # fmt: skip
+        with _checked("from_pretrained", options) as (mesh, options):
             most = parse_size(max_load_memory, "max_load_memory")
-            load, place = (
-                LoadOptions(most, check_finite, map_weights, hub.ignore_mismatched_sizes),
-                pick_device(device),
-            )
-            check_precision(precision, dtype, place, target)
-            check_dp_shard(mesh, dp_shard, target, target_options, zero_stage)
+            load = LoadOptions(most, check_finite, map_weights, hub.ignore_mismatched_sizes)
             folder = local_folder(str(name_or_path), revision, allow_pickle, hub)
             hf.register_models()
-            options = BuildOptions.of(given, device=place)
-            trust = Trust(trust_remote_code, verify)
             with open_source(mesh, folder, allow_pickle, config_changes, hub) as (
                 config,
                 checkpoint,
             ):
-                others = {"auto_class": auto_class, "dtype": dtype, "target": target} | _budget(
-                    given
-                )
-                facts = facts_of(config, mesh, options, others | {"micro_batches": micro_batches})
-                require_same_facts("from_pretrained", mesh, facts)
-                options = resolve_schedule(options, config, auto_class, mesh, trust)
-                found = checkpoint_dtype(config, checkpoint) if dtype == "auto" else dtype
-                found = to_dtype(options.parameter_dtype(found))
-                options = within_budget(options, config, mesh, found, given)
-                build = Assembly(config, auto_class, mesh, found, options)
-                build.require_attention()
-                build.keys = build.keys.as_in(checkpoint.keys())
-                ledger = fill_from_folder(
-                    build.model, lambda: build.skeleton, build.state, build.specs, checkpoint, mesh, place,
-                    build.units, build.seed, build.keys, load, build.shards,
-                )  # fmt: skip
-                model = build.finish(ledger, micro_batches, folder)
-                build.require_same_weights("from_pretrained")
-                build.divide(model)
-            return in_target(model, target, target_options)
+
+                def fill(build: Assembly) -> Any:
+                    build.keys = build.keys.as_in(checkpoint.keys())
+                    return build.weights_of(checkpoint, load)
+
+                stored = partial(checkpoint_dtype, config, checkpoint)
+                return _build("from_pretrained", options, mesh, config, stored, fill, folder)
 
     @classmethod
     @planned
@@ -214,30 +201,58 @@ class AutoScheduledModel:
         target_options: Mapping[str, Any] | None = None,
     ) -> Any:
         """A model with new weights, the same for every (tp, pp, dp); arguments as above."""
-        given = locals()
-        check_target("from_config", target, target_options)
-        mesh = make_mesh(tp, pp, dp)
-        with rank_guard("from_config"):
-            check_knobs("from_config", given)
-            place = pick_device(device)
-            check_precision(precision, dtype, place, target)
-            check_dp_shard(mesh, dp_shard, target, target_options, zero_stage)
-            options = BuildOptions.of(given, device=place)
-            trust = Trust(trust_remote_code, verify)
-            others = {"auto_class": auto_class, "dtype": dtype, "target": target} | _budget(given)
-            facts = facts_of(config, mesh, options, others | {"micro_batches": micro_batches})
-            require_same_facts("from_config", mesh, facts)
-            options = resolve_schedule(options, config, auto_class, mesh, trust)
-            found = options.parameter_dtype(torch.float32 if dtype == "auto" else dtype)
-            options = within_budget(options, config, mesh, to_dtype(found), given)
-            build = Assembly(config, auto_class, mesh, to_dtype(found), options)
-            build.require_attention()
-            ledger = build.new_weights()
-            model = build.finish(ledger, micro_batches, None)
-            build.require_same_weights("from_config")
-            build.divide(model)
-            return in_target(model, target, target_options)
+        options = LoaderOptions(
+            tp=tp, pp=pp, dp=dp, sequence_parallel=sequence_parallel, schedule=schedule,
+            pipeline_order=pipeline_order, stages_per_rank=stages_per_rank, auto_class=auto_class,
+            dtype=dtype, precision=precision, dp_shard=dp_shard, zero_stage=zero_stage, device=device,
+            micro_batches=micro_batches, checkpoint_ratio=checkpoint_ratio,
+            checkpoint_policy=checkpoint_policy, activation_memory=activation_memory,
+            micro_batch_shape=micro_batch_shape, attention=attention, kernels=kernels, seed=seed,
+            trust_remote_code=trust_remote_code, verify=verify, target=target, target_options=target_options,
+        )  # fmt: skip
+        with _checked("from_config", options) as (mesh, options):
+            new = Assembly.new_weights
+            return _build("from_config", options, mesh, config, lambda: torch.float32, new, None)
 
 
-def _budget(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: given[name] for name in ("activation_memory", "micro_batch_shape")}
+@contextmanager
+def _checked(step: str, options: LoaderOptions) -> Iterator[tuple[Mesh, LoaderOptions]]:
+    """The mesh of the options, and the options with their device; all that needs no file is checked."""
+    check_target(step, options.target, options.target_options)
+    mesh = make_mesh(options.tp, options.pp, options.dp)
+    with rank_guard(step):
+        check_knobs(step, options)
+        options = replace(options, device=pick_device(options.device))
+        check_precision(options.precision, options.dtype, options.device, options.target)
+        asked = options.target, options.target_options, options.zero_stage
+        check_dp_shard(mesh, options.dp_shard, *asked)
+        yield mesh, options
+
+
+def _build(
+    step: str, options: LoaderOptions, mesh: Mesh, config: Any,
+    stored: Callable[[], torch.dtype], fill: Callable[[Assembly], Any], folder: Path | None,
+) -> Any:  # fmt: skip
+    """The model of a config, filled: the same steps for weights of files and for new ones.
+
+    Args:
+        step: as error messages name it.
+        options: checked.
+        mesh: of all ranks.
+        config: of `transformers`.
+        stored: dtype of the parameters where "auto" is asked for and the precision says none.
+        fill: gives the parameters their values; returns the ledger.
+        folder: of the checkpoint.
+    """
+    require_same_facts(step, mesh, facts_of(config, mesh, options))
+    trust = Trust(options.trust_remote_code, options.verify)
+    options = resolve_schedule(options, config, options.auto_class, mesh, trust)
+    asked = stored() if options.dtype == "auto" else options.dtype
+    dtype = to_dtype(options.parameter_dtype(asked))
+    options = within_budget(options, config, mesh, dtype)
+    build = Assembly(config, options.auto_class, mesh, dtype, options)
+    build.require_attention()
+    model = build.finish(fill(build), options.micro_batches, folder)
+    build.require_same_weights(step)
+    build.divide(model)
+    return in_target(model, options.target, options.target_options)

@@ -24,8 +24,8 @@ from slapo_zoo.parallel.agreement import together
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.zoo.derivation.card import from_document
 from slapo_zoo.zoo.derivation.rows import undivided_table
-from slapo_zoo.zoo.derive import structure
 from slapo_zoo.zoo.options import BuildOptions
+from slapo_zoo.zoo.schedule_source import structure
 from slapo_zoo.zoo.table import Table
 
 TIMEOUT_S, EVERY_S = 900.0, 0.5

@@ -18,8 +18,8 @@ from slapo_zoo.parallel.process_group import rank_guard
 from slapo_zoo.parallel.seeds import get_logger
 from slapo_zoo.zoo.arguments import changed_config, local_folder, make_mesh, pick_device
 from slapo_zoo.zoo.hf_arguments import HubArguments, renamed
-from slapo_zoo.zoo.knobs import unknown_knob
-from slapo_zoo.zoo.options import kind_of
+from slapo_zoo.zoo.options import unknown_knob
+from slapo_zoo.zoo.schedule_source import kind_of
 from slapo_zoo.zoo.tuned import CARDS, machine_name, model_name, shape_name
 
 # whoever gives one of these decides about all of them

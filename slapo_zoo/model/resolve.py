@@ -8,9 +8,9 @@ from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.model.derived import proven_table
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.pipeline.orders import StageMap
-from slapo_zoo.zoo.derive import find_table
 from slapo_zoo.zoo.kernel_choice import apply_kernels, device_name
 from slapo_zoo.zoo.options import BuildOptions
+from slapo_zoo.zoo.schedule_source import find_table, kind_of
 from slapo_zoo.zoo.table import families
 
 AFTER_KERNELS = ("checkpoint", "cut_pipeline_stage")
@@ -34,12 +34,13 @@ def resolve_schedule(
         SlapoError: no table and no plan for the family, a card that does not fit, a derived table
             whose model is not the plain one.
     """
-    if options.kind == "auto" and config.model_type not in families():
+    kind = kind_of(options.schedule)
+    if kind == "auto" and config.model_type not in families():
         table = proven_table(config, hf.resolve_class(config, auto_class), mesh, options)
         return options.but(schedule=table)
-    if options.kind in ("zoo", "auto"):
+    if kind in ("zoo", "auto"):
         find_table(config)
-    if options.kind != "card":
+    if kind != "card":
         return options
     if (steps := plain_steps(str(options.schedule), mesh)) is not None:
         return options.but(schedule=steps)

@@ -17,21 +17,19 @@ from slapo_zoo.parallel.agreement import together
 from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import TensorSpec
-from slapo_zoo.zoo.options import BuildOptions
+from slapo_zoo.zoo.options import LoaderOptions
 
 SAMPLES = 4  # values of each tensor that are compared
 # May differ: the device is each rank's own; what a schedule is made of is compared once it is made.
-OWN = ("device", "schedule")
+OWN = ("device", "schedule", "target_options")
 
 
-def facts_of(
-    config: Any, mesh: Mesh, options: BuildOptions, others: Mapping[str, Any]
-) -> dict[str, str]:
+def facts_of(config: Any, mesh: Mesh, options: LoaderOptions) -> dict[str, str]:
     """What all ranks must have been given alike, as texts by name."""
     found = software() | {"Python": platform.python_version()}
+    asked = {name: value for name, value in vars(options).items() if name not in OWN}
+    found |= {name: getattr(v, "__name__", None) or repr(v) for name, v in asked.items()}
     found |= {name: str(mesh.size(name)) for name in ("tp", "pp", "dp")}
-    found |= {k: repr(v) for k, v in vars(options).items() if k not in OWN}
-    found |= {name: getattr(v, "__name__", None) or repr(v) for name, v in others.items()}
     fields = {k: v for k, v in config.to_dict().items() if not k.startswith("_")}  # paths
     return found | {f"config.{name}": repr(value) for name, value in fields.items()}
 

@@ -18,7 +18,7 @@ from slapo_zoo.tune.space import Point, Space
 from slapo_zoo.tune.trial import OWN, Job
 from slapo_zoo.tune.worker import measure_in_worker
 from slapo_zoo.zoo.arguments import config_of, to_dtype
-from slapo_zoo.zoo.knobs import KNOBS
+from slapo_zoo.zoo.options import KNOBS
 from slapo_zoo.zoo.table import table_for
 from slapo_zoo.zoo.tuned import machine_name, model_name
 

@@ -20,7 +20,7 @@ from slapo_zoo.tune.worker import RESULT
 from slapo_zoo.weights.ledger import AnonymousPeak
 from slapo_zoo.zoo.arguments import config_of, to_dtype
 from slapo_zoo.zoo.kernel_choice import kernels_of
-from slapo_zoo.zoo.knobs import KNOBS
+from slapo_zoo.zoo.options import KNOBS
 
 PROBE_ROWS, WARM_UP = 2, 1
 LOOSE = {

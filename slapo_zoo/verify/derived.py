@@ -23,7 +23,7 @@ from slapo_zoo.zoo.derivation.plan import plan_of, table_of_plan
 from slapo_zoo.zoo.derivation.rows import Modules, derive_table, find_groups
 from slapo_zoo.zoo.derivation.stacks import find_stacks
 from slapo_zoo.zoo.derivation.tiny import Sizes
-from slapo_zoo.zoo.derive import refusal
+from slapo_zoo.zoo.schedule_source import refusal
 from slapo_zoo.zoo.table import Table
 
 Make = Callable[[Any, Any], Table]  # config, model on meta --> a candidate

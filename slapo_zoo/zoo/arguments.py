@@ -15,7 +15,7 @@ from slapo_zoo.parallel.paths import nearest
 from slapo_zoo.parallel.process_group import init_distributed, is_distributed_launch
 from slapo_zoo.weights.folder import CheckpointFolder
 from slapo_zoo.zoo.hf_arguments import HubArguments
-from slapo_zoo.zoo.knobs import INSTEAD, KNOBS, unknown_knob
+from slapo_zoo.zoo.options import INSTEAD, KNOBS, unknown_knob
 from slapo_zoo.zoo.table import families, table_for
 
 

@@ -1,80 +1,101 @@
-"""What the caller of the loader wants of a model, in one frozen value that travels by keyword."""
+"""Every option of a model, said once: its default, its help, what it may be, what a tuner may try.
+
+The signatures of `from_pretrained` and `from_config`, the flags of the commands and the knobs of a
+table are these fields; tests/zoo/test_knobs.py compares them.
+"""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.hf.attention_backends import BACKENDS
+from slapo_zoo.parallel.paths import nearest
 from slapo_zoo.zoo.precision import PRECISIONS
-from slapo_zoo.zoo.table import Table
-
-Kind = Literal["zoo", "auto", "table", "card", "steps", "function", "extended"]
-FROM_TABLE = ("zoo", "auto", "table", "extended")  # kinds whose program a table makes
 
 
-@dataclasses.dataclass(frozen=True)
-class Extended:
-    """The zoo's schedule, and then a function of it; made by `extend`."""
-
-    function: Callable[[Any], Any]
-
-
-def extend(function: Callable[[Any], Any]) -> Extended:
-    """The zoo's schedule and more: `schedule=extend(lambda sch: sch["h.0.mlp"].checkpoint())`.
+@dataclass(frozen=True)
+class Knob:
+    """What is known of one option.
 
     Args:
-        function: of the schedule, called when the family's table has been applied; paths are those
-            of the model, as `model.schedule` prints them.
+        help: what it does, in one sentence.
+        expected: its type and range, in words.
+        fits: whether a value is of that type and range.
+        tries: values that a tuner may try; empty when it is no matter of speed.
     """
-    if not callable(function):
-        hint = "pass a function of one argument, the schedule"
-        raise SlapoError("extend", "function", f"found {function!r}", hint)
-    return Extended(function)
+
+    help: str
+    expected: str
+    fits: Callable[[Any], bool]
+    tries: tuple[Any, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+def _count(value: Any) -> bool:
+    return _integer(value) and value >= 1
+
+
+def _integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _optional(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or fits(value)
+
+
+def _flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _name(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _kernels(value: Any) -> bool:
+    several = isinstance(value, list | tuple) and all(map(_name, value))
+    return _name(value) or several
+
+
+def _knob(default: Any, *known: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"knob": Knob(*known)})
+
+
+COUNT = "an integer of at least 1"
+MESH = ("tp", "pp", "dp")  # the mesh checks its own sizes
+
+
+@dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """The knobs of one model; the arguments of the same names in `from_pretrained` say the rest.
+    """What shapes a model once its mesh, its config and its class are known.
 
     Args:
-        sequence_parallel: tp ranks shard the tokens too.
         schedule: "zoo", "auto", a Table, a card, a .json of `to_json`, a Schedule or its steps, a
             function of the schedule, or `extend(function)`.
-        pipeline_order: how the stages interleave micro-batches.
-        stages_per_rank: virtual stages per rank, of interleaved orders.
-        checkpoint_ratio: share of the blocks whose activations are recomputed.
-        checkpoint_policy: what a recomputed block keeps; or a name for each block.
-        attention: the attention back end; None takes the family's own.
-        kernels: "auto", "reference", a name, or several.
-        seed: of dropout and of new weights; None is 0.
         device: for which "auto" chooses kernels.
-        dp_shard: dp ranks that divide parameters, gradients and optimizer states.
-        zero_stage: when their gradients are summed, and when they are whole.
-        precision: of PRECISIONS; None computes in the dtype of the parameters.
     """
 
-    sequence_parallel: bool = False
     schedule: Any = "zoo"
-    pipeline_order: str = "1f1b"
-    stages_per_rank: int | None = None
-    checkpoint_ratio: float = 0.0
-    checkpoint_policy: str | Sequence[str] = ""
-    attention: str | None = None
-    kernels: Any = "reference"
-    seed: int | None = None
-    device: torch.device | str = "cpu"
-    precision: str | None = None
-    dp_shard: int = 1
-    zero_stage: int = 3
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any], **changes: Any) -> "BuildOptions":
-        """The options among the arguments of a function, as `locals()` has them; then `changes`."""
-        names = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{name: given[name] for name in names & given.keys()} | changes)
+    device: torch.device | str | None = "cpu"
+    # fmt: off
+    sequence_parallel: bool = _knob(False, "tp ranks shard the tokens too", "True or False", _flag, (False, True))
+    pipeline_order: str = _knob("1f1b", "how stages interleave micro-batches", "a name", _name, ("1f1b", "gpipe", "interleaved_1f1b"))
+    stages_per_rank: int | None = _knob(None, "of an interleaved order", f"{COUNT}, or None", _optional(_count))
+    checkpoint_ratio: float = _knob(0.0, "share of the blocks that are recomputed", "a number from 0 to 1", _number, (0.0, 0.25, 0.5, 0.75, 1.0))
+    checkpoint_policy: str | Sequence[str] = _knob("", "what a recomputed block keeps", "a name, or a list of one name per block", _kernels, ("", "save_matmuls"))
+    attention: str | None = _knob(None, "the attention back end", f"None or one of {', '.join(BACKENDS)}", _optional(_name), tuple(BACKENDS))
+    kernels: Any = _knob("reference", "the fast paths", "auto, reference, the name of a kernel or a list of them", _kernels, ("auto", "reference"))  # noqa: RUF009
+    seed: int | None = _knob(None, "of dropout masks and of new weights", "an integer, or None", _optional(_integer))
+    dp_shard: int = _knob(1, "dp ranks that divide parameters, gradients and optimizer states", COUNT, _count)
+    zero_stage: int = _knob(3, "1: gradients are summed over dp once a step, 2: once a micro-batch, 3: and a block is whole only while it runs", "1, 2 or 3", lambda value: value in (1, 2, 3))
+    precision: str | None = _knob(None, "fp32 masters and 16-bit compute, or one dtype", "fp32, bf16, bf16-pure, fp16, or None", _optional(_name))
+    # fmt: on
 
     def but(self, **changes: Any) -> "BuildOptions":
         """These options with some changed."""
@@ -91,29 +112,72 @@ class BuildOptions:
         found = PRECISIONS.get(self.precision or "")
         return found.parameters if found else asked
 
-    @property
-    def kind(self) -> Kind:
-        """What `schedule` is."""
-        return kind_of(self.schedule)
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions(BuildOptions):
+    """Every argument that `from_pretrained` and `from_config` share; there is its full description."""
+
+    # fmt: off
+    tp: int = _knob(1, "ranks that shard each layer", COUNT, _count, (1, 2, 4, 8))
+    pp: int = _knob(1, "ranks that shard the layers into stages", COUNT, _count, (1, 2, 4, 8))
+    dp: int | None = _knob(None, "ranks that shard the batch", f"{COUNT}, or None for all that are left", _optional(_count))
+    micro_batches: int | None = _knob(None, "equal parts of a batch", f"{COUNT}, or None", _optional(_count), (1, 2, 4, 8, 16))
+    dtype: Any = _knob("auto", "of the parameters", "a torch dtype, its name, or auto", lambda value: True, ("float32", "bfloat16"))  # noqa: RUF009
+    # fmt: on
+    kernels: Any = dataclasses.field(
+        default="auto", metadata=BuildOptions.__dataclass_fields__["kernels"].metadata
+    )
+    device: torch.device | str | None = None
+    auto_class: Any = None
+    activation_memory: int | str | None = None
+    micro_batch_shape: tuple[int, int] | None = None
+    trust_remote_code: bool = False
+    verify: str = "quick"
+    target: str | None = "torch"
+    target_options: Mapping[str, Any] | None = None
 
 
-def kind_of(schedule: Any) -> Kind:
-    """What a `schedule=` is: the zoo's table, a derived one, a card, steps to replay, a function.
+KNOBS: dict[str, Knob] = {
+    field.name: field.metadata["knob"]
+    for field in dataclasses.fields(LoaderOptions) if "knob" in field.metadata
+}  # fmt: skip
+# Arguments of plain `transformers` --> what stands for them here.
+INSTEAD = {
+    "device_map": "pass device=; ranks are placed by tp, pp and dp",
+    "tp_plan": "pass tp=",
+    "tp_size": "pass tp=",
+    "pp_size": "pass pp=",
+    "distributed_config": "pass tp=, pp= and dp=",
+    "gradient_checkpointing": "pass checkpoint_ratio=1.0",
+    "use_safetensors": "leave it out; allow_pickle=True reads .bin files",
+    "max_memory": "pass max_load_memory=",
+    "offload_folder": "leave it out; a rank never holds more than its part",
+    "state_dict": "leave it out: weights come from the files of the checkpoint",
+    "quantization_config": "leave it out; quantized weights cannot be trained",
+}
 
-    Raises:
-        SlapoError: none of these.
-    """
-    if isinstance(schedule, str) and schedule in ("zoo", "auto"):
-        return "auto" if schedule == "auto" else "zoo"
-    if isinstance(schedule, Table):
-        return "table"
-    if isinstance(schedule, str | Path):
-        return "card"
-    if isinstance(schedule, Extended):
-        return "extended"
-    if isinstance(schedule, list | tuple) or hasattr(schedule, "history"):
-        return "steps"
-    if callable(schedule):
-        return "function"
-    hint = 'pass "zoo", "auto", a card, a Schedule, its steps, a function of the schedule, or extend(function)'
-    raise SlapoError("from_pretrained", "schedule", f"found {schedule!r}", hint)
+
+def tunable(**changes: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
+    """The space of a table: knob --> values to try; a family's own where given, `()` for none."""
+    if unknown := sorted(changes.keys() - KNOBS):
+        raise unknown_knob("tunable", unknown[0], KNOBS)
+    space = {name: knob.tries for name, knob in KNOBS.items() if knob.tries} | changes
+    return {name: values for name, values in space.items() if values}
+
+
+def check_knobs(where: str, options: LoaderOptions) -> None:
+    """SlapoError for the first value that is not of its knob's type."""
+    for name, knob in KNOBS.items():
+        value = getattr(options, name)
+        if name not in MESH and not knob.fits(value):
+            problem = f"found {value!r}, expected {knob.expected}"
+            raise SlapoError(where, name, problem, f"{name}: {knob.help}")
+
+
+def unknown_knob(where: str, name: str, known: Iterable[str]) -> SlapoError:
+    """The error for an argument that is neither a knob nor a field of the config."""
+    if name in INSTEAD:
+        return SlapoError(where, f"{name}=", "it has no effect here", INSTEAD[name])
+    near = nearest(name, known) or sorted(KNOBS)
+    problem = "no such argument, and the config has no such field"
+    return SlapoError(where, f"{name}=", problem, f"nearest: {', '.join(near)}")

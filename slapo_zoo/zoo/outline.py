@@ -19,8 +19,8 @@ from slapo_zoo.pipeline.orders import StageMap
 from slapo_zoo.pipeline.stages import assign_stages, stages_of
 from slapo_zoo.weights.keys import KeyMap
 from slapo_zoo.zoo.apply import apply_table, block_paths, units_of
-from slapo_zoo.zoo.derive import find_table
-from slapo_zoo.zoo.options import FROM_TABLE, BuildOptions
+from slapo_zoo.zoo.options import BuildOptions
+from slapo_zoo.zoo.schedule_source import FROM_TABLE, find_table, kind_of
 from slapo_zoo.zoo.table import base_prefix
 from slapo_zoo.zoo.tuned import tuned_knobs
 
@@ -54,7 +54,7 @@ class Outline:
         self._config, self._dtype = config, dtype
         config = copy.deepcopy(config)
         self.cls: Any = hf.resolve_class(config, auto_class)
-        self.table = find_table(config, options.schedule)
+        self.table, kind = find_table(config, options.schedule), kind_of(options.schedule)
         self.keys = KeyMap(self.table.renames, self.table.pieces)
         self.model = hf.build_on_meta(self.cls, config, dtype, self.table.seam)
         whole = {name: _spec(name, tensor) for name, tensor in self.model.state_dict().items()}
@@ -62,7 +62,7 @@ class Outline:
         self.state: State = self.schedule.state
         self.state.compute_dtype = options.compute_dtype
         self.places = StageMap.make(options.pipeline_order, mesh.pp, options.stages_per_rank)
-        if options.kind in FROM_TABLE:
+        if kind in FROM_TABLE:
             is_auto = options.kernels == "auto"
             tuned = (
                 tuned_knobs(config, options.compute_dtype or dtype, options.device)
@@ -74,7 +74,7 @@ class Outline:
             apply_table(
                 self.schedule, self.table, options.but(attention=own), stages, tuned.get("kernels")
             )
-            if options.kind == "extended":
+            if kind == "extended":
                 options.schedule.function(self.schedule)
         else:
             _refuse_knobs(options)
@@ -115,7 +115,7 @@ class Outline:
     def _apply(self, options: BuildOptions) -> None:
         """A program of the user's own in place of the table."""
         schedule = options.schedule
-        if options.kind == "function":
+        if kind_of(schedule) == "function":
             schedule(self.schedule)
         else:
             self.schedule.replay(schedule if isinstance(schedule, Schedule) else list(schedule))

@@ -17,7 +17,7 @@ from slapo_zoo.language.directive import Directive
 from slapo_zoo.parallel.paths import nearest
 from slapo_zoo.weights.keys import Pieces
 from slapo_zoo.zoo.expressions import Named, evaluate
-from slapo_zoo.zoo.knobs import tunable
+from slapo_zoo.zoo.options import tunable
 from slapo_zoo.zoo.rules import Dim, Row
 
 

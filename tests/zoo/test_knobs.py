@@ -1,5 +1,6 @@
 """Knobs: typed, documented, refused when unknown; the attention back ends; the tuner's space."""
 
+import dataclasses
 import inspect
 
 import pytest
@@ -11,7 +12,7 @@ from refusals import BERT, GPT2, refused
 from slapo_zoo import AutoScheduledModel, SlapoError
 from slapo_zoo.errors import ArchitectureError
 from slapo_zoo.hf.attention_backends import BACKENDS
-from slapo_zoo.zoo.knobs import INSTEAD, KNOBS, tunable
+from slapo_zoo.zoo.options import INSTEAD, KNOBS, LoaderOptions, tunable
 from slapo_zoo.zoo.table import families, table_for
 
 # Swin has no axis of tokens, and parts of a batch of CLIP do not add up to its loss
@@ -27,7 +28,8 @@ def root(tmp_path_factory):
 @pytest.mark.parametrize("entry", ["from_pretrained", "from_config"])
 def test_every_knob_is_a_documented_argument(entry):
     arguments = inspect.signature(getattr(AutoScheduledModel, entry)).parameters
-    assert KNOBS.keys() <= arguments.keys()
+    for field in dataclasses.fields(LoaderOptions):
+        assert arguments[field.name].default == field.default, field.name
     text = inspect.getdoc(AutoScheduledModel.from_pretrained)
     assert all(f"{name}: " in text for name in KNOBS)
 

@@ -28,8 +28,8 @@ from slapo_zoo.pipeline.stages import StagePlan, leaf_units
 from slapo_zoo.tune.planner.footprint import Footprint
 from slapo_zoo.tune.planner.use import Use
 from slapo_zoo.zoo.apply import block_paths
-from slapo_zoo.zoo.derive import find_table
 from slapo_zoo.zoo.outline import Outline
+from slapo_zoo.zoo.schedule_source import find_table
 from slapo_zoo.zoo.table import Table, base_prefix
 
 T = TypeVar("T")

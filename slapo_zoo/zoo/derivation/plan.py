@@ -16,7 +16,6 @@ from slapo_zoo.parallel.paths import select
 from slapo_zoo.zoo.derivation.observe import Observation
 from slapo_zoo.zoo.derivation.rows import Modules, find_groups, what_was_seen
 from slapo_zoo.zoo.derivation.stacks import star
-from slapo_zoo.zoo.derive import refusal
 from slapo_zoo.zoo.rules import (
     Row,
     Rule,
@@ -30,6 +29,7 @@ from slapo_zoo.zoo.rules import (
     whole,
     whole_on_heads,
 )  # fmt: skip
+from slapo_zoo.zoo.schedule_source import refusal
 from slapo_zoo.zoo.table import Table, base_prefix
 
 QUERY, KEYS = ("q_proj",), ("k_proj", "v_proj")
