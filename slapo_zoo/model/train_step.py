@@ -30,7 +30,7 @@ from slapo_zoo.model.runtime import (
 )
 from slapo_zoo.model.step_counts import ask
 from slapo_zoo.parallel.known import knowing
-from slapo_zoo.parallel.loss_means import LABELS, GlobalMeans, count_targets
+from slapo_zoo.parallel.loss_means import LABELS, GlobalMeans, count_targets, targets_of
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS, TIED
 from slapo_zoo.parallel.vocab_parallel import VocabLogits
@@ -89,14 +89,16 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
         options.loss_fn, own_loss.divisor_of(targets, asked.totals, parts)
     )
     loss_of, scale = own or _loss, _loss_scale(options.scaler, device)
+    counted = targets_of(name, tensors) if targets is None else None
+    means = GlobalMeans(asked.totals, counted, mesh.group("dp"))
 
     def run(part: Mapping[str, Any], part_rows: Tensor) -> Tensor:
         """The loss of one micro-batch, its means taken over the whole batch."""
         place = stream.at(step, int(part_rows[0]), len(part_rows))
         inputs = own_loss.of_model(part)
-        means = GlobalMeans(asked.totals) if is_part else nullcontext()
+        over = means.over(model, targets_of(name, part)) if is_part else nullcontext()
         numbers = asked.of_rows(int(part_rows[0]) - asked.first, len(part_rows), own is not None)
-        with explained(model, inputs), place, means, knowing(numbers):
+        with explained(model, inputs), place, over, knowing(numbers):
             set_forward(model, inputs, divided)
             output = runtime.data_parallel.run(model, inputs)
         runtime.completion.watch(output)

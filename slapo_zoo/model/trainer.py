@@ -66,7 +66,7 @@ class ScheduledTrainer(Trainer):
         # The Trainer took its gather_function before: with it, a short last batch would weigh less.
         self.gather_function = gather_over_dp(self.accelerator, model.mesh)
         self.accelerator.gather_for_metrics = self.gather_function  # pyright: ignore[reportAttributeAccessIssue]
-        self._targets: list[float | Tensor] = []
+        self._targets: list[float | Tensor] | None = None  # None: a batch is a step, and counts its own
         self._is_checkpoint = False
 
     @property
@@ -92,7 +92,7 @@ class ScheduledTrainer(Trainer):
             return batches, items
         name = self._scheduled._slapo.head_name(self._scheduled)
         counts = [count_targets(name, batch) for batch in batches]
-        self._targets = [sum(column) for column in zip(*counts, strict=True)]
+        self._targets = [sum(each) for each in zip(*counts, strict=True)] if counts[1:] else None
         return batches, None
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
