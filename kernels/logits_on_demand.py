@@ -365,16 +365,9 @@ def _common(
 
 
 def _cross_entropy(
-    x: LogitsOnDemand,
-    target: Tensor,
-    weight: None = None,
-    size_average: None = None,
-    ignore_index: int = -100,
-    reduce: None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    items: float | None = None,
-) -> Tensor:
+    x: LogitsOnDemand, target: Tensor, weight: None = None, size_average: None = None, ignore_index: int = -100,
+    reduce: None = None, reduction: str = "mean", label_smoothing: float = 0.0, items: float | None = None,
+) -> Tensor:  # fmt: skip
     """The signature of torch.nn.functional.cross_entropy, and what a mean divides by."""
     whose: LogitsOnDemand | None = x
     while whose is not None:

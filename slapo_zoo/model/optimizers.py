@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.language.directive import Placed
-from slapo_zoo.parallel.local_tensors import local_part
+from slapo_zoo.parallel.local_tensors import local_part, put_part
 from slapo_zoo.parallel.mesh import Mesh
 
 ELEMENTWISE = {
@@ -140,24 +140,10 @@ def _part(full: Tensor, placed: Placed, mesh: Mesh) -> Tensor:
     return local_part(full, placed.placement, n, r)
 
 
-def _runs(placed: Placed, mesh: Mesh, r: int) -> list[tuple[int, int]]:
-    n, placement = mesh.size(placed.placement.mesh_dim), placed.placement
-    return [(run.start, run.stop) for run in placement.runs(placed.shape[placement.axis], n, r)]
-
-
-def _put(full: Tensor, part: Tensor, placed: Placed, mesh: Mesh, r: int) -> None:
-    """The elements of rank r into their places; padding is left out."""
-    axis, offset = placed.placement.axis, 0
-    for start, stop in _runs(placed, mesh, r):
-        full.narrow(axis, start, stop - start).copy_(part.narrow(axis, offset, stop - start))
-        offset += stop - start
-
-
 def _own_place(local: Tensor, placed: Placed, mesh: Mesh) -> Tensor:
     """Zeros of the whole size with this rank's part in its place: nothing is sent."""
-    full = local.new_zeros(placed.shape)
-    _put(full, local, placed, mesh, mesh.coord(placed.placement.mesh_dim))
-    return full
+    n, r = (f(placed.placement.mesh_dim) for f in (mesh.size, mesh.coord))
+    return put_part(local.new_zeros(placed.shape), local, placed.placement, n, r)
 
 
 def whole(local: Tensor, placed: Placed, mesh: Mesh) -> Tensor:
@@ -172,5 +158,5 @@ def whole(local: Tensor, placed: Placed, mesh: Mesh) -> Tensor:
     dist.all_gather(parts, mine, group=group)
     full = local.new_empty(placed.shape)
     for r, (shape, part) in enumerate(zip(shapes, parts, strict=True)):
-        _put(full, part[: torch.Size(shape).numel()].view(shape), placed, mesh, r)
+        put_part(full, part[: torch.Size(shape).numel()].view(shape), placement, n, r)
     return full

@@ -66,7 +66,7 @@ class ScheduledTrainer(Trainer):
         # The Trainer took its gather_function before: with it, a short last batch would weigh less.
         self.gather_function = gather_over_dp(self.accelerator, model.mesh)
         self.accelerator.gather_for_metrics = self.gather_function  # pyright: ignore[reportAttributeAccessIssue]
-        self._targets: list[float | Tensor] | None = None  # None: a batch is a step, and counts its own
+        self._targets: list[float | Tensor] | None = None  # a step of one batch counts its own
         self._is_checkpoint = False
 
     @property

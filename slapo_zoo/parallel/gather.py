@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slapo_zoo.parallel.local_tensors import marked_as
+from slapo_zoo.parallel.local_tensors import marked_as, put_part
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import TensorSpec
 
@@ -50,11 +50,7 @@ def _assemble(spec: TensorSpec, everyone: list[dict[str, Tensor]], mesh: Mesh) -
     ranks = [mesh.at(tp=tp, dp=0, pp=spec.stage) for tp in range(mesh.tp)]
     if spec.placement is None:
         return everyone[ranks[0]][spec.name]
-    axis = spec.placement.axis
     full = torch.empty(spec.shape, dtype=everyone[ranks[0]][spec.name].dtype)
     for r, rank in enumerate(ranks):
-        part, offset = everyone[rank][spec.name], 0
-        for start, stop in spec.placement.runs(spec.shape[axis], mesh.tp, r):
-            full.narrow(axis, start, stop - start).copy_(part.narrow(axis, offset, stop - start))
-            offset += stop - start
+        put_part(full, everyone[rank][spec.name], spec.placement, mesh.tp, r)
     return full

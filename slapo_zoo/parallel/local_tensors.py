@@ -103,6 +103,15 @@ def local_part(tensor: Tensor, placement: Placement, n: int, r: int) -> Tensor:
     return torch.cat(parts, axis) if len(parts) > 1 else parts[0].clone()
 
 
+def put_part(full: Tensor, part: Tensor, placement: Placement, n: int, r: int) -> Tensor:
+    """Copy the elements of rank r into their places; padding is left out."""
+    axis, offset = placement.axis, 0
+    for start, stop in placement.runs(full.shape[axis], n, r):
+        full.narrow(axis, start, stop - start).copy_(part.narrow(axis, offset, stop - start))
+        offset += stop - start
+    return full
+
+
 def is_divided(tensor: Tensor) -> bool:
     """Whether a tensor is sharded over dp: FSDP2's are DTensors, those of `dp_shard=` are marked."""
     return hasattr(tensor, "full_tensor") or hasattr(tensor, "whole_shape")

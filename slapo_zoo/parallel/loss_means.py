@@ -1,13 +1,13 @@
 """Loss means that stay exact when a batch is divided into micro-batches and over dp ranks."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional as fn
 from torch.overrides import TorchFunctionMode
 
 from slapo_zoo.errors import MeshError
@@ -20,9 +20,9 @@ LABELS = (
     "mc_labels", "labels", "next_sentence_label", "sentence_order_label", "start_positions",
     "end_positions", "bool_masked_pos",
 )  # fmt: skip
-MEANS = (F.cross_entropy, F.mse_loss, F.binary_cross_entropy_with_logits)
-BY_CLASS, BCE = (F.cross_entropy, F.nll_loss), (MEANS[2], F.binary_cross_entropy)
-OF_OWN = (*MEANS, F.nll_loss, F.binary_cross_entropy, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
+MEANS = (fn.cross_entropy, fn.mse_loss, fn.binary_cross_entropy_with_logits)
+BY_CLASS, BCE = (fn.cross_entropy, fn.nll_loss), (MEANS[2], fn.binary_cross_entropy)
+OF_OWN = {*MEANS, *BY_CLASS, *BCE, fn.l1_loss, fn.smooth_l1_loss, fn.huber_loss}
 _SUMS = {"add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__isub__"}
 _FACTORS = {"mul", "mul_", "__mul__", "__rmul__", "__imul__"}
 _QUOTIENTS = {"div", "div_", "true_divide", "__truediv__", "__itruediv__"}
@@ -122,7 +122,7 @@ class GlobalMeans(TorchFunctionMode):
             return found
         count = self._divisor(func, args[0], args[1], kwargs)
         self.found += 1
-        if func is F.cross_entropy and hasattr(args[0], "cross_entropy_over"):
+        if func is fn.cross_entropy and hasattr(args[0], "cross_entropy_over"):
             loss = args[0].cross_entropy_over(count, *args[1:], **kwargs)
         else:
             loss = func(*args, **{**kwargs, "reduction": "sum"}) / count
@@ -146,7 +146,9 @@ class GlobalMeans(TorchFunctionMode):
             self._total(options["pos_weight"], torch.zeros((), device=y.device))
         if (self.part[k] == IGNORED).any():
             raise _refusal(f"{func.__name__} knows no ignored labels, and found some")
-        shape = y[:, 0].shape if func is F.cross_entropy else torch.broadcast_shapes(x.shape, y.shape)
+        shape = (
+            y[:, 0].shape if func is fn.cross_entropy else torch.broadcast_shapes(x.shape, y.shape)
+        )
         return self.counts[k] * shape.numel() / self.part[k].numel()
 
     def _by_class(self, k: int, y: Tensor, weight: Tensor | None, ignored: int) -> float:
@@ -167,7 +169,9 @@ class GlobalMeans(TorchFunctionMode):
         """The sum over dp; weights must be those of every micro-batch and rank."""
         if self.found not in self.totals:
             marks = [] if weights is None else [weights.detach().double().flatten()]
-            rows = all_gather(torch.cat([mine.double()[None], *marks])[None], 0, self.group).tolist()
+            rows = all_gather(
+                torch.cat([mine.double()[None], *marks])[None], 0, self.group
+            ).tolist()
             alike = all(row[1:] == rows[0][1:] for row in rows)
             self.totals[self.found] = weights if alike else None, sum(row[0] for row in rows)
         before, total = self.totals[self.found]
@@ -185,8 +189,8 @@ def _is_linear(name: str, args: Sequence[Any]) -> bool:
     return of_two if name in _FACTORS | _QUOTIENTS else name in _SAME and kinds[0] is True
 
 
-def _refusal(problem: str, known: Sequence[Any] = ()) -> MeshError:
-    names = ", ".join(function.__name__ for function in known)
+def _refusal(problem: str, known: Iterable[Any] = ()) -> MeshError:
+    names = ", ".join(sorted(function.__name__ for function in known))
     hint = "pass micro_batches=1 and use dp=1, or give train_step a loss_fn (docs/your_own_loop.md)"
     problem = f"{problem} ({names})" if names else problem
     return MeshError("train_step", "the model's loss", problem, hint)

@@ -155,15 +155,9 @@ def _parallel(x: VocabLogits, target: Tensor, weight: Any = None, *_: Any, **kwa
 
 
 def _cross_entropy(
-    x: VocabLogits,
-    target: Tensor,
-    weight: None = None,
-    size_average: None = None,
-    ignore_index: int = -100,
-    reduce: None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
+    x: VocabLogits, target: Tensor, weight: None = None, size_average: None = None, ignore_index: int = -100,
+    reduce: None = None, reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Tensor:  # fmt: skip
     """The signature of torch.nn.functional.cross_entropy."""
     loss = vocab_parallel_cross_entropy(
         x.local(), target, x.vocab_size, x.group, ignore_index, label_smoothing
@@ -175,13 +169,8 @@ def _cross_entropy(
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    vocab_size: int,
-    group: Any,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-) -> Tensor:
+    logits: Tensor, target: Tensor, vocab_size: int, group: Any, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> Tensor:  # fmt: skip
     """Cross-entropy per row, 0 where the target is ignored; two collectives of O(N).
 
     Args:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from torch.nn import functional as F
+from torch.nn import functional as fn
 
 from slapo_zoo import AutoScheduledModel, emulate
 from slapo_zoo.errors import MeshError
@@ -33,7 +33,7 @@ def own(function):
 
 
 def one_hot(y):
-    return F.one_hot(y.clamp(min=0), VOCAB).float()
+    return fn.one_hot(y.clamp(min=0), VOCAB).float()
 
 
 def by_frequency(y):
@@ -41,29 +41,29 @@ def by_frequency(y):
 
 
 def logged(x, y):
-    loss, _ = F.cross_entropy(x, y), (x.argmax(-1) == y).float().mean() + x.logsumexp(-1).mean()
+    loss, _ = fn.cross_entropy(x, y), (x.argmax(-1) == y).float().mean() + x.logsumexp(-1).mean()
     return 2 * (loss.float() / 3)
 
 
 EXACT = {
-    "plain": lambda x, y: F.cross_entropy(x, y),
-    "weights": lambda x, y: F.cross_entropy(x, y, weight=WEIGHT),
-    "weights-smoothed": lambda x, y: F.cross_entropy(x, y, WEIGHT, label_smoothing=0.1),
-    "weights-nll": lambda x, y: F.nll_loss(x.log_softmax(-1), y, weight=WEIGHT),
+    "plain": lambda x, y: fn.cross_entropy(x, y),
+    "weights": lambda x, y: fn.cross_entropy(x, y, weight=WEIGHT),
+    "weights-smoothed": lambda x, y: fn.cross_entropy(x, y, WEIGHT, label_smoothing=0.1),
+    "weights-nll": lambda x, y: fn.nll_loss(x.log_softmax(-1), y, weight=WEIGHT),
     "weights-module": lambda x, y: torch.nn.CrossEntropyLoss(weight=WEIGHT)(x, y),
-    "another-ignored": lambda x, y: F.cross_entropy(x, y.masked_fill(y < 0, 9), ignore_index=9),
-    "two-terms": lambda x, y: F.cross_entropy(x, y) + F.cross_entropy(x, y, weight=WEIGHT) * 0.5,
+    "another-ignored": lambda x, y: fn.cross_entropy(x, y.masked_fill(y < 0, 9), ignore_index=9),
+    "two-terms": lambda x, y: fn.cross_entropy(x, y) + fn.cross_entropy(x, y, weight=WEIGHT) * 0.5,
     "figures-beside": logged,
 }
 REFUSED = {
-    "fewer-targets": (lambda x, y: F.cross_entropy(x, y.masked_fill(y > 40, -100)), "targets weigh"),
-    "weights-of-parts": (lambda x, y: F.cross_entropy(x, y, weight=by_frequency(y)), "other weights"),
-    "mean-by-hand": (lambda x, y: F.cross_entropy(x, y) + x.logsumexp(-1).mean(), "something else"),
-    "share-by-hand": (lambda x, y: F.cross_entropy(x, y) * (y > 9).float().mean(), "something else"),
-    "curved": (lambda x, y: F.cross_entropy(x, y).exp(), "something else"),
-    "constant": (lambda x, y: F.cross_entropy(x, y) + 0.1, "something else"),
-    "sum": (lambda x, y: F.cross_entropy(x, y, reduction="sum") / 7, "something else"),
-    "elements": (lambda x, y: F.mse_loss(x, one_hot(y)), "no ignored labels"),
+    "fewer-targets": (lambda x, y: fn.cross_entropy(x, y.masked_fill(y > 40, -100)), "targets weigh"),
+    "weights-of-parts": (lambda x, y: fn.cross_entropy(x, y, weight=by_frequency(y)), "other weights"),
+    "mean-by-hand": (lambda x, y: fn.cross_entropy(x, y) + x.logsumexp(-1).mean(), "something else"),
+    "share-by-hand": (lambda x, y: fn.cross_entropy(x, y) * (y > 9).float().mean(), "something else"),
+    "curved": (lambda x, y: fn.cross_entropy(x, y).exp(), "something else"),
+    "constant": (lambda x, y: fn.cross_entropy(x, y) + 0.1, "something else"),
+    "sum": (lambda x, y: fn.cross_entropy(x, y, reduction="sum") / 7, "something else"),
+    "elements": (lambda x, y: fn.mse_loss(x, one_hot(y)), "no ignored labels"),
 }  # fmt: skip
 
 
@@ -98,9 +98,9 @@ def test_means_of_own_denominators_equal_the_whole_batch(dp, pp):
 
 
 ELEMENTS = {
-    "probabilities": lambda x, y: F.cross_entropy(x, one_hot(y)),
-    "squares": lambda x, y: F.mse_loss(x, one_hot(y)) + F.smooth_l1_loss(x, one_hot(y)),
-    "bits": lambda x, y: F.binary_cross_entropy_with_logits(x, one_hot(y), pos_weight=WEIGHT),
+    "probabilities": lambda x, y: fn.cross_entropy(x, one_hot(y)),
+    "squares": lambda x, y: fn.mse_loss(x, one_hot(y)) + fn.smooth_l1_loss(x, one_hot(y)),
+    "bits": lambda x, y: fn.binary_cross_entropy_with_logits(x, one_hot(y), pos_weight=WEIGHT),
 }
 
 
