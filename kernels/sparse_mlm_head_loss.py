@@ -19,13 +19,9 @@ SHAPES = [(1, 5, 16, 40), (3, 7, 24, 131), (2, 33, 16, 97)]
 
 
 def reference(
-    hidden: Tensor,
-    labels: Tensor,
-    transform: Callable[[Tensor], Tensor],
-    weight: Tensor,
-    bias: Tensor | None = None,
-    num_items: Tensor | int | None = None,
-) -> Tensor:
+    hidden: Tensor, labels: Tensor, transform: Callable[[Tensor], Tensor], weight: Tensor,
+    bias: Tensor | None = None, num_items: Tensor | int | None = None,
+) -> Tensor:  # fmt: skip
     """The definition (transformers, modeling_bert.py: BertForMaskedLM), logits of all tokens."""
     h = transform(hidden)
     logits = h @ weight.T if bias is None else h @ weight.T + bias
@@ -81,14 +77,9 @@ def _known(head: Any) -> str:
     serves=dict.fromkeys(HEADS, _forward),
 )  # fmt: skip
 def sparse_mlm_head_loss(
-    hidden: Tensor,
-    labels: Tensor,
-    transform: Callable[[Tensor], Tensor],
-    weight: Tensor,
-    bias: Tensor | None = None,
-    num_items: Tensor | int | None = None,
-    capacity: int | None = None,
-) -> Tensor:
+    hidden: Tensor, labels: Tensor, transform: Callable[[Tensor], Tensor], weight: Tensor,
+    bias: Tensor | None = None, num_items: Tensor | int | None = None, capacity: int | None = None,
+) -> Tensor:  # fmt: skip
     """The mean loss over masked tokens; equal to that of all logits, gradients included.
 
     Args:
