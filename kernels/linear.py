@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slapo_zoo.dispatch import cpu_matmul as products
-from slapo_zoo.dispatch.registry import operator, register_kernel
+from slapo_zoo.dispatch.registry import HOOKS, operator, register_kernel
 
 SHAPES = [(7, 24, 10), (5, 33, 16), (64, 16, 1), (0, 8, 4)]
 
@@ -58,9 +58,8 @@ def _serves(x: Tensor, weight: Tensor, in_first: bool) -> bool:
 
 def is_plain(module: nn.Module) -> bool:
     """Whether a kernel may multiply by the weight itself: nobody sees or changes the call."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     own = products.computes_as_class(vars(module).get("forward"))
-    return own and not any(getattr(module, name) for name in hooks)
+    return own and not any(getattr(module, name) for name in HOOKS)
 
 
 def _install(site: Any, **options: Any) -> None:
@@ -72,16 +71,9 @@ def _install(site: Any, **options: Any) -> None:
         site.module.forward = _forward.__get__(site.module)
 
 
-def _refuses(module: nn.Module) -> str:
-    names = [cls.__name__ for cls in type(module).__mro__]
-    if "Linear" in names or "Conv1D" in names:
-        return ""
-    return f"found {type(module).__name__}, linear serves Conv1D, Linear"
-
-
 products.AS_CLASS.add(_forward)
 register_kernel(
-    "linear", _refuses, serves=dict.fromkeys(("Linear", "Conv1D"), _forward), entry=linear, innermost=True,
+    "linear", serves=dict.fromkeys(("Linear", "Conv1D"), _forward), entry=linear, innermost=True,
     reference=reference, inputs=inputs, shapes=tuple(SHAPES), paths={"cpu": "oneDNN where it is faster"},
 )(_install)  # fmt: skip
 

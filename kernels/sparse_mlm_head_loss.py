@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slapo_zoo.dispatch.registry import is_hooked, kernel
+from slapo_zoo.dispatch.registry import kernel, served_class
 from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 from slapo_zoo.kernels.logits_on_demand import Head, LogitsOnDemand, may_defer
 
@@ -58,8 +58,8 @@ HEADS = {"BertLMPredictionHead": _bert, "RobertaLMHead": _roberta, "AlbertMLMHea
 
 def _forward(head: Any, hidden: Tensor, **kwargs: Any) -> Tensor:
     """The head; while it trains, its logits are made on demand and its loss of the masked rows."""
-    transform = HEADS[_known(head)](head)
-    if not may_defer(head, hidden) or is_hooked(head.decoder):
+    transform = HEADS[served_class(head, HEADS).__name__](head)
+    if not may_defer(head, hidden):
         return type(head).forward(head, hidden, **kwargs)
     found = Head(head.decoder, lambda rows: head.decoder(transform(rows)), transform, root=head)
     with torch.no_grad():  # what is hooked to the decoder says how the vocabulary is sharded
@@ -68,13 +68,9 @@ def _forward(head: Any, hidden: Tensor, **kwargs: Any) -> Tensor:
     return LogitsOnDemand.of(hidden, found)
 
 
-def _known(head: Any) -> str:
-    return next(c.__name__ for c in type(head).__mro__ if c.__name__ in HEADS)
-
-
 @kernel(
     "sparse_mlm_head_loss", reference, inputs, SHAPES, cpu="masked rows only",
-    serves=dict.fromkeys(HEADS, _forward),
+    serves=dict.fromkeys(HEADS, _forward), passes=("decoder",),
 )  # fmt: skip
 def sparse_mlm_head_loss(
     hidden: Tensor, labels: Tensor, transform: Callable[[Tensor], Tensor], weight: Tensor,

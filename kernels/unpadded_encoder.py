@@ -49,20 +49,14 @@ def unpadded(x: Tensor, real: Tensor, layers: Callable[[Tensor], Tensor]) -> Ten
     return y.new_zeros((real.numel(), y.shape[-1])).index_copy(0, at, y).view(*real.shape, -1)
 
 
-def _refuses(module: Any) -> str:
-    kinds = ", ".join(SERVES)
-    known = any(cls.__name__ in SERVES for cls in type(module).__mro__)
-    return "" if known else f"found {type(module).__name__}, unpadded_encoder serves {kinds}"
-
-
 def _install(site: Any, **options: Any) -> None:
-    state, own = site.state, type(site.module).forward
+    state = site.state
     state.unpads = True
 
     def forward(
         module: Any, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any
     ) -> Any:
-        real = state.forward.real_tokens
+        real, own = state.forward.real_tokens if known().real else None, type(module).forward
         if real is None or hidden_states.shape[:2] != real.shape:
             return own(module, hidden_states, attention_mask, **kwargs)
         outputs = []
@@ -80,7 +74,7 @@ def _install(site: Any, **options: Any) -> None:
 
 
 register_kernel(
-    "unpadded_encoder", _refuses, serves=dict.fromkeys(SERVES, unpadded), entry=unpadded,
+    "unpadded_encoder", serves=dict.fromkeys(SERVES, unpadded), entry=unpadded,
     reference=reference, inputs=inputs, shapes=tuple(SHAPES), paths={"cpu": "real tokens only", "cuda": "the same"},
     runs_inside=True,
 )(_install)  # fmt: skip

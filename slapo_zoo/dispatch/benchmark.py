@@ -213,18 +213,13 @@ def _of_steps(table: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, An
     return {key: value for key, value in table.items() if key.partition(":")[0] not in measured}
 
 
-def _middle(shapes: list[tuple]) -> list[tuple]:
-    """A CPU is given the middle sizes."""
-    return shapes[1::2]
-
-
 def cases(quick: bool, only: str, device: str) -> list[tuple[str, tuple, torch.dtype]]:
     """What a run measures, in order: (kernel, shape, dtype)."""
     found: list[tuple[str, tuple, torch.dtype]] = []
     for name, shapes in SHAPES.items():
         if not name.startswith(tuple(only.split(","))) or (device == "cpu" and name in SAME_ON_CPU):
             continue
-        for shape in shapes[:1] if quick else shapes[1:] if device == "cuda" else _middle(shapes):
+        for shape in shapes[:1] if quick else shapes[1 :: 1 if device == "cuda" else 2]:
             found += [(name, shape, dtype) for dtype in (torch.float32, torch.bfloat16)]
     return found
 
@@ -250,12 +245,8 @@ def run(
     for what, shape, dtype in cases(quick, only, device):
         if (what, "x".join(map(str, shape)), str(dtype)[6:]) in known:
             continue
-        try:
-            row = measure(what, shape, dtype, device, compile=not quick)
-        except (
-            Exception
-        ) as error:  # out of memory, a kernel that does not compile: one row, not all
-            logging.getLogger("slapo_zoo").warning("%s %s %s: %s", what, shape, dtype, error)
+        row = _row(what, shape, dtype, device, compile=not quick)
+        if row is None:
             continue
         rows.append(row)
         if not quick:  # a run that is cut short keeps what it has

@@ -3,11 +3,11 @@
 import importlib.util
 import os
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, wraps
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from slapo_zoo.errors import ScheduleError
 from slapo_zoo.parallel.once import once
 
 NAMESPACE = "slapo_zoo"  # of the operators, in torch.ops
+KNOWN = ("transformers", "torch", NAMESPACE)  # packages whose classes kernels stand for
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton runs on the CPU, slowly
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # sums are fp32: too coarse for fp64
@@ -32,7 +34,8 @@ class Kernel:
         name: as in `replace(name)`.
         install: puts it into the module of a site; adds no key to the state dict.
         refuses: why it cannot serve a module, or the empty string.
-        serves: class names of modules, and the forward that each gets.
+        serves: class names of modules, and the forward that each gets; a class of such a name with a
+            forward of its own is none of them.
         entry: the public function.
         reference: the slow truth, in plain torch operations.
         inputs: test shape --> keyword arguments of both.
@@ -81,14 +84,19 @@ KERNELS: dict[str, Kernel] = {}
 
 
 def register_kernel(
-    name: str, refuses: Callable[[nn.Module], str] = lambda module: "", **more: Any
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    name: str, refuses: Callable[[nn.Module], str] = lambda module: "", passes: Sequence[str] = (),
+    **more: Any,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
     """Register the decorated `install(site, **options)` under `name`; `more` are fields of Kernel."""
+    served = more.get("serves")
+
+    def unfit(module: nn.Module) -> str:
+        return (served and _unlike(module, name, served, passes)) or refuses(module)
 
     def register(install: Callable[..., Any]) -> Callable[..., Any]:
         if name in KERNELS:
             raise ScheduleError("kernel", name, "the name is already registered", "choose another")
-        KERNELS[name] = Kernel(name, install, refuses, **more)
+        KERNELS[name] = Kernel(name, install, unfit, **more)
         return install
 
     return register
@@ -118,27 +126,19 @@ def kernel(
         cpu: what the entry runs on a CPU, in a word or two.
         sites: paths of a model's modules that it is for; None takes all whose class it serves.
         limits: why its Triton path cannot serve a tensor of this dtype and last axis, or "".
-        passes: children whose work it does itself. Where one is replaced or hooked later, the class's own
-            forward runs.
+        passes: children whose work it does itself. Where one is replaced, patched or hooked later, the
+            class's own forward runs.
     """
     forwards = dict(serves or {})
 
-    def refuses(module: nn.Module) -> str:
-        if _forward_for(module, forwards) is None:
-            kinds = ", ".join(sorted(forwards)) or "a function only"
-            return f"found {type(module).__name__}, {name} serves {kinds}"
-        return cannot(module)
-
     def install(site: Any, **options: Any) -> None:
-        forward: Any = _forward_for(site.module, forwards)
-        if passes:
-            kinds = {name: type(getattr(site.module, name, None)) for name in passes}
-            forward = _while_as_built(forward, kinds)
+        forward = forwards[served_class(site.module, forwards).__name__]
+        forward = _while_as_built(forward, site.module, passes)
         site.module.forward = MethodType(forward, site.module)
 
     def register(entry: Callable[..., Any]) -> Callable[..., Any]:
         register_kernel(
-            name, refuses, serves=forwards, entry=entry, reference=reference, inputs=inputs,
+            name, cannot, passes, serves=forwards, entry=entry, reference=reference, inputs=inputs,
             shapes=tuple(shapes), paths={"cpu": cpu, "cuda": "triton"}, sites=sites, limits=limits,
         )(install)  # fmt: skip
         return entry
@@ -156,29 +156,94 @@ def load_kernels() -> dict[str, Kernel]:
     return KERNELS
 
 
-def _while_as_built(forward: Callable[..., Any], kinds: dict[str, type]) -> Callable[..., Any]:
-    """`forward` while the children it passes by are of these classes and nobody sees their calls."""
+def _while_as_built(
+    forward: Callable[..., Any], module: nn.Module, passes: Sequence[str]
+) -> Callable[..., Any]:
+    """`forward` while nobody patches the class, and the children that it passes by are as they are now."""
+    own, kinds = type(module).forward, {name: _kind(getattr(module, name, None)) for name in passes}
 
     @wraps(forward)
     def served(module: Any, *args: Any, **kwargs: Any) -> Any:
         children = {name: getattr(module, name, None) for name in kinds}
-        if any(type(c) is not kinds[n] or is_hooked(c) for n, c in children.items()):
+        others = any(_kind(c) != kinds[n] or is_changed(c) for n, c in children.items())
+        if others or type(module).forward is not own:
             return type(module).forward(module, *args, **kwargs)
         return forward(module, *args, **kwargs)
 
     return served
 
 
+def _kind(module: Any) -> tuple[type, Any]:
+    return type(module), getattr(type(module), "forward", None)
+
+
+def served_class(module: nn.Module, serves: Collection[str]) -> Any:
+    """The first class of a module, from its own upwards, whose name a kernel serves."""
+    return next((cls for cls in type(module).__mro__ if cls.__name__ in serves), None)
+
+
+def _unlike(module: nn.Module, name: str, serves: Mapping[str, Any], passes: Sequence[str]) -> str:
+    """Why a module is none of those that a kernel was written for, or the empty string."""
+    found, own = served_class(module, serves), type(module)
+    if found is None:
+        kinds = ", ".join(sorted(serves)) or "a function only"
+        return f"found {own.__name__}, {name} serves {kinds}"
+    packages = *KNOWN, package_of(serves[found.__name__])
+    if package_of(found) not in packages or own.forward is not found.forward:
+        mine = f"{own.__name__} of {own.__module__} with a forward of its own"
+        return f"found {mine}, {name} stands for that of {found.__name__} in transformers"
+    parts = {
+        own.__name__: module,
+        **{f"{own.__name__}.{n}": getattr(module, n, None) for n in passes},
+    }
+    changed = [
+        n for n, m in parts.items() if m is not None and (is_changed(m) or not as_written(type(m)))
+    ]
+    return f"{changed[0]} was patched or hooked" if changed else ""
+
+
+def as_written(cls: type) -> bool:
+    """Whether a class of modules has the functions that its own file defines, down to its forward."""
+    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+        own = vars(base)
+        if not all(_is_of(base, f) for n, f in own.items() if n == "forward" or n[:2] != "__"):
+            return False
+        if "forward" in own:
+            break
+    return True
+
+
+def _is_of(cls: type, value: Any) -> bool:
+    """Whether what a class has is no function, or one that its file defines; libraries may wrap it."""
+    function, packages = getattr(value, "__func__", value), (*KNOWN, package_of(cls))
+    if not isinstance(function, FunctionType):
+        return value is not vars(cls).get("forward")
+    while hasattr(function, "__wrapped__"):
+        if package_of(function) not in packages:
+            return False
+        function = function.__wrapped__
+    return function.__globals__["__name__"] == cls.__module__
+
+
+def package_of(what: Any) -> str:
+    """The package in which a class or a function was written, whatever it wraps."""
+    function = isinstance(what, FunctionType)
+    return str(what.__globals__["__name__"] if function else what.__module__).partition(".")[0]
+
+
+def is_changed(module: Any) -> bool:
+    """Whether someone else than a schedule sees the calls of a module, or does its work."""
+    forward = getattr(module, "__dict__", {}).get("forward")
+    while (inner := getattr(forward, "__func__", getattr(forward, "func", None))) is not None:
+        forward = inner
+    maker = forward if isinstance(forward, FunctionType) else type(forward)
+    return (forward is not None and package_of(maker) != NAMESPACE) or is_hooked(module)
+
+
 def is_hooked(module: Any) -> bool:
     """Whether someone else than a schedule wants to see its calls."""
-    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    hooks = [hook for kind in kinds for hook in getattr(module, kind, {}).values()]
+    hooks = [hook for kind in HOOKS for hook in getattr(module, kind, {}).values()]
     return any(not str(getattr(h, "__module__", "")).startswith("slapo_zoo") for h in hooks)
-
-
-def _forward_for(module: nn.Module, forwards: Mapping[str, Any]) -> Callable[..., Any] | None:
-    found = (forwards[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in forwards)
-    return next(found, None)
 
 
 def operator(

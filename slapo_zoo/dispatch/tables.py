@@ -7,10 +7,9 @@ then under any device of the same compute capability.
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -40,14 +39,6 @@ class Table:
     dispatch: Mapping[str, str] = field(default_factory=dict)
     ratios: Mapping[str, float] = field(default_factory=dict)
     capability: str = ""
-
-    @classmethod
-    def read(cls, content: Mapping[str, Any]) -> "Table":
-        """From the content of a file."""
-        return cls(
-            content.get("device", ""), content.get("dispatch", {}), content.get("ratios", {}),
-            content.get("capability", ""),
-        )  # fmt: skip
 
 
 def user_folder() -> Path:
@@ -97,17 +88,12 @@ def forget() -> None:
 def table_of(device: str) -> Table:
     """The table that speaks for a device; an empty one without a device where there is none."""
     if device not in _kept:
-        _kept[device] = _own(device) or _relative(device) or Table()
+        _kept[device] = own_table(device) or _relative(device) or Table()
     return _kept[device]
 
 
 def own_table(device: str) -> Table | None:
-    """What was measured on a device of this very name, or None."""
-    return _own(device)
-
-
-def _own(device: str) -> Table | None:
-    """The package's table with what this user measured over it."""
+    """What was measured on a device of this very name, by this user over the package's; or None."""
     found = [_read(folder / f"{slug(device)}.json") for folder in (MEASURED, user_folder())]
     tables = [table for table in found if table is not None]
     if not tables:
@@ -118,7 +104,10 @@ def _own(device: str) -> Table | None:
 
 
 def _read(file: Path) -> Table | None:
-    return Table.read(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+    if not file.is_file():
+        return None
+    found = json.loads(file.read_text(encoding="utf-8"))
+    return Table(**{f.name: found[f.name] for f in fields(Table) if f.name in found})
 
 
 def _relative(device: str) -> Table | None:

@@ -12,10 +12,9 @@ from typing import Any
 
 from torch import nn
 
+from slapo_zoo.dispatch.registry import HOOKS
+
 OURS = "slapo_zoo"
-HOOKS = (
-    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks",
-)  # fmt: skip
 
 
 def independent_copy(module: nn.Module, memo: dict[int, Any]) -> Any:

@@ -70,9 +70,12 @@ def test_logits_are_made_when_they_are_looked_at(kind):
     model, fast = pair(kind)
     given, calls = batch(), []
     decoder = [m for n, m in fast.named_modules() if n.endswith("decoder")][-1]
-    decoder.forward = lambda x, real=decoder.forward: (
-        (calls.append(x.shape) if len(x) else 0) or real(x)
-    )
+
+    def see(_module, arguments):
+        calls.extend(x.shape for x in arguments if len(x))
+
+    see.__module__ = "slapo_zoo.of_tests"  # a hook of others would make them at once
+    decoder.register_forward_pre_hook(see)
     found, want = fast(**given), model(**given)
     assert found.logits.shape == want.logits.shape
     assert not calls

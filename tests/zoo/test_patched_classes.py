@@ -1,0 +1,118 @@
+"""A kernel stands for the forward that it was written for: what users put in its place runs as in plain transformers."""
+
+import functools
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import activations
+from transformers.models.albert import modeling_albert as albert
+from transformers.models.bert import modeling_bert as bert
+from transformers.models.gpt_neo import modeling_gpt_neo as gpt_neo
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.roberta import modeling_roberta as roberta
+from transformers.models.t5 import modeling_t5 as t5
+
+from heads import HEADS
+from parity import Case, batch_of, checkpoint
+from slapo_zoo import AutoScheduledModel, emulate
+from slapo_zoo.dispatch.registry import KERNELS, load_kernels
+
+TOKENS = ("tokens",)
+CASES = {"bert": Case("BertForMaskedLM", TOKENS), "roberta": Case("RobertaForMaskedLM", TOKENS),
+         "albert": Case("AlbertForMaskedLM", TOKENS), "gpt_neo": HEADS["gpt_neo"][0],
+         "llama": HEADS["llama"][0], "t5": HEADS["t5"][0]}  # fmt: skip
+CLASSES = [
+    ("bert", bert.BertSelfOutput), ("bert", bert.BertOutput), ("bert", bert.BertEmbeddings), ("bert", bert.BertEncoder),
+    ("bert", bert.BertLMPredictionHead), ("bert", activations.GELUActivation), ("bert", nn.LayerNorm), ("bert", nn.Linear),
+    ("roberta", roberta.RobertaOutput), ("roberta", roberta.RobertaLMHead), ("roberta", roberta.RobertaEncoder),
+    ("albert", albert.AlbertMLMHead), ("albert", albert.AlbertTransformer), ("albert", activations.NewGELUActivation),
+    ("gpt_neo", gpt_neo.GPTNeoSelfAttention), ("llama", llama.LlamaMLP), ("llama", llama.LlamaRMSNorm),
+    ("llama", activations.SiLUActivation), ("t5", t5.T5LayerNorm), ("t5", t5.T5Attention), ("t5", t5.T5DenseActDense),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("patched")
+
+
+def doubled(own):
+    """What a recipe may do to a forward: its first output is 1.25 times as large."""
+
+    @functools.wraps(own)
+    def forward(self, *args, **kwargs):
+        out = own(self, *args, **kwargs)
+        if isinstance(out, tuple):
+            return (1.25 * out[0], *out[1:])
+        if not torch.is_tensor(out):
+            out.last_hidden_state = 1.25 * out.last_hidden_state
+            return out
+        return 1.25 * out
+
+    return forward
+
+
+def of_class(cls, model, patch):
+    if not hasattr(cls.forward, "recipe"):  # ranks are threads of one process
+        patch.setattr(cls, "forward", doubled(cls.forward))
+        cls.forward.recipe = True
+
+
+def of_instances(cls, model, patch):
+    for module in model.modules():
+        if type(module) is cls:
+            module.forward = doubled(cls.forward).__get__(module)
+
+
+def of_subclass(cls, model, patch):
+    own = type(cls.__name__, (cls,), {"forward": doubled(cls.forward), "__module__": "recipe"})
+    for module in model.modules():
+        if type(module) is cls:
+            module.__class__ = own
+
+
+def applicable(model):
+    served = [k.name for k in load_kernels().values() if k.serves and k.name != "linear"]
+    names = {cls.__name__ for m in model.modules() for cls in type(m).__mro__}
+    return [n for n in served if names & KERNELS[n].serves.keys()]
+
+
+def step(folder, case, change, patch, kernels, tp, before):
+    if before:
+        change(None, patch)
+    model = AutoScheduledModel.from_pretrained(folder, tp=tp, auto_class=case.cls, kernels=kernels)
+    if not before:
+        change(model, patch)
+    loss = model.train().train_step(batch_of(case))
+    return loss, model.consolidated_state_dict(grads=True)
+
+
+CELLS = [
+    pytest.param(family, cls, how, tp, id=f"{family}-{cls.__name__}-{how}-{tp}")
+    for family, cls in CLASSES for how in ("before", "after", "instances", "subclass") for tp in (1, 2)
+    if tp == 1 or cls is not nn.Linear  # a sharded one is the schedule's
+]  # fmt: skip
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(("family", "cls", "how", "tp"), CELLS)
+def test_a_patched_module_runs_as_patched(family, cls, how, tp, root, monkeypatch):
+    case, kinds = CASES[family], {"instances": of_instances, "subclass": of_subclass}
+    folder = checkpoint(case, root)
+    plain = getattr(transformers, case.cls).from_pretrained(folder).train()
+    change = functools.partial(kinds.get(how, of_class), cls)
+    names = applicable(plain)
+    with monkeypatch.context() as patch:
+        change(plain, patch)
+        output = plain(**batch_of(case))
+        output.loss.backward()
+    with monkeypatch.context() as patch:
+        args = (folder, case, change, patch, names, tp, how == "before")
+        loss, grads = emulate(step, *args, mesh=(tp, 1, 1))[0]
+    torch.testing.assert_close(loss, output.loss.detach(), rtol=1e-4, atol=1e-5)
+    largest = max(float(p.grad.abs().max()) for p in plain.parameters() if p.grad is not None)
+    for name, p in plain.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(grads[name], p.grad, rtol=1e-3, atol=1e-5 * largest, msg=name)  # fmt: skip
