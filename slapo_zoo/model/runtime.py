@@ -3,11 +3,9 @@
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from slapo_zoo.errors import MeshError
 from slapo_zoo.language.directive import ForwardContext
@@ -17,15 +15,13 @@ from slapo_zoo.model.completion import Completion
 from slapo_zoo.model.data_parallel import DataParallel
 from slapo_zoo.model.outputs import shows_layers
 from slapo_zoo.model.precision import MixedPrecision
-from slapo_zoo.parallel.heads import SHIFTED, head_of
+from slapo_zoo.parallel.heads import SHIFTED
 from slapo_zoo.parallel.known import known
 from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.parallel.rank_plan import RankPlan, Sum, TensorPlan
 from slapo_zoo.pipeline.runtime import MAIN_INPUTS, Pipeline, split_batch
 from slapo_zoo.weights.keys import KeyMap
 from slapo_zoo.weights.ledger import Ledger
-
-WORTH_UNPADDING = 0.9  # share of real tokens up to which moving them is cheaper
 
 
 @dataclass
@@ -142,44 +138,8 @@ def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
 
 def set_forward(model: Any, batch: Mapping[str, Any], divided: bool) -> None:
     """Tell the directives of the forward that comes: are its tokens divided, which ones are real?"""
-    state = model._slapo.schedule.state
-    state.forward = ForwardContext(divided)
-    state.forward = replace(state.forward, real_tokens=real_tokens(model, batch))
-
-
-def real_tokens(model: Any, batch: Mapping[str, Any]) -> Tensor | None:
-    """Which tokens are real [B, S], where a kernel may leave the others out: nothing reads them.
-
-    That is where a loss over tokens ignores every label at padding. A training step has asked
-    already (`slapo_zoo.model.step_counts`).
-    """
-    if not may_unpad(model, batch):
-        return None
-    mask, labels = batch["attention_mask"], batch["labels"]
-    real = mask.bool()
-    if known().asked:
-        return real if known().real is not None else None
-    ignored = bool((labels[~real] == -100).all()) and bool(real.any(1).all())
-    return real if ignored and int(real.sum()) <= WORTH_UNPADDING * real.numel() else None
-
-
-def may_unpad(model: Any, batch: Mapping[str, Any]) -> bool:
-    """Whether a kernel that leaves out padding may serve a batch, as far as its shapes tell."""
-    state = model._slapo.schedule.state
-    mask, labels = batch.get("attention_mask"), batch.get("labels")
-    if not (state.unpads and model.training and isinstance(mask, Tensor) and mask.ndim == 2):
-        return False
-    head = head_of(model.unscheduled_class.__name__)
-    if not head.ignores_padding or labels is None or labels.shape != mask.shape:
-        return False
-    config = model.config
-    shown = any(batch.get(name) or getattr(config, name, False)
-                for name in ("output_hidden_states", "output_attentions", "is_decoder"))  # fmt: skip
-    if any(
-        m._compiled_call_impl for m in model.modules()
-    ):  # real tokens in a row have no fixed shape
-        return False
-    return not (shown or state.checkpointed or state.forward.tokens_divided or model.mesh.pp > 1)
+    real = None if known().real is None else batch["attention_mask"].bool()
+    model._slapo.schedule.state.forward = ForwardContext(divided, real)
 
 
 def takes_cache(runtime: Runtime) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_zoo.model.runtime import WORTH_UNPADDING, may_unpad
+from slapo_zoo.model.unpadding import WORTH_UNPADDING, may_unpad
 from slapo_zoo.parallel.collectives import all_gather
 from slapo_zoo.parallel.known import IGNORED, Known
 from slapo_zoo.parallel.loss_means import shifted
@@ -42,17 +42,20 @@ class StepCounts:
         """The numbers of our rows among those of all dp ranks; the host reads them, so on the CPU."""
         return torch.arange(self.first, self.first + count)
 
-    def of_rows(self, start: int, rows: int, own_loss: bool = False) -> Known:
-        """What is known of our rows from number `start`; a loss of one's own has its own targets."""
+    def of_rows(self, start: int, rows: int, own_loss: bool = False, shown: bool = False) -> Known:
+        """What is known of our rows from number `start`.
+
+        A loss of one's own has its own targets, and an output that somebody sees all its tokens.
+        """
         part = slice(start, start + rows)
         targets = None if self.targets is None or own_loss else sum(self.targets[part])
-        real = None if self.real is None else tuple(self.real[part])
-        return Known(self.padded, targets, real, self.targets is not None, self.packed)
+        real = None if self.real is None or own_loss or shown else tuple(self.real[part])
+        return Known(self.padded, targets, real, self.packed)
 
 
 def ask(
     model: Any, tensors: Mapping[str, Tensor], counts: Sequence[float | Tensor], rows: int,
-    whole: Iterable[str] = (),
+    whole: Mapping[str, Any],
 ) -> StepCounts:  # fmt: skip
     """Read the counts of a step: one tensor, one collective over dp, one wait.
 
@@ -67,7 +70,7 @@ def ask(
     if mesh.dp == 1 and not masks and not any(isinstance(n, Tensor) for n in counts):
         packed = None if _positions(tensors, whole) else False
         return StepCounts([float(n) for n in counts], 0, packed=packed)  # nothing to ask: no wait
-    own = _of_rows(model, tensors, masks)
+    own = _of_rows(model, tensors, masks, whole)
     each = all_gather(torch.stack(summed)[None], 0, mesh.group("dp"))
     mine = [x.to(torch.float64) for x in own.values()]
     flat = torch.cat([each.flatten(), *mine]).tolist()
@@ -96,7 +99,7 @@ def _number(n: float | Tensor, device: torch.device) -> Tensor:
 
 
 def _of_rows(
-    model: Any, tensors: Mapping[str, Tensor], masks: Sequence[Tensor]
+    model: Any, tensors: Mapping[str, Tensor], masks: Sequence[Tensor], whole: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """Numbers of our own rows, by what they count."""
     found, positions = {}, tensors.get("position_ids")
@@ -109,7 +112,7 @@ def _of_rows(
         return found
     name = model._slapo.head_name(model)
     found["targets"] = (shifted(name, labels) != IGNORED).sum(1)
-    if may_unpad(model, tensors):
+    if may_unpad(model, {**tensors, **whole}):
         real = tensors["attention_mask"].bool()
         found["real"] = real.sum(1)
         found["ignored"] = ((labels == IGNORED) | real).all()[None]

@@ -97,7 +97,8 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
         place = stream.at(step, int(part_rows[0]), len(part_rows))
         inputs = own_loss.of_model(part)
         over = means.over(model, targets_of(name, part)) if is_part else nullcontext()
-        numbers = asked.of_rows(int(part_rows[0]) - asked.first, len(part_rows), own is not None)
+        first = int(part_rows[0]) - asked.first
+        numbers = asked.of_rows(first, len(part_rows), own is not None, kept is not None)
         with explained(model, inputs), place, over, knowing(numbers):
             set_forward(model, inputs, divided)
             output = runtime.data_parallel.run(model, inputs)

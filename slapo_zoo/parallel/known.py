@@ -22,14 +22,12 @@ class Known:
         padded: whether an attention mask of the batch hides a token.
         targets: labels that count.
         real: real tokens of each row, where the others may be left out.
-        asked: whether the step has asked for `real`.
         packed: whether a row of positions holds more than one sequence.
     """
 
     padded: bool | None = None
     targets: int | None = None
     real: tuple[int, ...] | None = None
-    asked: bool = False
     packed: bool | None = None
 
 
