@@ -290,6 +290,11 @@ def docs(python: str, rest: list[str]) -> int:
     return call(python, "-m", "mkdocs", "build", "--strict", "--site-dir", site, *rest)
 
 
+def pictures(python: str, rest: list[str]) -> int:
+    """Draw the pictures of the documentation anew, from the code."""
+    return call(python, "ci/pictures.py", *rest)
+
+
 def everything(python: str, rest: list[str]) -> int:
     """The commands test, types and demo; stops at the first that fails."""
     return test(python, rest) or types(python, []) or demo(python, [])
@@ -313,6 +318,7 @@ COMMANDS = {
     "cards": cards,
     "corpus": corpus,
     "docs": docs,
+    "pictures": pictures,
     "all": everything,
 }
 

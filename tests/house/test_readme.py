@@ -125,6 +125,31 @@ def test_the_training_page_runs(tmp_path):
     assert log[-1]["eval_accuracy"] == 1.0
 
 
+@pytest.mark.parametrize("most", [1, pytest.param(99, marks=pytest.mark.slow)])
+def test_the_readme_runs_in_an_empty_folder(most, tmp_path):
+    """Its Python blocks, then its commands, in order; those of the checkout are run by other tests."""
+    script = "\n".join(block for _, block in blocks("python", README))
+    assert execute(["-c", script], tmp_path).returncode == 0
+    for words in SLAPO_ZOO_LINES[:most]:
+        result = execute(["-m", "slapo_zoo.cli.main", *words], tmp_path)
+        assert result.returncode == 0, f"{words}: {result.stderr}"
+
+
+def test_the_readme_is_short():
+    assert len(README.split()) <= 1600
+
+
+def test_pictures_are_those_that_the_code_draws():
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "ci" / "pictures.py")
+    drawn = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(drawn)
+    found = dict(drawn.pictures())
+    assert {path.name for path in drawn.FOLDER.glob("*.svg")} == set(found)
+    for name, content in found.items():
+        kept = (drawn.FOLDER / name).read_text(encoding="utf-8")
+        assert kept == content, f"{name}: run python3 ci/run.py pictures"
+
+
 MARKED_OUT = {"slow", "grid", "gpu", "soak"}  # what `python3 ci/run.py test` leaves out
 
 
@@ -144,7 +169,8 @@ def named_tests(file):
 
 def test_the_table_of_engines_names_tests_that_run():
     """Each row ends with tests; they are there, and in the default selection."""
-    rows = [line.split("|")[1:-1] for line in README.splitlines() if line.startswith("| ")]
+    lines = page("docs/engines.md").splitlines()
+    rows = [line.split("|")[1:-1] for line in lines if line.startswith("| ")]
     rows = [cells for cells in rows if len(cells) == 4 and "test_" in cells[3]]
     assert len(rows) > 15
     for *_, named in rows:
@@ -152,9 +178,10 @@ def test_the_table_of_engines_names_tests_that_run():
             assert named_tests(file).get(name) == set(), f"{file}::{name}"
 
 
-def test_other_tests_that_the_readme_names_exist():
-    for file, name in re.findall(r"`(test_\w+\.py)::(\w+)`", README):
-        assert name in named_tests(file), f"{file}::{name}"
+def test_other_tests_that_the_pages_name_exist():
+    for text in (README, page("docs/engines.md"), page("docs/families.md")):
+        for file, name in re.findall(r"`(test_\w+\.py)::(\w+)`", text):
+            assert name in named_tests(file), f"{file}::{name}"
 
 
 def test_internal_links_lead_somewhere():
