@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from slapo_zoo.errors import WeightsError
-from slapo_zoo.weights.carry import carry_over
+from slapo_zoo.weights.carry import TOKENIZER_FILE, carry_over
 
 BLINK_S = 0.5
 TURN_S = 60.0  # another save's turn takes a moment; one that hangs is not waited for
@@ -123,7 +123,8 @@ def check_target(target: Path, mark: str | None = None, option: str = "") -> Non
         raise WeightsError(str(target), option, problem, hint)
     is_model = (target / "config.json").exists() or any(target.glob("model*.safetensors"))
     is_same_kind = is_model if mark is None else (target / mark).exists() and not is_model
-    if any(target.iterdir()) and not is_same_kind:
+    others = [item for item in target.iterdir() if not TOKENIZER_FILE.fullmatch(item.name)]
+    if others and not is_same_kind:  # a tokenizer is often saved first
         names = ", ".join(sorted(os.listdir(target))[:5])
         problem = f"found a folder that is no checkpoint ({names}), expected none or an empty one"
         raise WeightsError(str(target), option, problem, hint)

@@ -70,6 +70,19 @@ def test_a_tokenizer_that_is_there_stays(ranks, source, tmp_path):
     assert (tmp_path / "out" / "notes.md").exists()
 
 
+def test_a_folder_that_holds_a_tokenizer_alone_takes_the_model(source, tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text('{"mine": 1}')
+    AutoScheduledModel.from_pretrained(source).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == {"mine": 1}
+    assert (tmp_path / "model.safetensors").exists()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.txt").write_text("years")
+    with pytest.raises(WeightsError, match=r"no checkpoint \(thesis.txt\)"):
+        AutoScheduledModel.from_pretrained(source).save_pretrained(other)
+
+
 def test_only_nan(source, tmp_path, recwarn):
     folder = shutil.copytree(source, tmp_path / "nan")
     full = load_file(folder / "model.safetensors")
