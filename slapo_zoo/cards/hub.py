@@ -38,7 +38,7 @@ class Reference:
 
     @property
     def is_pinned(self) -> bool:
-        """Return whether it names a commit, which nobody can change."""
+        """Whether it names a commit, which nobody can change."""
         return SHA.match(self.revision) is not None
 
     def __str__(self) -> str:
@@ -100,14 +100,9 @@ def _check_sizes(pinned: Reference, names: list[str]) -> None:
 
 
 def push(
-    folder: Path,
-    repo_id: str,
-    token: str | None = None,
-    private: bool | None = None,
-    tag: str | None = None,
-    message: str = "Publish a schedule card",
-    parent: str | None = None,
-) -> Reference:
+    folder: Path, repo_id: str, token: str | None = None, private: bool | None = None,
+    tag: str | None = None, message: str = "Publish a schedule card", parent: str | None = None,
+) -> Reference:  # fmt: skip
     """Publish a folder as one commit; returns the reference that users should write down.
 
     Args:
@@ -190,7 +185,7 @@ def _write_seen(seen: dict[str, Any]) -> None:
 
 @contextmanager
 def readable(what: str) -> Iterator[None]:
-    """Turn an error of the Hub's client into a SlapoError."""
+    """What the Hub's client raises, in our words."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
         HfHubHTTPError,

@@ -13,7 +13,7 @@ _BRACKET = re.compile(r"[\[{\]}]")
 
 
 class RefusedError(ValueError):
-    """Problem of a value, found while parsing."""
+    """What is wrong with a value, found while parsing."""
 
 
 def parse(data: bytes, where: str) -> Any:

@@ -1,4 +1,4 @@
-"""Everything taken from `transformers`: the attention seam, classes and configs, tiny inputs, own models.
+"""What is taken from `transformers`: the attention seam, classes and configs, tiny inputs, own models.
 
 Imports `parallel`.
 """

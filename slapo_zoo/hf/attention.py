@@ -92,16 +92,9 @@ class CoreAttention(nn.Module):
         self.device_dropout = device
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        attention: nn.Module,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Any]:
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, attention: nn.Module,
+        dropout: float = 0.0, scaling: float | None = None, **kwargs: Any,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
         """Shapes: q [B, H, S, d], k and v [B, K, T, d], mask broadcasts to [B, 1, S, T]."""
         if self.stream.real_tokens is not None:
             return self._within_rows(q, k, v, attention, dropout, scaling), None
@@ -154,7 +147,7 @@ class CoreAttention(nn.Module):
     def _among_padding(
         self, device: DeviceDropout, q: Tensor, k: Tensor, v: Tensor, p: float, scaling: float
     ) -> Tensor:
-        """Attend within rows without asking the device for their lengths: attention alone sees the padding."""
+        """As `_within_rows`, without asking how long the rows are: attention alone sees the padding."""
         real: Any = self.stream.real_tokens
         at: Any = self.stream.real_at
 

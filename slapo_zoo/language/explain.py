@@ -1,4 +1,4 @@
-"""Explain a schedule: what it did to each module, and which collectives a training step causes there."""
+"""What a schedule has done to each module, and which collectives a training step causes there."""
 
 import re
 from collections import Counter
@@ -23,7 +23,7 @@ from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS, RankPlan
 
 @dataclass(frozen=True)
 class Explanation:
-    """Directives and collectives by module.
+    """What was done where.
 
     Args:
         done: path of a module --> its directives, in order.

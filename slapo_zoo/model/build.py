@@ -43,13 +43,9 @@ class ScheduleMetadata:
 
 
 def create_schedule(
-    root: nn.Module,
-    name: str = "",
-    path: str = "",
-    parent: Schedule | None = None,
-    group: dist.ProcessGroup | None = None,
-    **kwargs: Any,
-) -> Schedule:
+    root: nn.Module, name: str = "", path: str = "", parent: Schedule | None = None,
+    group: dist.ProcessGroup | None = None, **kwargs: Any,
+) -> Schedule:  # fmt: skip
     """A schedule of any module; the module tree is kept.
 
     Args:

@@ -40,15 +40,9 @@ class Stage(InFlightStage):
     """
 
     def __init__(
-        self,
-        *args: Any,
-        units: str,
-        spans: list[Span] | None,
-        clock: Callable[[], float],
-        busy: Busy | None = None,
-        before_last: Callable[[Any], None] | None = None,
-        **kwargs: Any,
-    ):
+        self, *args: Any, units: str, spans: list[Span] | None, clock: Callable[[], float],
+        busy: Busy | None = None, before_last: Callable[[Any], None] | None = None, **kwargs: Any,
+    ):  # fmt: skip
         super().__init__(*args, **kwargs)
         self.before_last = before_last
         self.units, self.spans, self.clock, self.busy = units, spans, clock, busy
@@ -131,7 +125,7 @@ class Stage(InFlightStage):
 def used_in_several_places(
     outputs: Iterable[Tensor], inputs: Iterable[Any], weights: Iterable[Tensor]
 ) -> bool:
-    """Return whether the gradient of some weight comes from several points of the way outputs --> inputs.
+    """Whether the gradient of some weight comes from several points of the way outputs --> inputs.
 
     Such a point is an operation that has an input of the stage behind it, or an output that has none. A
     weight of a loss (a head of the user's) is none of the stage: torch would leave it without a gradient.

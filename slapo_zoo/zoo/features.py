@@ -1,4 +1,4 @@
-"""Features of each table of the zoo, read from its rows."""
+"""What each table of the zoo offers, read from its rows."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +20,7 @@ def _directives(table: Table) -> Iterator[Directive]:
 
 
 def _any(kind: type, **wanted: Any) -> Callable[[Table], bool]:
-    """Return whether some directive of a kind has these arguments."""
+    """Whether some directive of a kind has these arguments."""
 
     def found(table: Table) -> bool:
         return any(

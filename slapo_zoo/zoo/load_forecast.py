@@ -1,4 +1,4 @@
-"""Forecast of the bytes that every rank of a mesh reads from a checkpoint; no weight is read."""
+"""What every rank of a mesh would read from a checkpoint, found without reading a weight."""
 
 import math
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Source:
 
 @dataclass
 class RankRead:
-    """Reads of one rank; its dp replicas read the same.
+    """What one rank reads; its dp copies read the same.
 
     Args:
         stage: pp coordinate.
@@ -54,7 +54,7 @@ class RankRead:
 
 @dataclass(frozen=True)
 class WeightsPlan:
-    """Reads of all ranks.
+    """What all ranks read.
 
     Args:
         mesh: sizes of the mesh dims.

@@ -41,14 +41,9 @@ class Outline:
     """
 
     def __init__(
-        self,
-        config: Any,
-        auto_class: Any,
-        mesh: Mesh,
-        dtype: torch.dtype,
-        options: BuildOptions = DEFAULT,
-        **changes: Any,
-    ):
+        self, config: Any, auto_class: Any, mesh: Mesh, dtype: torch.dtype,
+        options: BuildOptions = DEFAULT, **changes: Any,
+    ):  # fmt: skip
         self.options = options = options.but(**changes)
         self.mesh, self.seed = mesh, options.seed or 0
         self._config, self._dtype = config, dtype
@@ -89,7 +84,7 @@ class Outline:
         self.specs = self.plan.saved
 
     def _plan(self, whole: dict[str, TensorSpec]) -> RankPlan:
-        """Make the plan of this rank."""
+        """What this rank does with every tensor."""
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         rows = planned_rows(
             self.state, whole, parameters, hf.tied_names(self.model),

@@ -35,13 +35,9 @@ def _dim(name: str) -> Any:
 
 
 def column(
-    axis: int = 0,
-    unit: str = "",
-    groups: tuple[str, ...] = (),
-    together: str = "",
-    kv: bool = False,
+    axis: int = 0, unit: str = "", groups: tuple[str, ...] = (), together: str = "", kv: bool = False,
     shared: str = "",
-) -> Rule:
+) -> Rule:  # fmt: skip
     """Each rank computes some outputs: the weight (and bias) divided along its output axis.
 
     Args:

@@ -153,14 +153,9 @@ def register(table: Table) -> Table:
 
 
 def extend(
-    base: str,
-    model_type: str,
-    source: str,
-    without: tuple[str, ...] = (),
-    body: tuple[Row, ...] = (),
-    heads: tuple[Row, ...] | None = None,
-    **changes: Any,
-) -> Table:
+    base: str, model_type: str, source: str, without: tuple[str, ...] = (), body: tuple[Row, ...] = (),
+    heads: tuple[Row, ...] | None = None, **changes: Any,
+) -> Table:  # fmt: skip
     """A table that is another family's, but for some rows.
 
     rewrite:  table of `base`  -->  its body without the rows of some modules, then `body`

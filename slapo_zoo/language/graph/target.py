@@ -1,4 +1,4 @@
-"""Subgraphs that a directive may name, and the nodes of each."""
+"""What a directive may name as its subgraph, and the nodes that it means."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -59,7 +59,7 @@ def _subgraphs(site: Site, spec: Any) -> list[Subgraph]:
 
 
 def is_node(spec: Any) -> bool:
-    """Return whether it is one (path, node), as `find` with a regex returns."""
+    """Whether it is one (path, node), as `find` with a regex returns."""
     return isinstance(spec, tuple) and len(spec) == 2 and isinstance(spec[1], fx.Node)
 
 

@@ -20,13 +20,10 @@ Calls = dict[str, tuple[tuple, dict]]
 
 
 def trace_module(
-    module: nn.Module,
-    example_args: Iterable[Any] | Mapping[str, Any] = (),
-    example_kwargs: Mapping[str, Any] | None = None,
-    leaves: Iterable[Leaf] = (),
-    flatten: bool = False,
+    module: nn.Module, example_args: Iterable[Any] | Mapping[str, Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None, leaves: Iterable[Leaf] = (), flatten: bool = False,
     where: str = "",
-) -> TracedModule:
+) -> TracedModule:  # fmt: skip
     """The graph of one module, as a module with the same children under the same names.
 
     rewrite:  y = f(x)  -->  y = graph(x); the children that it calls stay `call_module` nodes
@@ -55,12 +52,9 @@ def trace_module(
 
 
 def trace_tree(
-    module: nn.Module,
-    args: Iterable[Any],
-    kwargs: Mapping[str, Any],
-    leaves: Iterable[Leaf] = (),
+    module: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any], leaves: Iterable[Leaf] = (),
     where: str = "",
-) -> dict[str, TracedModule]:
+) -> dict[str, TracedModule]:  # fmt: skip
     """Graphs of a module and of all modules that it calls, by path below it; installs none."""
     call = Call.of(module, where, tuple(args), dict(kwargs))
     traced, calls = _trace(call, tuple(leaves), flatten=False)
@@ -76,7 +70,7 @@ def trace_tree(
 
 
 def calls_of(module: nn.Module, kwargs: Mapping[str, Any], leaves: tuple[Leaf, ...]) -> Calls:
-    """Return the arguments of each leaf in a trace of the module: path --> (args, kwargs)."""
+    """What each leaf gets in a trace of the module: path --> (args, kwargs)."""
     call = Call.of(module, "", (), dict(kwargs))
     return _record(call, leaves, flatten=True, training=False)[2].calls
 

@@ -55,7 +55,7 @@ class ValueTracer(fx.Tracer):
         return under(self.where, self.scope.module_path) or "(the model)"
 
     def leaf_hint(self) -> str:
-        """Suggest what to do when a module's forward cannot be recorded."""
+        """What to do when a module's forward cannot be recorded."""
         inner = self.scope.module_path
         if not inner:
             return "trace the modules below it one by one, or schedule it without a graph"
@@ -67,14 +67,9 @@ class ValueTracer(fx.Tracer):
         return ValueProxy(node, self)
 
     def create_node(
-        self,
-        kind: str,
-        target: Any,
-        args: tuple,
-        kwargs: dict,
-        name: str | None = None,
+        self, kind: str, target: Any, args: tuple, kwargs: dict, name: str | None = None,
         type_expr: Any = None,
-    ) -> fx.Node:
+    ) -> fx.Node:  # fmt: skip
         if name is None and target == "self":  # BertAttention.self: the code would rebind self
             name = "self_module"
         node = super().create_node(kind, target, args, kwargs, name, type_expr)

@@ -1,4 +1,4 @@
-"""The list of primitives, and how a third party adds one."""
+"""What there is, and how a third party adds to it."""
 
 import inspect
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def register_primitive() -> Callable[[type], type]:
 
 @dataclass(frozen=True)
 class SiteView:
-    """View of a schedule that the `apply` of a registered class gets."""
+    """What the `apply` of a registered class sees of a schedule."""
 
     site: Site
 
