@@ -19,8 +19,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_zoo.errors import MeshError
 from slapo_zoo.model.input_gradients import OF_MODELS, nodes_of, trained_inputs
+from slapo_zoo.model.parameter_hooks import take_over
 from slapo_zoo.model.step_guard import StepGuard
 from slapo_zoo.model.structure import require_known_weights
+from slapo_zoo.model.weight_terms import Uses
 from slapo_zoo.parallel.collectives import all_reduce_, summed
 from slapo_zoo.parallel.gradient_buckets import FlatSum, buckets
 from slapo_zoo.parallel.once import refuse_graph
@@ -64,7 +66,8 @@ class Completion:
     def __init__(self, runtime: Any) -> None:
         self.runtime, self.mesh = runtime, runtime.schedule.mesh
         self.over_dp, self.over_tp, self.paused = self.mesh.dp > 1, True, False
-        self.divided_parameters, self.guard = False, StepGuard(self.mesh)
+        self.divided_parameters, self.guard, self.uses = False, StepGuard(self.mesh), Uses()
+        self.named: list[tuple[str, nn.Parameter]] = []
         self.hooked: list[nn.Parameter] = []
         self.parameters: list[nn.Parameter] = []
         self.trained: list[int] = []
@@ -77,9 +80,9 @@ class Completion:
         """Of a copied model: a parameter's copy has no hooks yet."""
         new = Completion.__new__(Completion)
         memo[id(self)] = new
-        new.__dict__.update(self.__dict__, hooked=[], parameters=[], trained=[])
+        new.__dict__.update(self.__dict__, named=[], hooked=[], parameters=[], trained=[])
         new._known, new.beyond = WeakIdKeyDictionary(), WeakIdKeyDictionary()
-        new.guard = StepGuard(self.mesh)
+        new.guard, new.uses = StepGuard(self.mesh), Uses()
         new.runtime = memo.get(id(self.runtime), self.runtime)
         new._forget()
         return new
@@ -100,23 +103,30 @@ class Completion:
             own_loop: the backward is not that of `train_step`.
         """
         self.task = -1  # a backward that failed has not come to its end
+        if torch._C._current_graph_task_id() < 0:
+            self.uses.found.clear()
         for p in model.parameters():
             OF_MODELS.setdefault(p)
         if self.divided_parameters:
             if own_loop:
                 self._require_whole_gradients()
             return
-        if self.mesh.world_size == 1:
+        if self.mesh.world_size == 1 and own_loop:
             return
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        self.named = [(n, p) for n, p in named if p.is_leaf]
+        if self.mesh.world_size == 1:
+            take_over(self, self.named)
+            return
         self.guard.interval = model.input_check_interval
         if [id(p) for _, p in named] != self.trained:
             require_known_weights(model, "forward")
             self.trained = [id(p) for _, p in named]
             self.guard.watch(p for _, p in named)
-        self.parameters = [p for _, p in named if p.is_leaf]
+        self.parameters = [p for _, p in self.named]
         partial = self._partial()
         self._hook([(n, p) for n, p in named if self.over_dp or n in partial])
+        take_over(self, self.named)
 
     def follow(self, batch: Any) -> None:
         """A loop by hand averages over dp what its inputs were made of, too."""
@@ -158,6 +168,10 @@ class Completion:
         mark = _Arrived(self, state.forward.tokens_divided)
         for node in nodes_of(output):
             node.register_prehook(mark)
+        rows, divided = self.runtime.plan.tensors, state.forward.tokens_divided
+        if self.mesh.tp > 1 and not self.in_step:  # there a loss is seen: `weight_terms.count_once`
+            self.uses.note(output, {id(p) for name, p in self.named
+                                    if name in rows and rows[name].sums(divided, PARTIAL, REPLICAS)})  # fmt: skip
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -199,12 +213,15 @@ class Completion:
         """A gradient before it is added to `.grad`, or goes on to what a parameter is made of."""
         if (bucket := self.bucket_of.get(id(parameter))) is not None:
             bucket.wait()  # what is under way must not be written to
-        groups = self._groups(name) if self.over_tp else []
+        groups, term = self._groups(name) if self.over_tp else [], None
+        if groups and not self.in_step:
+            grad, term = self.uses.split(parameter, grad)
         if self.over_dp and not self.paused and not is_leaf:
             groups, grad = [*groups, self.mesh.group("dp")], grad * (1.0 / self.mesh.dp)
         for group in groups:
             refuse_graph()
             grad = summed(grad, group)
+        grad = grad if term is None else grad + term
         return grad if groups else None
 
     def _groups(self, name: str) -> list[Any]:
@@ -231,6 +248,7 @@ class Completion:
 
     def _open_backward(self) -> None:
         self._open()
+        take_over(self, self.named)
         self.task = torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(self._end)  # pyright: ignore[reportAttributeAccessIssue]
 

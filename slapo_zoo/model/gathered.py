@@ -177,7 +177,10 @@ class Group:
         found = self.shards.scatter(self.sums, self.shapes, like)
         self.sums = [None] * len(self.sums)
         for p, grad in zip(self.parameters, found, strict=True):
-            p.grad = grad if p.requires_grad else None
+            if (
+                p.requires_grad and grad is not None
+            ):  # a term of a loss on the part is there already
+                p.grad = grad if p.grad is None else p.grad.add_(grad)
 
 
 class _Gathered(torch.autograd.Function):

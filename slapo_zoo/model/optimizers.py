@@ -127,15 +127,16 @@ def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
     for p, swapped in _RUNNING.pop(optimizer, ()):
         placed, mesh = _DIVIDED[p]
         full, p.grad = p.data, None
-        swapped.local.copy_(_part(full, placed, mesh))
+        swapped.local.copy_(part_of(full, placed, mesh))
         p.data = swapped.local
         p.grad = swapped.grad
         for key, value in optimizer.state[p].items():
             if isinstance(value, Tensor) and value.ndim and value.shape == full.shape:
-                optimizer.state[p][key] = _part(value, placed, mesh)
+                optimizer.state[p][key] = part_of(value, placed, mesh)
 
 
-def _part(full: Tensor, placed: Placed, mesh: Mesh) -> Tensor:
+def part_of(full: Tensor, placed: Placed, mesh: Mesh) -> Tensor:
+    """This rank's part of what `whole` gives."""
     n, r = (f(placed.placement.mesh_dim) for f in (mesh.size, mesh.coord))
     return local_part(full, placed.placement, n, r)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.model.weight_terms import count_once, newest
 from slapo_zoo.parallel.vocab_parallel import VocabLogits
 from slapo_zoo.pipeline.runtime import FOR_LOSS
 
@@ -20,15 +21,19 @@ class OwnLoss:
     Args:
         loss_fn: returns a mean over the rows that it is given; with `targets` a sum.
         divisor: micro-batches of all dp ranks; with `targets` their number.
+        runtime: of the model.
     """
 
-    def __init__(self, loss_fn: Callable[[Any, dict[str, Any]], Tensor], divisor: float):
-        self.loss_fn, self.divisor = loss_fn, divisor
+    def __init__(
+        self, loss_fn: Callable[[Any, dict[str, Any]], Tensor], divisor: float, runtime: Any
+    ):  # fmt: skip
+        self.loss_fn, self.divisor, self.runtime = loss_fn, divisor, runtime
 
     def __call__(self, output: Any, part: Mapping[str, Any]) -> Tensor:
         """Of the model's output for the rows of a part of the batch."""
         given = {name.removeprefix(FOR_LOSS): value for name, value in part.items()}
-        loss = self.loss_fn(whole_output(output), given)
+        output, began = whole_output(output), newest()
+        loss = self.loss_fn(output, given)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             found = (
                 f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -37,7 +42,9 @@ class OwnLoss:
                 found = "one without a gradient"
             problem = f"found {found}, expected a tensor of one element with a gradient"
             raise SlapoError("train_step", "loss_fn", problem, "return the mean over its rows")
-        return loss.reshape(()).float() / self.divisor
+        loss = loss.reshape(()).float() / self.divisor
+        count_once(self.runtime, loss, began)
+        return loss
 
 
 def whole_output(output: Any) -> Any:

@@ -20,6 +20,7 @@ from slapo_zoo.model.data_parallel import DataParallel
 from slapo_zoo.model.input_errors import explained
 from slapo_zoo.model.input_gradients import InputGradients
 from slapo_zoo.model.outputs import as_dict, refuse_outputs
+from slapo_zoo.model.parameter_hooks import run_later
 from slapo_zoo.model.runtime import (
     Runtime,
     count_rows,
@@ -86,7 +87,7 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
     tensors[ROWS] = asked.rows(rows)  # last: the pipeline's device is the first's
     parts = count * mesh.dp
     own = options.loss_fn and own_loss.OwnLoss(
-        options.loss_fn, own_loss.divisor_of(targets, asked.totals, parts)
+        options.loss_fn, own_loss.divisor_of(targets, asked.totals, parts), runtime
     )
     loss_of, scale = own or _loss, _loss_scale(options.scaler, device)
     counted = targets_of(name, tensors) if targets is None else None
@@ -120,6 +121,7 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
         loss = loss / runtime.precision.scale
         held = [*parameters.values(), *beside.held()]
         runtime.precision.unscale(held, mesh)
+        run_later(runtime.completion, parameters.values())
     loss, trained = _share(loss if scale is None else loss / scale, mesh, bool(parameters))
     _require_trained(trains or bool(trained))
     runtime.completion.guard.complete(list(parameters.values()), trained)
