@@ -68,5 +68,5 @@ def agreed(exc: Exception) -> Exception:
 
 
 def is_agreed(exc: BaseException) -> bool:
-    """Whether every rank raised with this error."""
+    """Return whether every rank raised with this error."""
     return _AGREED in exc.__dict__

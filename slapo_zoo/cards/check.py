@@ -54,7 +54,7 @@ def request_for(
     program: Program, config: Any, sizes: tuple[int, int, int], knobs: Mapping[str, Any],
     quick: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
-    """What the process that verifies is told."""
+    """Build the request for the process that verifies a card."""
     return {
         "config": config.to_dict(), "cls": program.model_class, "mesh": sizes, "quick": quick,
         "program": program.to_bytes().decode(), "knobs": dict(knobs),

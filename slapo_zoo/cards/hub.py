@@ -38,7 +38,7 @@ class Reference:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether it names a commit, which nobody can change."""
+        """Return whether it names a commit, which nobody can change."""
         return SHA.match(self.revision) is not None
 
     def __str__(self) -> str:
@@ -185,7 +185,7 @@ def _write_seen(seen: dict[str, Any]) -> None:
 
 @contextmanager
 def readable(what: str) -> Iterator[None]:
-    """What the Hub's client raises, in our words."""
+    """Turn an error of the Hub's client into a SlapoError."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
         HfHubHTTPError,

@@ -50,7 +50,7 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """Of the devices: the key in the file."""
+        """Return the name of the devices: the key in the file."""
         return f"{self.gpus} x {self.device}"
 
     def row(self) -> tuple[str, str, str, str, str]:

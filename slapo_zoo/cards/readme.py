@@ -79,7 +79,7 @@ def _yaml(text: str, where: str) -> dict[str, Any]:
 
 
 def _plain_events(text: str, fail: Any) -> Iterator[Any]:
-    """What the parser finds, refused at the first thing that plain YAML has not."""
+    """Load plain YAML; refuse tags, anchors and duplicate keys at the first one."""
     import yaml
 
     depth = 0

@@ -155,7 +155,7 @@ def validator() -> Any:
     from jsonschema.validators import extend
 
     def all_of(validator: Any, rules: Any, instance: Any, rule: Any) -> Iterator[Any]:
-        """Of the rules of a step only that of its primitive: the others say nothing, and take long."""
+        """Check a step against the rule of its own primitive alone: the other rules never apply, and are slow."""
         for index, each in enumerate(rules):
             if isinstance(instance, list) and instance[1:2] != [_primitive_of(each)]:
                 continue

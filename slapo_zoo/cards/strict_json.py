@@ -13,7 +13,7 @@ _BRACKET = re.compile(r"[\[{\]}]")
 
 
 class RefusedError(ValueError):
-    """What is wrong with a value, found while parsing."""
+    """Problem of a value, found while parsing."""
 
 
 def parse(data: bytes, where: str) -> Any:

@@ -1,4 +1,4 @@
-"""What `schedule="..."` of the loader means: "zoo", a folder, a card of the Hub."""
+"""Meaning of `schedule="..."` in the loader: "zoo", a folder, a card of the Hub."""
 
 import importlib.util
 import warnings

@@ -1,4 +1,4 @@
-"""What runs where no kernel of ours does: each operation as `transformers` or torch computes it.
+"""Baselines: each operation as `transformers` or torch computes it where no kernel of ours runs.
 
 Dropout is that of torch, fused where theirs is; nothing is made slower than the model would make it.
 """
@@ -151,7 +151,7 @@ EXPERT: dict[str, Callable[..., Any]] = {"local_causal_attention": local_causal_
 
 
 def liger() -> dict[str, Callable[..., Any]]:
-    """What Liger has for the same arguments; it runs on a GPU only. Empty where it is not installed."""
+    """Return Liger's functions for the same arguments (GPU only); empty where Liger is not installed."""
     try:
         from liger_kernel.transformers import functional as lf
     except ModuleNotFoundError:

@@ -214,7 +214,7 @@ def _of_steps(table: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, An
 
 
 def cases(quick: bool, only: str, device: str) -> list[tuple[str, tuple, torch.dtype]]:
-    """What a run measures, in order: (kernel, shape, dtype)."""
+    """List the cases that a run measures, in order: (kernel, shape, dtype)."""
     found: list[tuple[str, tuple, torch.dtype]] = []
     for name, shapes in SHAPES.items():
         if not name.startswith(tuple(only.split(","))) or (device == "cpu" and name in SAME_ON_CPU):

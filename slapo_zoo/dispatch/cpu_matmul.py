@@ -22,19 +22,19 @@ AS_CLASS: set[Any] = set()  # forwards of kernels that compute what Linear and C
 
 
 def is_faster_here() -> bool:
-    """Whether this is a CPU of AMD with AVX-512, and torch multiplies with MKL."""
+    """Return whether this is a CPU of AMD with AVX-512, and torch multiplies with MKL."""
     return bool(CPU["mkl"] and CPU.get("avx512_f")) and "AMD" in str(CPU.get("cpu_name"))
 
 
 def suits(a: Tensor, b: Tensor, rows: int | None = None) -> bool:
-    """Whether oneDNN is the faster one for a b; `rows` of a, where it has more than two axes."""
+    """Return whether oneDNN is the faster one for a b; `rows` of a, where it has more than two axes."""
     wide = a.dtype == b.dtype == torch.float32 and a.device.type == b.device.type == "cpu"
     sizes = (a.shape[0] if rows is None else rows, a.shape[-1], b.shape[1])
     return wide and is_faster_here() and min(sizes) >= NARROW and math.prod(sizes) >= LEAST
 
 
 def computes_as_class(forward: Any) -> bool:
-    """Whether a module's own forward is that of its class, or one of these products in its place."""
+    """Return whether a module's own forward is that of its class, or one of these products in its place."""
     return forward is None or getattr(forward, "__func__", None) in AS_CLASS
 
 
@@ -76,7 +76,7 @@ def _blocks(length: int, width: int) -> Iterator[slice]:
 
 
 def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What torch.compile calls for a linear layer whose weight is constant: not public.
+    """Return the operator that torch.compile calls for a linear layer with a constant weight: not public.
 
     Of an operand with gaps in memory oneDNN has no fast product: it would take a hundred times as long.
     The strides of a bias are not even looked at.

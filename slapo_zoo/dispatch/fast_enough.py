@@ -1,4 +1,4 @@
-"""Whether a kernel is fast enough to run, for a size on a device: by its table, or what follows from it.
+"""Decide whether a kernel is fast enough for a size on a device: by its table, or an estimate from it.
 
 A device without a table has the prior: kernels whose gain needs no timing, because they leave work out.
 Which modules a kernel serves is slapo_zoo.zoo.kernel_choice.
@@ -23,14 +23,14 @@ PRIOR = {
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether a kernel runs, and why."""
+    """Answer for one kernel: it runs or not, and why."""
 
     runs: bool
     reason: str
 
 
 def decide(name: str, dtype: str, size: int, device: str) -> Decision:
-    """Whether a kernel runs for a size on a device: the one answer for the choice and the run.
+    """Decide whether a kernel runs for a size on a device; the choice and the run ask here.
 
     Args:
         name: of the kernel.

@@ -1,4 +1,4 @@
-"""What was measured on a device: its table of kernels.
+"""Tables of kernels, as measured on a device.
 
 A table is looked for under the device's own name, in the user's cache folder and then in the package;
 then under any device of the same compute capability.
@@ -26,7 +26,7 @@ CAPABILITIES = {
 
 @dataclass(frozen=True)
 class Table:
-    """What a device was measured to do.
+    """Measurements of one device.
 
     Args:
         device: that it was measured on; empty for the prior.
@@ -93,7 +93,7 @@ def table_of(device: str) -> Table:
 
 
 def own_table(device: str) -> Table | None:
-    """What was measured on a device of this very name, by this user over the package's; or None."""
+    """Return the table of a device of this very name, or None; a user's own table wins over the package's."""
     found = [_read(folder / f"{slug(device)}.json") for folder in (MEASURED, user_folder())]
     tables = [table for table in found if table is not None]
     if not tables:

@@ -1,4 +1,4 @@
-"""What is taken from `transformers`: the attention seam, classes and configs, tiny inputs, own models.
+"""Everything taken from `transformers`: the attention seam, classes and configs, tiny inputs, own models.
 
 Imports `parallel`.
 """

@@ -147,7 +147,7 @@ class CoreAttention(nn.Module):
     def _among_padding(
         self, device: DeviceDropout, q: Tensor, k: Tensor, v: Tensor, p: float, scaling: float
     ) -> Tensor:
-        """As `_within_rows`, without asking how long the rows are: attention alone sees the padding."""
+        """Attend within rows without asking the device for their lengths: attention alone sees the padding."""
         real: Any = self.stream.real_tokens
         at: Any = self.stream.real_at
 

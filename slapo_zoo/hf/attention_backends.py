@@ -136,7 +136,7 @@ def find_backend(name: str) -> Backend:
 
 
 def implementation(name: str) -> str:
-    """What config._attn_implementation is for a back end."""
+    """Return the value of config._attn_implementation for a back end."""
     return NAME if name == "sdpa" else f"{NAME}_{name}"
 
 

@@ -8,7 +8,7 @@ MAX_COUNT = 10_000  # of layers or experts: each is a module that is built
 
 
 def read_config(name: str | Path, **options: Any) -> Any:
-    """What AutoConfig reads, without the checkpoint's own code and without a question about it.
+    """Read a config with AutoConfig, without running the checkpoint's own code and without asking about it.
 
     Args:
         name: a folder, or a model of the Hub.

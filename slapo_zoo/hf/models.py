@@ -184,7 +184,7 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def count_parameters(config: Any, auto_class: Any) -> int:
-    """Of the whole model; nothing is allocated."""
+    """Count the parameters of the whole model; nothing is allocated."""
     model = build_on_meta(resolve_class(config, auto_class), copy.deepcopy(config), torch.float32, False)  # fmt: skip
     return sum(p.numel() for p in model.parameters())
 
@@ -237,7 +237,7 @@ def _widen(module: nn.Module) -> None:
 
 
 def stays_wide(model: Any, path: str, module: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether a module computes in fp32 beside others in 16 bits: batch norms, and what the class says.
+    """Return whether a module computes in fp32 beside others in 16 bits: batch norms, and modules that the class names.
 
     Args:
         model: the whole one.
@@ -289,7 +289,7 @@ def ignored_keys(model: Any) -> list[str]:
 
 
 def freeze_as_made(model: Any) -> Any:
-    """What its class freezes is frozen: a load of `transformers` forgets it (Whisper's sines of positions)."""
+    """Freeze the parameters that the class freezes: a load of `transformers` forgets it (Whisper's sine positions)."""
     with torch.device("meta"):
         made = type(model)(copy.deepcopy(model.config))
     for name, parameter in made.named_parameters():

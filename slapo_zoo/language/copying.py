@@ -62,7 +62,7 @@ def rebound(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _keep_notes(module: nn.Module, memo: dict[int, Any]) -> None:
-    """What `annotate` wrote onto parameters: a copy of a parameter forgets it."""
+    """Copy the notes of `annotate` to the copies of parameters, which lack them."""
     for parameter, name, note in _notes(module):
         setattr(memo[id(parameter)], name, copy.deepcopy(note, memo))
 

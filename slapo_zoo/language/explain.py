@@ -1,4 +1,4 @@
-"""What a schedule has done to each module, and which collectives a training step causes there."""
+"""Explain a schedule: what it did to each module, and which collectives a training step causes there."""
 
 import re
 from collections import Counter
@@ -23,7 +23,7 @@ from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS, RankPlan
 
 @dataclass(frozen=True)
 class Explanation:
-    """What was done where.
+    """Directives and collectives by module.
 
     Args:
         done: path of a module --> its directives, in order.

@@ -1,4 +1,4 @@
-"""What a schedule forgot: parts of a sum over tp that no directive sums."""
+"""Find partial sums over tp that no directive of a schedule sums."""
 
 import warnings
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What autograd keeps of a module waits in the memory of the host, and comes back before its backward.
+"""Offload activations that autograd keeps to host memory, and bring them back before their backward.
 
 rewrite:  kept [...] on the device  -->  kept [...] in pinned memory of the host  -->  on the device again
 
@@ -173,12 +173,12 @@ class Offloads:
 
 
 def unpack(kept: Any) -> Tensor:
-    """What autograd asks for again."""
+    """Return the tensor that autograd asks for again."""
     return kept.again() if isinstance(kept, Kept) else kept
 
 
 def _storages(module: nn.Module) -> set[int]:
-    """Of the parameters of a module and of what it reads in their place."""
+    """Return the ids of a module's parameters, and of tensors that it reads in their place."""
     found: set[int] = set()
     for part in module.modules():
         own = [*part._parameters.values(), *part._buffers.values()]

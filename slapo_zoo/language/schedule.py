@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     P = ParamSpec("P")
 
     class _Method(Generic[P]):
-        """What an editor and a type checker see of a primitive: its arguments."""
+        """Signature of a primitive, for editors and type checkers."""
 
         def __init__(self, directive: Callable[P, Directive]): ...
 

@@ -1,4 +1,4 @@
-"""What all tp ranks would keep alike of a module's input, each keeps a share of.
+"""Shard saved activations over tp: each rank keeps a share of an input that all tp ranks hold alike.
 
 rewrite:  kept x [B, S, D] on every rank  -->  kept x_r [B * S * D / n]; the backward gathers x again
 

@@ -186,7 +186,7 @@ class InFlightStage(PipelineStage):
                 tensor.data = tensor.new_empty(()).expand_as(tensor)  # one number
 
     def _give_up_inputs(self, chunk: int) -> None:
-        """What was received stands where gradients end: its memory is kept by what reads it, or not at all."""
+        """Give up the memory of received tensors: whatever still reads one keeps it alive."""
         from_rank = self.stage_index_to_group_rank.get(self.stage_index - 1, self.group_rank)
         for info in self.args_recv_info[chunk] if from_rank != self.group_rank else ():
             tensor = getattr(info, "buffer", None)

@@ -99,7 +99,7 @@ class StageMap:
 
     @property
     def waits_for_sends(self) -> bool:
-        """Whether torch's runtime waits for the sends of a micro-batch before the step's end."""
+        """Return whether torch's runtime waits for the sends of a micro-batch before the step's end."""
         return self.order.name in ("1F1B", "GPipe")
 
     def rank_of(self, stage: int) -> int:
@@ -138,7 +138,7 @@ class StageMap:
             raise MeshError("pipeline", "micro_batches", problem, "pass such a number")
 
     def admits(self, count: int) -> bool:
-        """Whether the order can run with `count` micro-batches."""
+        """Return whether the order can run with `count` micro-batches."""
         try:
             self.check_micro_batches(count)
         except MeshError:
@@ -159,7 +159,7 @@ class StageMap:
         return cls(given, micro_batches, **options)
 
     def actions(self, micro_batches: int) -> list[list[Action]]:
-        """What each rank does, in order; nothing is run."""
+        """Return the actions of each rank, in order; nothing is run."""
         self.check_micro_batches(micro_batches)
         if self.custom is not None:
             return [list(actions) for actions in self.custom.actions]

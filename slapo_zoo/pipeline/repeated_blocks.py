@@ -16,7 +16,7 @@ POSITIONS = {"layer_idx", "layer_id", "layer_number", "layer_index"}  # say wher
 
 
 class Counter(Protocol):
-    """What a dry run sums up: operations done, and bytes saved for the backward."""
+    """Totals of a dry run: operations, and bytes saved for the backward."""
 
     done: float
     saved: int

@@ -58,11 +58,11 @@ class Pipeline:
         self.clock: Callable[[], float] = time.monotonic  # one that processes share
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a deep copy takes over: it makes a dry run of anew."""
+        """Copy the pipeline without its plans: a copy makes its own dry runs."""
         return {**self.__dict__, "_plans": {}, "_fake": None, "busy": None}
 
     def plans(self, batch: Mapping[str, Any]) -> dict[int, StagePlan]:
-        """What each of our stages does for batches of these shapes; dry-run once per shape."""
+        """Return the plan of each of this rank's stages for batches of these shapes; one dry run per shape."""
         divided = self.schedule.state.forward.tokens_divided
         key = (divided, self._dtype(), *sorted((k, _signature(v)) for k, v in batch.items()))
         if self.looks or key not in self._plans:
@@ -90,7 +90,7 @@ class Pipeline:
         return plans
 
     def sends(self, micro_batches: int) -> Any:
-        """What follows this rank's sends in a step, or None where the runtime waits for each."""
+        """Return the tracker of this rank's sends in a step, or None where the runtime waits for each send."""
         from slapo_zoo.pipeline.in_flight import Sends, arrivals
 
         if self.places.waits_for_sends:
@@ -106,17 +106,17 @@ class Pipeline:
         return fake_schedule(self.schedule, self.cls, ("cut_pipeline_stage",))[1]
 
     def holds(self, path: str) -> bool:
-        """Whether the module at a path runs on this rank."""
+        """Return whether the module at a path runs on this rank."""
         model = self.schedule.model
         units = [u for u in self.units if path == u or path.startswith(u + ".")]
         return not any(isinstance(model.get_submodule(unit), Foreign) for unit in units)
 
     def _dtype(self) -> torch.dtype:
-        """Of the parameters as they are now: a model may be cast between steps."""
+        """Return the dtype of the parameters as they are now: a model may be cast between steps."""
         return hf.dtype_of(self.schedule.model)
 
     def prepare(self) -> tuple[Any, Any]:
-        """What a dry run needs; made once per dtype, under another default dtype of torch."""
+        """Make the fake model of a dry run; once per dtype."""
         dtype = self._dtype()
         if self._fake is None or self._fake[0] != dtype:
             self._fake = dtype, fake_schedule(self.schedule, self.cls)
@@ -161,7 +161,7 @@ def _signature(value: Any) -> Any:
 
 
 class StageModule(nn.Module):
-    """What `torch.distributed.pipelining` calls for one micro-batch of one stage.
+    """Module that `torch.distributed.pipelining` calls for one micro-batch of one stage.
 
     Args:
         pipeline: the stages.
@@ -181,7 +181,7 @@ class StageModule(nn.Module):
         self.cursor, self.plan, self.run, self.others = pipeline.cursor, plan, run, others
 
     def forward(self, *received: Tensor, **batch: Tensor) -> tuple[Tensor, ...]:
-        """What the next stage needs, or the loss [1]."""
+        """Return the tensors that the next stage needs, or the loss [1]."""
         rows = batch.pop(ROWS)
         self.cursor.begin(self.plan, received, self.device)
         try:

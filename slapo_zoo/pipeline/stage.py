@@ -125,7 +125,7 @@ class Stage(InFlightStage):
 def used_in_several_places(
     outputs: Iterable[Tensor], inputs: Iterable[Any], weights: Iterable[Tensor]
 ) -> bool:
-    """Whether the gradient of some weight comes from several points of the way outputs --> inputs.
+    """Return whether the gradient of some weight comes from several points of the way outputs --> inputs.
 
     Such a point is an operation that has an input of the stage behind it, or an output that has none. A
     weight of a loss (a head of the user's) is none of the stage: torch would leave it without a gradient.

@@ -114,7 +114,7 @@ def stages_of(name: str, stages: Mapping[str, tuple[int, ...]]) -> tuple[int, ..
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What one stage does in one forward: from a dry run and the cuts.
+    """Plan of one stage for one forward, from a dry run and the cuts.
 
     Args:
         calls: every unit call of the whole model, in order.
@@ -184,7 +184,7 @@ class Cursor:
         self.plan, self.values = None, {}
 
     def outgoing(self) -> tuple[Tensor, ...]:
-        """What the next stage needs, in memory of its own: that is given up once it is sent.
+        """Return the tensors that the next stage needs, in memory of their own, which is freed once it is sent.
 
         A backward in two parts detaches these tensors in place, which a view refuses.
         """

@@ -1,4 +1,4 @@
-"""What every rank does when in one step of a pipeline: computed from an order, or recorded.
+"""Timeline of a pipeline step, rank by rank: simulated from an order, or recorded.
 
 An *order* is a list of actions per rank. `simulate` gives each action its time from known costs; a step
 that ran gives the same spans from a clock. Both are then counted alike: bubble, gaps.
@@ -54,7 +54,7 @@ class Stuck(Exception):  # noqa: N818 - a finding; who asked makes the error of 
 
 
 def needs(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
-    """What must have run before: of each tuple any one."""
+    """Return the actions that must have run before: any one of each tuple."""
     stage, kind, micro_batch = action
     if kind == FORWARD:
         return [(Action(stage - 1, FORWARD, micro_batch),)] if stage else []
@@ -128,7 +128,7 @@ def bubble(spans: Sequence[Span]) -> float:
 
 
 def gaps(spans: Sequence[Span]) -> list[Gap]:
-    """What lies between the spans of each rank, from the first action of all to the last.
+    """Return the gaps between the spans of each rank, from the first action of all ranks to the last.
 
     A wait for an input is idle until the rank that makes it has finished, and communication from
     then on. Clocks of different machines are as equal as their time service keeps them.

@@ -1,4 +1,4 @@
-"""What each unit of a model costs in a training step, estimated from shapes alone.
+"""Cost of each unit of a model in a training step, estimated from shapes alone.
 
 The model runs once on fake tensors. The cost of an operation is its floating-point operations, plus
 ELEMENT for every number that it writes: softmax, norms and losses move memory and multiply little, and a
@@ -205,7 +205,7 @@ def _unit_costs(
 def costs_of(
     counting: Counting, model: nn.Module, units: Sequence[str], tokens: int
 ) -> Iterator[UnitCost]:
-    """What a dry run has counted, per call; the loss is counted with the last unit.
+    """Counts of a dry run, per call; the loss counts with the last unit.
 
     Args:
         counting: after its run.

@@ -1,4 +1,4 @@
-"""What a person keeps beside the weights survives a save: tokenizer, README, subfolders."""
+"""Carry files that are no weights over a save: tokenizer, README, subfolders."""
 
 import contextlib
 import os

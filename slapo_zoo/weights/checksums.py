@@ -32,7 +32,7 @@ Sums = dict[str, int]
 
 @dataclass(frozen=True)
 class Checksums:
-    """What a save wrote.
+    """Record of the tensors that a save wrote.
 
     Args:
         save: its id.

@@ -41,7 +41,7 @@ def encode(value: Any, where: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given; WeightsError for what it never writes."""
+    """Decode a value that `encode` wrote; WeightsError for anything that it never writes."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):

@@ -139,7 +139,7 @@ def _check_memory(model: Any, options: LoadOptions, mesh: Mesh, over_dp: RowsOfR
 
 
 def _fresh(tensor: nn.Parameter, device: torch.device, over_dp: RowsOfRank | None) -> nn.Parameter:
-    """Of the size of a parameter on meta, or of our rows of it."""
+    """Allocate a tensor of the size of a parameter on meta, or of this rank's rows of it."""
     if over_dp is None or not tensor.ndim:
         return nn.Parameter(fresh_like(tensor, device), tensor.requires_grad)
     part = fresh_like(tensor.new_empty(over_dp.shape_of(tensor)), device)

@@ -94,7 +94,7 @@ class CheckpointFolder:
         return {n: file.metadata.get(SAVE_ID) for n, file in self._files.items()}
 
     def digest(self) -> str:
-        """Of names, dtypes, shapes and places of all tensors, and of the save: not of their values."""
+        """Hash names, dtypes, shapes and places of all tensors, and the save they are of; no values."""
         known = {name: (file.metadata, file.entries) for name, file in sorted(self._files.items())}
         return hashlib.sha256(repr(known).encode()).hexdigest()
 

@@ -60,7 +60,7 @@ class Entry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file holds: tensor name --> Entry, in the order of the header, and its metadata."""
+    """Return the content of a file: tensor name --> Entry, in the order of the header, and its metadata."""
 
     entries: dict[str, Entry]
     metadata: dict[str, str]
@@ -171,5 +171,5 @@ def _is_unicode(name: str) -> bool:
 
 
 def _counts(found: Any) -> bool:
-    """Whether `found` is a list of integers of at least 0."""
+    """Return whether `found` is a list of integers of at least 0."""
     return isinstance(found, list) and all(type(item) is int and item >= 0 for item in found)

@@ -36,7 +36,7 @@ def steps_in(folder: Path) -> list[Path]:
 
 
 def is_history(folder: Path) -> bool:
-    """Whether all that lies in a folder is step folders and their link."""
+    """Return whether all that lies in a folder is step folders and their link."""
     names = {p.name for p in folder.iterdir() if not p.name.startswith(".")}
     return bool(names) and all(name == LAST or STEP.fullmatch(name) for name in names)
 

@@ -112,7 +112,7 @@ class KeyMap:
         return [replace(spec, name=self.to_file(spec.name)) for spec in specs]
 
     def file_specs(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-        """What files hold: the specs, or their pieces, under the keys of files."""
+        """Return the specs of the tensors in files: those of the model, or their pieces, under the keys of files."""
         return self.renamed(self.read_specs(specs))
 
     def read_specs(
@@ -198,5 +198,5 @@ def _parts_of_axis_0(spec: TensorSpec, stem: str, rule: Pieces) -> Iterator[Piec
 
 
 def _holds(found: Collection[str], name: str) -> bool:
-    """Whether a checkpoint has the tensor whole, with or without the base model's prefix."""
+    """Return whether a checkpoint has the tensor whole, with or without the base model's prefix."""
     return name in found or name.partition(".")[2] in found

@@ -1,4 +1,4 @@
-"""What a load did: tensors, bytes, files, time, and the memory it took on the way."""
+"""Ledger of a load: tensors, bytes, files, seconds, peak memory."""
 
 import mmap
 import os
@@ -81,7 +81,7 @@ class AnonymousPeak:
 
 @dataclass
 class Ledger:
-    """What one load did on this rank.
+    """Record of one load on this rank.
 
     Args:
         tensors: number of local tensors filled from files.

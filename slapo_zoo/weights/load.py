@@ -47,7 +47,7 @@ class Target:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What a person may ask of a load.
+    """Options of a load.
 
     Args:
         max_memory: most bytes that this rank's tensors may take; None sets no limit.
@@ -175,7 +175,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _parts(target: Target, view: Tensor, mesh: Mesh) -> list[Tensor]:
-    """What of a tensor of the file is ours, in local order."""
+    """Return the slices of a tensor in the file that this rank holds, in local order."""
     placement, rows = target.placement, target.rows
     if placement is None:
         return [view if rows is None else view.narrow(0, *rows[:2])]
@@ -193,7 +193,7 @@ def _stays(target: Target, parts: Sequence[Tensor]) -> bool:
 
 
 def _place_of(target: Target, parts: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """What of the target the parts fill, and along which axis they lie; the rest becomes zeros."""
+    """Return the region of the target that the parts fill, and their axis; the rest becomes zeros."""
     tensor, axis = target.tensor, target.placement.axis if target.placement else 0
     if not tensor.ndim:
         return tensor.view(1), axis

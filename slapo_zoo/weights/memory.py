@@ -48,7 +48,7 @@ def fresh_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 
 
 def can_stay_mapped(part: Tensor, tensor: Tensor) -> bool:
-    """Whether a part of a mapped file can serve in place of an allocated tensor as it is."""
+    """Return whether a part of a mapped file can serve in place of an allocated tensor as it is."""
     fits = part.shape == tensor.shape and part.dtype == tensor.dtype
     in_place = tensor.device.type == "cpu" and part.is_contiguous()
     is_aligned = part.data_ptr() % part.itemsize == 0

@@ -27,7 +27,7 @@ Record = dict[str, Any]
 
 
 def collect(optimizer: Any, names: Mapping[int, str]) -> tuple[Record, dict[str, Tensor]]:
-    """What this rank's optimizer remembers: a JSON record, and its tensors by name.
+    """State of this rank's optimizer: a JSON record, and its tensors by name.
 
     Args:
         optimizer: of torch.
@@ -197,7 +197,7 @@ class Restored:
 
 
 def _check_options(options: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-    """What a saved group sets must be what this optimizer has, of the same kind, and finite."""
+    """Require that a saved group sets the options that this optimizer has, of the same kind, and finite."""
     for name, value in options.items():
         if name not in group and name not in OF_SCHEDULERS:
             problem = f"found the option {name!r}, which this optimizer has not"
@@ -220,7 +220,7 @@ def _kinds(value: Any) -> Any:
 
 
 def _check_state(names: Sequence[str], state: Mapping[str, Any]) -> None:
-    """What is remembered of one parameter of a group is remembered of all that have a state."""
+    """Require that all parameters of a group that have a state have the same entries."""
     found = {name: state[name].keys() for name in names if state.get(name)}
     most = max(found.values(), key=len, default=())
     for name, keys in found.items():

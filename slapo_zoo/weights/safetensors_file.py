@@ -47,7 +47,7 @@ class SafetensorsFile:
         return self.piece(name, 0, self.entries[name].shape)
 
     def piece(self, name: str, first: int, shape: Sequence[int]) -> Tensor:
-        """As `view`, from element `first` on; its storage ends where it ends.
+        """Return a `view` from element `first` on, in a storage that ends with it.
 
         `torch.save` writes whole storages.
         """
@@ -88,7 +88,7 @@ class SafetensorsFile:
 
 
 def _is_cached(fileno: int, place: int) -> bool:
-    """Whether a byte could be read without waiting for the disk."""
+    """Return whether a byte could be read without waiting for the disk."""
     try:
         return os.preadv(fileno, [bytearray(1)], place, os.RWF_NOWAIT) == 1
     except (AttributeError, OSError):  # not on Linux, not in memory, or the file system cannot tell

@@ -17,7 +17,7 @@ PAUSE_S = 0.05
 
 
 def read_whole(folder: Path, read: Callable[[], T], close: Callable[[T], None]) -> T:
-    """What `read` finds in a folder that is the same one before and after.
+    """Return the result of `read` on a folder that was not replaced meanwhile.
 
     A save exchanges folders: while we hold the folder, no other one can be mistaken for it. So if
     the path still leads to it when `read` has opened all its files, they are all of this folder,
@@ -50,7 +50,7 @@ def read_whole(folder: Path, read: Callable[[], T], close: Callable[[T], None]) 
 
 
 def is_missing(folder: Path) -> bool:
-    """Whether there is no folder, also a moment later: without RENAME_EXCHANGE a save blinks."""
+    """Return whether there is no folder, also a moment later: without RENAME_EXCHANGE a save blinks."""
     if not folder.is_dir():
         bring_back(folder)
         time.sleep(PAUSE_S)
@@ -69,7 +69,7 @@ def read_by_all(
     mesh: Mesh, what: str, folder: Path, read: Callable[[], T], identity: Callable[[T], str],
     close: Callable[[T], None],
 ) -> T:  # fmt: skip
-    """As `read_whole` on every rank, until all have read the same save; a collective call.
+    """Read a folder on every rank until all have read the same save; a collective call.
 
     Args:
         mesh: of all ranks.

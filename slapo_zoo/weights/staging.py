@@ -89,7 +89,7 @@ def _turn(parent: Path) -> Iterator[None]:
 
 
 def _has_locked(lock: int) -> bool:
-    """Whether the lock is ours now, or there are no locks here."""
+    """Return whether the lock is ours now, or there are no locks here."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -161,7 +161,7 @@ def _sweep(target: Path) -> None:
 
 
 def _is_alive(path: Path) -> bool:
-    """Whether another process is saving into `path`, or may be: where there are no locks, for a day."""
+    """Return whether another process is saving into `path`, or may be: where there are no locks, for a day."""
     try:
         lock = os.open(path, os.O_RDONLY)
     except OSError:

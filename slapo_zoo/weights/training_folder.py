@@ -22,7 +22,7 @@ from slapo_zoo.weights.training_state import FILE, read_state
 
 @dataclass(frozen=True)
 class TrainingFolder:
-    """What a load reads from; nothing of it changes when the folder is replaced.
+    """Open files of a checkpoint; they do not change when the folder is replaced.
 
     Args:
         state: of training_state.json.

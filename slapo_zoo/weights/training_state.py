@@ -65,7 +65,7 @@ def _problem(check: Callable[[Any], str], value: Any) -> str:
 
 
 def _check_together(place: str, state: Mapping[str, Any]) -> None:
-    """What one field says about another."""
+    """Check fields of the record against each other."""
     mesh = Mesh(**state["mesh"])
     if problem := check_states(state["torch_random"], mesh.world_size):
         raise WeightsError(place, "torch_random", problem, AGAIN)

@@ -31,7 +31,7 @@ class Share(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What one rank wrote: bytes, and per tensor its part of the tensor's CRC (see crc.py)."""
+    """Record of what one rank wrote: bytes, and its part of each tensor's CRC (see crc.py)."""
 
     bytes: int
     sums: dict[str, int]
@@ -74,7 +74,7 @@ def write_tensors(
 
 
 def shares(spec: TensorSpec, mesh: Mesh, rows: Rows | None = None) -> list[Share]:
-    """What of a tensor this rank writes, so that all ranks together write each element once.
+    """Return the slices of a tensor that this rank writes; all ranks together write each element once.
 
     Of ranks that hold the same elements the first one writes: coordinate 0 of the mesh dims that
     do not divide the tensor, and the first holder of a replicated run. A tensor without a
@@ -102,7 +102,7 @@ def shares(spec: TensorSpec, mesh: Mesh, rows: Rows | None = None) -> list[Share
 
 
 def _within(shares: Sequence[Share], rows: Rows) -> Iterator[Share]:
-    """What of shares along axis 0 lies in our rows; their offsets then count from the first of these."""
+    """Cut shares along axis 0 to this rank's rows; offsets then count from the first of these rows."""
     for share in shares:
         low = max(share.offset, rows.first)
         high = min(share.offset + share.stop - share.start, rows.first + rows.count)

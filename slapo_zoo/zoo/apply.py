@@ -36,7 +36,7 @@ def block_paths(sch: Schedule, table: Table) -> list[str]:
 
 
 def units_of(model: Any, table: Table, blocks: list[str]) -> list[str]:
-    """What a stage holds as a whole, in the order in which it runs."""
+    """List the units that a stage holds as a whole, in the order in which they run."""
     late = [base_prefix(model) + path for path in table.after_blocks]
     return leaf_units(model, blocks, late, table.order)
 
@@ -100,7 +100,7 @@ def _require_needed(sch: Schedule, table: Table, tokens_divided: bool) -> None:
 
 
 def block_policies(count: int, options: BuildOptions) -> list[str]:
-    """What is done with the activations of each of so many blocks: KEEP, RECOMPUTE or a policy.
+    """Return the policy of each block's activations: KEEP, RECOMPUTE, or the name of a policy.
 
     Raises:
         ArchitectureError: a policy without blocks, or a list that is no list of one per block.
@@ -205,7 +205,7 @@ def place_cuts(sch: Schedule, table: Table, num_stages: int) -> list[tuple[str, 
 
 
 def _costs(model: Any, units: list[str], blocks: list[str], num_stages: int) -> list[UnitCost]:
-    """What the units cost; by their weights alone where a forward suits no fake tensors or long rows."""
+    """Return the cost of each unit; by weights alone where the forward cannot run on fake tensors or long rows."""
     try:
         found = unit_costs(model, units)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):

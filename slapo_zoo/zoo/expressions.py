@@ -68,7 +68,7 @@ def evaluate(text: str, numbers: Mapping[str, int]) -> int:
 
 
 def holds(text: str, numbers: Mapping[str, int]) -> bool:
-    """Whether a comparison of named numbers is true."""
+    """Return whether a comparison of named numbers is true."""
     node = parse_comparison(text)
     sides = (_value(side, text, numbers) for side in (node.left, node.right))
     return _COMPARISONS[node.op](*sides)

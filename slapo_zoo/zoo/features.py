@@ -1,4 +1,4 @@
-"""What each table of the zoo offers, read from its rows."""
+"""Features of each table of the zoo, read from its rows."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +20,7 @@ def _directives(table: Table) -> Iterator[Directive]:
 
 
 def _any(kind: type, **wanted: Any) -> Callable[[Table], bool]:
-    """Whether some directive of a kind has these arguments."""
+    """Return whether some directive of a kind has these arguments."""
 
     def found(table: Table) -> bool:
         return any(

@@ -73,7 +73,7 @@ class HubArguments:
 
     @property
     def fetching(self) -> dict[str, Any]:
-        """What `snapshot_download` takes."""
+        """Return the arguments of `snapshot_download`."""
         names = ("token", "cache_dir", "local_files_only", "force_download")
         return {name: getattr(self, name) for name in names}
 

@@ -1,4 +1,4 @@
-"""What every rank of a mesh would read from a checkpoint, found without reading a weight."""
+"""Forecast of the bytes that every rank of a mesh reads from a checkpoint; no weight is read."""
 
 import math
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Source:
 
 @dataclass
 class RankRead:
-    """What one rank reads; its dp copies read the same.
+    """Reads of one rank; its dp replicas read the same.
 
     Args:
         stage: pp coordinate.
@@ -54,7 +54,7 @@ class RankRead:
 
 @dataclass(frozen=True)
 class WeightsPlan:
-    """What all ranks read.
+    """Reads of all ranks.
 
     Args:
         mesh: sizes of the mesh dims.

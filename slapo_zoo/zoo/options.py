@@ -19,7 +19,7 @@ from slapo_zoo.zoo.precision import PRECISIONS
 
 @dataclass(frozen=True)
 class Knob:
-    """What is known of one option.
+    """Description of one option.
 
     Args:
         help: what it does, in one sentence.
@@ -73,7 +73,7 @@ MESH = ("tp", "pp", "dp")  # the mesh checks its own sizes
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """What shapes a model once its mesh, its config and its class are known.
+    """Options that shape a model once its mesh, its config and its class are known.
 
     Args:
         schedule: "zoo", "auto", a Table, a card, a .json of `to_json`, a Schedule or its steps, a
@@ -103,7 +103,7 @@ class BuildOptions:
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """In which the model computes where it is not the dtype of its parameters."""
+        """Return the dtype of forward and backward where it differs from that of the parameters, else None."""
         found = PRECISIONS.get(self.precision or "")
         return found.compute if found and found.compute != found.parameters else None
 

@@ -84,7 +84,7 @@ class Outline:
         self.specs = self.plan.saved
 
     def _plan(self, whole: dict[str, TensorSpec]) -> RankPlan:
-        """What this rank does with every tensor."""
+        """Make the plan of this rank."""
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         rows = planned_rows(
             self.state, whole, parameters, hf.tied_names(self.model),

@@ -38,7 +38,7 @@ def extend(function: Callable[[Any], Any]) -> Extended:
 
 
 def kind_of(schedule: Any) -> Kind:
-    """What a `schedule=` is: the zoo's table, a derived one, a card, steps to replay, a function.
+    """Return the kind of a `schedule=`: the zoo's table, a derived one, a card, steps to replay, a function.
 
     Raises:
         SlapoError: none of these.

@@ -1,4 +1,4 @@
-"""What a schedule means for every rank: shapes, bytes and collectives, without a weight or a process."""
+"""Survey of a schedule: shapes, bytes and collectives of every rank, without weights or processes."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ from slapo_zoo.zoo.outline import Outline
 
 @dataclass(frozen=True)
 class RankSize:
-    """What one rank of a stage holds."""
+    """Parameters and bytes of one rank of a stage."""
 
     stage: int
     tp_coord: int
@@ -118,7 +118,7 @@ def _traffic(outline: Outline, batch: Mapping[str, Tensor]) -> list[TrafficRow]:
 
 
 def _between_stages(outline: Outline, calls: list[Call]) -> Iterator[Transfer]:
-    """What each stage sends to the next, its gradient on the way back, and the sums over ties."""
+    """List the transfers between stages: activations, their gradients, and sums of tied weights."""
     plan = StagePlan.make(calls, outline.state.cuts, 0)
     for stage in range(1, outline.places.num_stages):
         for shape in map(plan.shape, plan.crossing(stage)):

@@ -1,4 +1,4 @@
-"""What `slapo-zoo tune --card` noted for a model on this device, and `from_pretrained` goes by.
+"""Results of `slapo-zoo tune --card` for a model on this device, which `from_pretrained` applies.
 
 Only knobs that change neither the numbers nor the memory that a person has planned with: which
 kernels run, and the attention back end. Only for the same model and dtype: nothing is extrapolated.
@@ -33,7 +33,7 @@ def cpu_name() -> str:
 
 
 def machine_name(device: torch.device | str) -> str:
-    """What a measurement depends on, in words: the GPU, or the processor and its cores."""
+    """Name what a measurement depends on: the GPU, or the processor and its number of cores."""
     kind = torch.device(device)
     return torch.cuda.get_device_name(kind) if kind.type == "cuda" else cpu_name()
 

@@ -55,7 +55,7 @@ class ModuleTensor:
 
 @dataclass
 class Operation:
-    """What a node computes.
+    """Return the operation that a node computes.
 
     Args:
         name: a canonical name, or the function or module type itself.

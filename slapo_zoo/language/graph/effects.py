@@ -11,7 +11,7 @@ WRITING_OPERATORS |= {"imatmul"}
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether a node must run though nobody uses it: checks, writes, random draws, modules."""
+    """Return whether a node must run though nobody uses it: checks, writes, random draws, modules."""
     if node.op in ("placeholder", "output", "call_module"):
         return True
     if node.op == "call_method":

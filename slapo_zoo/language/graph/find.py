@@ -56,7 +56,7 @@ def find_nodes(module: nn.Module, path: str, what: str | Callable[..., bool]) ->
 
 
 def is_predicate(what: Any) -> bool:
-    """Whether a function asks about one node: its only argument is named `node`."""
+    """Return whether a function asks about one node: its only argument is named `node`."""
     if not inspect.isfunction(what):
         return False
     return list(inspect.signature(what).parameters) == ["node"]

@@ -106,7 +106,7 @@ def carry_parameters(
 
 
 def operand(graph: fx.Graph, value: Any) -> Any:
-    """What a pattern's argument was bound to, as an argument of a new node."""
+    """Return the value bound to a pattern's argument, as an argument of a new node."""
     if isinstance(value, ModuleTensor):
         return graph.get_attr(f"{value.target}.{value.name}")
     return value

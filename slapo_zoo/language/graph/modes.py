@@ -57,7 +57,7 @@ def _training(graph: Graph) -> Node:
 
 
 def _same_shape(a: Graph, b: Graph) -> bool:
-    """Whether two graphs differ in literals only."""
+    """Return whether two graphs differ in literals only."""
     if len(a.nodes) != len(b.nodes):
         return False
     same = dict(zip(b.nodes, a.nodes, strict=True))

@@ -1,4 +1,4 @@
-"""What is replaced in torch while a trace runs, and put back whatever happens."""
+"""Patches of torch while a trace runs; they are undone whatever happens."""
 
 import builtins
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What to look for in a graph: functions, Pattern classes, and modules by name."""
+"""Patterns to look for in a graph: functions, Pattern classes, and modules by name."""
 
 import enum
 import re
@@ -54,7 +54,7 @@ def call_module(regex: str, *args: Any) -> Any:
 
 
 def name_matches(regex: str, target: str) -> bool:
-    """Whether a regex is the whole path of a module, or the whole of its last segments.
+    """Return whether a regex is the whole path of a module, or the whole of its last segments.
 
     >>> name_matches("query|key", "attention.self.key"), name_matches("dense", "dense_out")
     (True, False)

@@ -112,7 +112,7 @@ class Method:
 
 
 def has_proxy(*values: Any) -> bool:
-    """Whether a proxy lies anywhere in nested tuples, lists and dicts."""
+    """Return whether a proxy lies anywhere in nested tuples, lists and dicts."""
     for value in values:
         if type(value) is ValueProxy:
             return True

@@ -1,4 +1,4 @@
-"""What a directive may name as its subgraph, and the nodes that it means."""
+"""Subgraphs that a directive may name, and the nodes of each."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -59,7 +59,7 @@ def _subgraphs(site: Site, spec: Any) -> list[Subgraph]:
 
 
 def is_node(spec: Any) -> bool:
-    """Whether it is one (path, node), as `find` with a regex returns."""
+    """Return whether it is one (path, node), as `find` with a regex returns."""
     return isinstance(spec, tuple) and len(spec) == 2 and isinstance(spec[1], fx.Node)
 
 

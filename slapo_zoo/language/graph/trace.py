@@ -70,7 +70,7 @@ def trace_tree(
 
 
 def calls_of(module: nn.Module, kwargs: Mapping[str, Any], leaves: tuple[Leaf, ...]) -> Calls:
-    """What each leaf gets in a trace of the module: path --> (args, kwargs)."""
+    """Return the arguments of each leaf in a trace of the module: path --> (args, kwargs)."""
     call = Call.of(module, "", (), dict(kwargs))
     return _record(call, leaves, flatten=True, training=False)[2].calls
 

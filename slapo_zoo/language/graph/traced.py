@@ -53,7 +53,7 @@ class TracedModule(GraphModule):
 
     @property
     def itself(self) -> "TracedModule":
-        """What a graph passes when the original forward passes `self` to a child."""
+        """Return the module that a graph passes where the original forward passes `self` to a child."""
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -94,7 +94,7 @@ def original_class(module: nn.Module) -> type:
 
 
 def is_module_list(module: nn.Module, name: str = "", parent: nn.Module | None = None) -> bool:
-    """Whether a module is, or was before a trace, a ModuleList.
+    """Return whether a module is, or was before a trace, a ModuleList.
 
     Args:
         module: the module.

@@ -55,7 +55,7 @@ class ValueTracer(fx.Tracer):
         return under(self.where, self.scope.module_path) or "(the model)"
 
     def leaf_hint(self) -> str:
-        """What to do when a module's forward cannot be recorded."""
+        """Suggest what to do when a module's forward cannot be recorded."""
         inner = self.scope.module_path
         if not inner:
             return "trace the modules below it one by one, or schedule it without a graph"

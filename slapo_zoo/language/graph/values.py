@@ -1,4 +1,4 @@
-"""What a trace knows about values: where they came from, and whether they are data."""
+"""Facts about values in a trace: where they came from, and whether they depend on data."""
 
 import operator
 import sys
@@ -39,7 +39,7 @@ def location() -> str:
 
 
 def depends_on_data(node: fx.Node) -> bool:
-    """Whether the size or number that a node computes depends on the elements of a tensor."""
+    """Return whether the size or number that a node computes depends on the elements of a tensor."""
     if any(n.meta.get("of_data") for n in node.all_input_nodes):
         return True
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

@@ -1,4 +1,4 @@
-"""What there is, and how a third party adds to it."""
+"""The list of primitives, and how a third party adds one."""
 
 import inspect
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def register_primitive() -> Callable[[type], type]:
 
 @dataclass(frozen=True)
 class SiteView:
-    """What the `apply` of a registered class sees of a schedule."""
+    """View of a schedule that the `apply` of a registered class gets."""
 
     site: Site
 

@@ -73,7 +73,7 @@ class ReplaceAll(Directive):
         site.state.index()
 
     def _make(self, site: Site) -> dict[str, nn.Module]:
-        """What the factory makes of each module, all of it before the first is replaced."""
+        """Call the factory for each module, all of them before the first is replaced."""
         made: dict[str, nn.Module] = {}
         for path, module in self._found(site):
             if any(path.startswith(f"{outer}.") for outer in made):

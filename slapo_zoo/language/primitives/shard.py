@@ -15,7 +15,7 @@ from slapo_zoo.parallel.placement import Placement, Run
 
 @dataclass(frozen=True)
 class ShardRule:
-    """What a module class needs when its tensor is sharded along an axis.
+    """Attributes that a module class has to change when its tensor is sharded along an axis.
 
     Args:
         sizes: tensor name -> {axis: attribute that holds the size of that axis}.

@@ -1,4 +1,4 @@
-"""What a Linear, and its kin, does when its weight is sharded: column or row parallel.
+"""Column- and row-parallel Linear, Conv1D and Embedding: forwards of layers whose weight is sharded.
 
 column: w_r [O/n, I], y_r [B, O/n] = x w_r^T + b_r         each rank has other columns of the output
 row:    w_r [O, I/n], y [B, O] = sum over r (x_r w_r^T) + b    partial sums; the bias is added once, behind the sum
@@ -40,7 +40,7 @@ WEIGHT_AXES = {
 
 
 def output_of(site: Site) -> str:
-    """What a rank's output is: "partial", "divided", "whole" without a shard, "" where unknown."""
+    """Classify a rank's output: "partial", "divided", "whole" without a shard, "" where unknown."""
     names = [c.__name__ for c in type(site.module).__mro__ if c.__name__ in WEIGHT_AXES]
     placed = site.placed("weight")
     if not names:

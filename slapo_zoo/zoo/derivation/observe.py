@@ -1,4 +1,4 @@
-"""What a model does with its parameters, watched while a tiny one runs a training step's forward."""
+"""Observe how a model uses its parameters, while a tiny one runs the forward of a training step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ def linear_axis(module: nn.Module) -> int | None:
 
 @dataclass
 class Observation:
-    """What was seen in one forward.
+    """Observations of one forward.
 
     Args:
         calls: path of a module --> how often it was called.
@@ -145,7 +145,7 @@ class Watch(TorchFunctionMode):
 
 
 def _really(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether the call draws: an attention without dropout, or an inactive dropout, does not."""
+    """Return whether the call draws: an attention without dropout, or an inactive dropout, does not."""
     if name == "scaled_dot_product_attention":
         return bool(kwargs.get("dropout_p") or (len(args) > 4 and args[4]))
     if name != "dropout":

@@ -86,13 +86,13 @@ class Modules:
         return sum(p.numel() for m in self.patterns[pattern] for p in m._parameters.values() if p is not None)  # fmt: skip
 
     def own_only(self, pattern: str) -> bool:
-        """Whether nobody but the modules of a pattern computes with their parameters."""
+        """Return whether nobody but the modules of a pattern computes with their parameters."""
         path = pattern.partition(":")[0]
         names = (f"{path}.{name}" for m in self.patterns[pattern] for name in m._parameters)
         return not self.foreign.intersection(names)
 
     def divisible(self, pattern: str) -> bool:
-        """Whether it is a linear of its own, untied, and large enough to be worth a collective."""
+        """Return whether it is a linear of its own, untied, and large enough to be worth a collective."""
         alike = self.patterns.get(pattern, [])
         return (
             bool(alike)
@@ -173,7 +173,7 @@ def parts_of_blocks(model: Any, stacks: Collection[str]) -> Iterator[str]:
 
 
 def _below(pattern: str, others: Iterable[str]) -> bool:
-    """Whether it is one of the others, or in one."""
+    """Return whether it is one of the others, or in one."""
     return any(f"{pattern}.".startswith(f"{other}.") for other in others)
 
 
@@ -191,7 +191,7 @@ def what_was_seen(config: Any, model: Any, seen: Observation) -> dict[str, Any]:
 
 
 def find_groups(modules: Modules, chains: bool = True) -> list[Group]:
-    """What can be sharded, each by itself; the larger ones first.
+    """List the candidates for sharding, each by itself; larger ones first.
 
     Args:
         modules: of the model.

@@ -52,7 +52,7 @@ def find_spelling(files: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> S
 
 
 def _explains(keys: KeyMap, pairs: Mapping[str, str], same: Iterable[str]) -> bool:
-    """Whether renames turn every key into its name and back, and leave the others alone."""
+    """Return whether renames turn every key into its name and back, and leave the others alone."""
     if any(LAYER.search(old) for old, _ in keys.renames):
         return False
     wanted = [*pairs.items(), *((key, key) for key in same)]

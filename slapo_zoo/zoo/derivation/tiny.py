@@ -36,7 +36,7 @@ DROPS = re.compile(r"drop|noise|jitter")
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a tiny model has at most."""
+    """Upper bounds of a tiny model."""
 
     heads: int = 4
     head_size: int = 8
@@ -97,7 +97,7 @@ def _shrink(config: Any, sizes: Sizes) -> None:
 
 
 def _special(config: Any, own: dict[str, Any], sizes: Sizes) -> None:
-    """What no ratio gives."""
+    """Set the sizes that no ratio gives."""
     if own.get("pad_token_id", 0) is None:
         config.pad_token_id = 0
     if own.get("num_kv_shared_layers"):
