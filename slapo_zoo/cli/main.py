@@ -1,5 +1,7 @@
 """The command `slapo-zoo`: one line here and one file in commands/ per command."""
 
+import logging
+import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Annotated
@@ -20,9 +22,10 @@ from slapo_zoo.cli.commands.train import train
 from slapo_zoo.cli.commands.tune import tune
 from slapo_zoo.cli.commands.verify import verify
 from slapo_zoo.cli.commands.version import print_version, show_version
-from slapo_zoo.cli.errors import readable_errors
+from slapo_zoo.cli.errors import is_first, readable_errors
 from slapo_zoo.errors import SlapoError
 
+RENAMED = {("plan", "--dtype"): "--precision"}  # for one release
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 ANYTHING = {"ignore_unknown_options": True, "allow_extra_args": True}
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=SETTINGS)
@@ -68,8 +71,29 @@ def options(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; an error that a person can act on is printed without a traceback."""
     state = SimpleNamespace(debug=False)
+    logging.getLogger("DeepSpeed").addFilter(_away_from_stdout)
     with readable_errors(state):
-        app(arguments, obj=state)
+        app(renamed(sys.argv[1:] if arguments is None else arguments), obj=state)
+
+
+def renamed(arguments: Sequence[str]) -> list[str]:
+    """Return the words of a command line, older names replaced by those of today, with a warning."""
+    command, found = next((word for word in arguments if word[:1] != "-"), ""), []
+    for word in arguments:
+        name, equals, value = word.partition("=")
+        new = RENAMED.get((command, name), name)
+        if new != name and is_first():
+            sys.stderr.write(f"warning: {command}: {name} is called {new} now\n")
+        found.append(f"{new}{equals}{value}")
+    return found
+
+
+def _away_from_stdout(record: logging.LogRecord) -> bool:
+    """A filter: DeepSpeed, which `transformers` imports where it is installed, logs into what a command prints."""
+    for handler in logging.getLogger(record.name).handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(sys.stderr)
+    return "Setting accelerator to CPU" not in record.getMessage()
 
 
 if __name__ == "__main__":

@@ -116,6 +116,7 @@ def build_on_meta(cls: Any, config: Any, dtype: torch.dtype, own_attention: bool
     try:
         with torch.device("meta"), default_dtype(dtype), no_init_weights(), _Numbers():
             model = cls(config)
+        model.loss_type = model.loss_type or "ForCausalLM"  # as transformers does, with a warning
         _keep_numbers(model)
         model.tie_weights()
     except SlapoError:
@@ -200,6 +201,7 @@ def build_fake(cls: Any, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
     config.dtype = dtype
     with torch.device("meta"), default_dtype(dtype), no_init_weights():
         model = cls(config)  # beside the mode: some constructors look at numbers that they made
+        model.loss_type = model.loss_type or "ForCausalLM"
         model.tie_weights()
     with mode, default_dtype(dtype):
         _to_fakes(model)

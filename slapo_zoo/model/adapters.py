@@ -6,6 +6,8 @@ With y = W x + s B A x, h = A x of a few columns:
     W row-parallel      A divided as W along its inputs, the sum of W's product also on h; B whole
     W whole             both whole
 
+One process takes every LoRA of peft, with what it trains beside the matrices (`modules_to_save`, DoRA, biases).
+
 source:  Hu et al. 2021, LoRA, arXiv:2106.09685; Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053
 """
 
@@ -20,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slapo_zoo.errors import SlapoError
+from slapo_zoo.errors import SlapoError, agreed
 from slapo_zoo.language.directive import Directive, Placed, Site, State
 from slapo_zoo.language.planned_rows import plan_of, planned_rows
 from slapo_zoo.language.primitives import ForkRng, Shard, SumGradient, Sync
@@ -30,7 +32,8 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.paths import select
 from slapo_zoo.parallel.placement import Placement, TensorSpec
 from slapo_zoo.parallel.random_stream import mix
-from slapo_zoo.parallel.rank_plan import PARTIAL
+from slapo_zoo.parallel.rank_plan import PARTIAL, TIED
+from slapo_zoo.pipeline.stages import held_here
 from slapo_zoo.weights.adapter_files import CONFIG, open_adapter, save_adapter_files
 from slapo_zoo.weights.load import Target, load_tensors
 
@@ -74,18 +77,47 @@ def add_adapter(
     """
     together(model.mesh, STEP, lambda: _check_config(model, config))
     matrices: list[Matrix] = []
-    with _undone_on_error(model, name), whole_sizes(model):
-        together(model.mesh, STEP, inject)
+    with _undone_on_error(model, name), whole_sizes(model), held_here(model):
+        _inject(model, inject)
         together(model.mesh, STEP, lambda: matrices.extend(_matrices(model, name)))
-        wanted = [key for keys in together(model.mesh, STEP, lambda: [m.key for m in matrices])
-                  for key in keys]  # fmt: skip
-        values = _drawn(model, config, matrices)
+        values = _beside(model, name) | _drawn(model, config, matrices)
+        wanted = {key for keys in together(model.mesh, STEP, lambda: list(values)) for key in keys}
         if folder is not None:
-            together(model.mesh, STEP, lambda: _read(folder, matrices, values, set(wanted)))
+            together(model.mesh, STEP, lambda: _read(folder, values, wanted))
     for matrix in matrices:
         _place(model, matrix, values[matrix.key])
     _set_dropouts(model, name)
     model._slapo.adapters[name] = [_spec(model, matrix) for matrix in matrices]
+
+
+def _inject(model: Any, inject: Callable[[], None]) -> None:
+    """Put peft's layers in; refused where a stage has no target, as peft would know no adapter there."""
+    from peft.tuners.tuners_utils import NoMatchingPeftModuleError
+
+    def attempt() -> tuple[int, str]:
+        try:
+            inject()
+        except NoMatchingPeftModuleError as error:
+            return model.mesh.coord("pp"), str(error)
+        return model.mesh.coord("pp"), ""
+
+    if missing := {stage: text for stage, text in together(model.mesh, STEP, attempt) if text}:
+        found = f"stages {sorted(missing)} of pp={model.mesh.pp} hold none of them"
+        problem = found if len(missing) < model.mesh.pp else missing[0]
+        hint = (
+            "name modules that every stage has, or use fewer stages; print(model) shows the names"
+        )
+        raise agreed(SlapoError(STEP, "target_modules", problem, hint))
+
+
+def _beside(model: Any, name: str) -> dict[str, Tensor]:
+    """All tensors that peft saves of an adapter, by key in its files; on one process, else {}."""
+    from peft import get_peft_model_state_dict
+
+    if model.mesh.world_size > 1:
+        return {}
+    found = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    return {PREFIX + key: tensor for key, tensor in found.items()}
 
 
 def saved_config(folder: Path, is_trainable: bool) -> Any:
@@ -112,6 +144,8 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
     if name not in model._slapo.adapters:
         known = ", ".join(model._slapo.adapters) or "none"
         raise SlapoError("adapter", repr(name), f"no such adapter; found {known}", "add_adapter it")
+    if not grads and (whole := _beside(model, name)):
+        return {key: tensor.detach().contiguous() for key, tensor in whole.items()}
     own = model._slapo.adapters[name]
     specs = [spec for specs in together(model.mesh, "adapter", lambda: own) for spec in specs]
     specs = list({spec.name: spec for spec in specs}.values())
@@ -154,6 +188,9 @@ def _check_config(model: Any, config: Any) -> None:
     from peft import LoraConfig
 
     hint = "use LoraConfig(r=..., lora_alpha=..., target_modules=[...], lora_dropout=...)"
+    hint += (
+        "; or train it on one process; or merge it there (merge_and_unload of peft) and load that"
+    )
     if not isinstance(config, LoraConfig):
         problem = f"found {type(config).__name__}, expected a LoraConfig"
         raise SlapoError(STEP, "adapter_config", problem, hint)
@@ -174,6 +211,7 @@ def _check_config(model: Any, config: Any) -> None:
 def _undone_on_error(model: Any, name: str) -> Iterator[None]:
     """Take the layers of peft out again, and let train what trained before."""
     from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
 
     trained = {id(p): p.requires_grad for p in model.parameters()}
     was_loaded = model._hf_peft_config_loaded
@@ -185,12 +223,14 @@ def _undone_on_error(model: Any, name: str) -> Iterator[None]:
                 model.delete_adapter(name)
         else:
             for path, module in list(model.named_modules()):
+                parent, _, leaf = path.rpartition(".")
                 if isinstance(module, BaseTunerLayer):
-                    parent, _, leaf = path.rpartition(".")
                     setattr(model.get_submodule(parent), leaf, module.get_base_layer())
+                elif isinstance(module, AuxiliaryTrainingWrapper):
+                    setattr(model.get_submodule(parent), leaf, module.original_module)
             model._hf_peft_config_loaded, model._slapo.peft_config = False, None
         for p in model.parameters():
-            p.requires_grad_(trained[id(p)])
+            p.requires_grad_(trained.get(id(p), False))  # else of the adapter that is left out
         raise
 
 
@@ -213,6 +253,9 @@ def _matrices(model: Any, name: str) -> list[Matrix]:
         if not kind:
             raise _refusal(path, f"found a {type(base).__name__}, expected a Linear or Conv1D")
         placed, axis = state.placed.get(f"{path}.weight"), INPUT_AXIS[kind]
+        row = state.plan.of(f"{path}.weight") if state.plan else None
+        if row is not None and row.sums(True, TIED):
+            raise _refusal(path, "an adapter beside a weight that stages share is not supported")
         shape = placed.shape if placed else tuple(base.weight.shape)
         of_a, of_b = _rule(path, state, placed, axis, _syncs(model, path))
         _check_dropout(path, layer.lora_dropout[name], of_a, shape[axis], model.mesh)
@@ -281,25 +324,25 @@ def _check_dropout(
 
 
 def _drawn(model: Any, config: Any, matrices: list[Matrix]) -> dict[str, Tensor]:
-    """New values as peft draws them, each from a generator of its own: the same on every layout."""
+    """New values as peft draws them, each from a generator of its own: the same on every layout.
+
+    Those that peft computes from the weights (PiSSA, on one process) are kept.
+    """
     values = {}
-    with torch.random.fork_rng(devices=[]):
-        for matrix in matrices:
-            full = torch.zeros(matrix.shape)
-            torch.manual_seed(
-                mix(model.schedule.state.random.seed, zlib.crc32(matrix.key.encode()))
-            )
-            if ".lora_A." in matrix.key and config.init_lora_weights == "gaussian":
-                full.normal_(std=1 / matrix.shape[0])
-            elif ".lora_A." in matrix.key or config.init_lora_weights is False:
-                nn.init.kaiming_uniform_(full, a=math.sqrt(5))
-            values[matrix.key] = full
+    if config.init_lora_weights not in INITS:
+        return {m.key: model.get_parameter(m.parameter).detach() for m in matrices}
+    seed = model.schedule.state.random.seed
+    for matrix in matrices:
+        values[matrix.key] = full = torch.zeros(matrix.shape)
+        own = torch.Generator().manual_seed(mix(seed, zlib.crc32(matrix.key.encode())))
+        if ".lora_A." in matrix.key and config.init_lora_weights == "gaussian":
+            full.normal_(std=1 / matrix.shape[0], generator=own)
+        elif ".lora_A." in matrix.key or config.init_lora_weights is False:
+            nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=own)
     return values
 
 
-def _read(
-    folder: Path, matrices: list[Matrix], values: dict[str, Tensor], wanted: set[str]
-) -> None:
+def _read(folder: Path, values: dict[str, Tensor], wanted: set[str]) -> None:
     """Overwrite drawn values with saved ones."""
     with open_adapter(folder) as files:
         if unknown := sorted(set(files.keys()) - wanted):
@@ -307,7 +350,7 @@ def _read(
                 f"found {len(unknown)} tensors for which the model has no place: {unknown[:3]}"
             )
             raise SlapoError(str(folder), "adapter", problem, "is it an adapter of another model?")
-        targets = {matrix.key: Target(values[matrix.key], matrix.shape) for matrix in matrices}
+        targets = {key: Target(value, tuple(value.shape)) for key, value in values.items()}
         load_tensors(targets, files, {key: key for key in targets}, Mesh())
 
 

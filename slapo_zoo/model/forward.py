@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.model.batch_check import check_peers
-from slapo_zoo.model.generation import refuse_cache, with_source
+from slapo_zoo.model.generation import refuse_cache, refuse_whole_heads, with_source
 from slapo_zoo.model.input_errors import explained
 from slapo_zoo.model.outputs import as_dict, refuse_outputs
 from slapo_zoo.model.own_loss import whole_output
@@ -71,6 +71,8 @@ def _warned(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _run_whole(model: Any, run: Callable[..., Any], batch: dict[str, Any]) -> Any:
     """Without stages: whoever calls backward finds complete gradients."""
     completion = model._slapo.completion
+    if model.mesh.tp > 1 and batch.get("past_key_values") is not None:
+        refuse_whole_heads(model, batch)
     if torch.is_grad_enabled():
         completion.prepare(model, own_loop=True)
         completion.follow(batch)

@@ -45,6 +45,20 @@ def refuse_cache(batch: Mapping[str, Any]) -> None:
         )
 
 
+def refuse_whole_heads(model: Any, batch: Mapping[str, Any]) -> None:
+    """SlapoError for a KV cache of all heads (prefix tuning of peft) where each tp rank keeps its own."""
+    cache = batch.get("past_key_values")
+    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
+    keys = next((x for layer in layers if (x := getattr(layer, "keys", None)) is not None), None)
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if keys is not None and keys.shape[1] == heads > 1:
+        problem = (
+            f"its keys are of all {heads} heads, and each of tp={model.mesh.tp} ranks has its own"
+        )
+        raise SlapoError("forward", "past_key_values", problem, "use tp=1, or a soft prompt")
+
+
 class Generates:
     """Mixed into the class of a scheduled model."""
 

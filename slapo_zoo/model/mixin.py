@@ -235,8 +235,9 @@ class Scheduled(Structure, Generates, Recomputes):
             config = adapters.saved_config(folder, is_trainable)
         self._add_adapter(config, name, folder)
         model: Any = self
-        for spec in self._slapo.adapters[name]:
-            model.get_parameter(adapters.parameter_of(spec.name, name)).requires_grad_(is_trainable)
+        for at, p in model.named_parameters():
+            if f".{name}." in f"{at}." or (at.endswith(".bias") and not is_trainable):
+                p.requires_grad_(is_trainable)
 
     def _add_adapter(self, config: Any, name: str, folder: Path | None) -> None:
         def inject() -> None:

@@ -15,6 +15,7 @@ from slapo_zoo.model.completion import Completion
 from slapo_zoo.model.data_parallel import DataParallel
 from slapo_zoo.model.outputs import shows_layers
 from slapo_zoo.model.precision import MixedPrecision
+from slapo_zoo.model.structure import require_known_order
 from slapo_zoo.parallel.heads import SHIFTED
 from slapo_zoo.parallel.known import known
 from slapo_zoo.parallel.placement import TensorSpec
@@ -112,6 +113,8 @@ def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
     parallelism, with the same result.
     """
     runtime: Runtime = model._slapo
+    if runtime.schedule.state.sequence_parallel:
+        require_known_order(model)
     if not runtime.schedule.state.sequence_parallel or shows_layers(model, batch):
         return False
     lengths = [runtime.num_tokens] if runtime.num_tokens else []

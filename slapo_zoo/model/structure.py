@@ -89,6 +89,26 @@ def _is_within(name: str, other: str) -> bool:
     return parts[-1] == way[-1] and all(part in left for part in parts)
 
 
+def require_known_order(model: Any) -> None:
+    """SlapoError where blocks were cut, swapped or shared since the load.
+
+    The first block of a stack shards the tokens, and the last one gathers them.
+
+    Args:
+        model: of AutoScheduledModel.
+    """
+    state, ends = model.schedule.state, ("divide_tokens", "join_tokens")
+    found = [path for path, step in model.schedule.history
+             if getattr(step, "sync_op_or_fn", "") in ends]  # fmt: skip
+    stacks = {path.rpartition(".")[0] for end in found for path in state.select(end)}
+    here = modules_of(model)
+    for path in {**state.modules, **here}:
+        if path.rpartition(".")[0] in stacks and here.get(path) is not state.modules.get(path):
+            problem = "it is another block than was loaded, or is gone"
+            hint = "change the plain model, save it, and load that; or leave sequence_parallel out"
+            raise SlapoError("forward", path, problem, hint)
+
+
 class Structure:
     """Methods of `nn.Module` and `transformers` that a sharded model answers otherwise."""
 
@@ -104,6 +124,16 @@ class Structure:
         """As `named_parameters`."""
         found = super().named_buffers(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         return ((own_name(name), x) for name, x in found)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """As torch's; peft asks any model for its table by BERT's name, else guesses it by its size."""
+        try:
+            return super().get_submodule(target)  # pyright: ignore[reportAttributeAccessIssue]
+        except AttributeError:
+            if target != "embeddings.word_embeddings":
+                raise
+            model: Any = self
+            return model.get_input_embeddings()
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """As torch's, of what `state_dict()` of this rank gives; others are refused before a tensor changes."""

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from slapo_zoo.errors import MeshError
 from slapo_zoo.language.offload import Kept, Pack, unpack
 from slapo_zoo.model.gathered import Group
+from slapo_zoo.parallel.local_tensors import is_divided
 
 
 @dataclass(eq=False)
@@ -68,6 +70,7 @@ class Block:
 
     def before(self, module: nn.Module, args: Any) -> None:
         """Modules read whole tensors, and autograd keeps none of them."""
+        self._require_own(module)
         computes = self.blocks.computes
         whole = [group.traced(group.dtype_of(computes)) for group in self.groups]
         self.blocks.keep(self, self.position + 1)
@@ -86,6 +89,15 @@ class Block:
         self.blocks.keeps.append(pack)
         self.blocks.running.append(self)
         hooks.__enter__()
+
+    def _require_own(self, module: nn.Module) -> None:
+        """MeshError where modules moved between blocks: they would compute with this rank's rows."""
+        reading = {id(at) for at, *_ in self.places}
+        for path, m in module.named_modules():
+            if id(m) not in reading and any(map(is_divided, m._parameters.values())):
+                problem = f"{path}: it was no part of this block when the model was loaded"
+                hint = "change the plain model, save it, and load that; or leave dp_shard out"
+                raise MeshError("forward", type(module).__name__, problem, hint)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """The whole tensors are forgotten."""

@@ -8,7 +8,8 @@ found to be used later crosses a cut (docs/decisions/0004-stages-run-the-own-for
 
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,7 +203,8 @@ class Cursor:
         call = self.plan.calls[self.index] if self.index < len(self.plan.calls) else None
         if call is None or call.unit != unit:
             problem = f"its call is number {self.index} here, not in the dry run"
-            hint = "the model's forward depends on data; cut it elsewhere, or use pp=1"
+            hint = "blocks that were moved since the load: change the plain model, save it, and load that; "
+            hint += "a forward that depends on data: cut it elsewhere, or use pp=1"
             raise ScheduleError(unit, "pipeline", problem, hint)
         if self.plan.stage_of_call[self.index] == self.plan.stage:
             if not held:
@@ -356,3 +358,21 @@ def _follow(unit: str, module: nn.Module, cursor: Cursor) -> None:
     module.__class__ = type(
         cls.__name__, (cls,), {"__call__": followed, "__module__": cls.__module__}
     )
+
+
+@contextmanager
+def held_here(model: Any) -> Iterator[None]:
+    """Within it, what other stages hold is out of sight: peft matches modules by name."""
+    found = [(parent, leaf, child) for parent in model.modules()
+             for leaf, child in parent._modules.items() if isinstance(child, Foreign)]  # fmt: skip
+    for parent, leaf, child in found:
+        parent._modules[leaf], parent.__dict__[leaf] = None, child
+    if isinstance(model.get_output_embeddings(), Foreign):
+        model.__dict__["get_output_embeddings"] = lambda: None
+    try:
+        yield
+    finally:
+        for parent, leaf, child in found:
+            parent._modules[leaf] = child
+            del parent.__dict__[leaf]
+        model.__dict__.pop("get_output_embeddings", None)

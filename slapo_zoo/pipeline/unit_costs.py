@@ -155,9 +155,9 @@ def row_length(config: Any, seq_len: int | None) -> int:
     Raises:
         MeshError: the model has fewer positions.
     """
-    tokens = seq_len or usual_tokens(config)
-    longest = most_positions(config) or tokens
-    if tokens > longest:
+    longest = most_positions(config) or getattr(config, "max_target_positions", None)
+    tokens = seq_len or min(usual_tokens(config), longest or MOST_TOKENS)
+    if longest and tokens > longest:
         problem = f"found {tokens}, the model has {longest} positions"
         raise MeshError("plan", "--seq", problem, "shorten the rows")
     return tokens

@@ -10,6 +10,7 @@ from typing import Any
 from slapo_zoo.tune.grid import Grid, is_number
 from slapo_zoo.tune.space import Space
 from slapo_zoo.tune.tuner import OnTrial, Result, Trial
+from slapo_zoo.weights.ledger import as_table
 
 
 @contextmanager
@@ -42,35 +43,25 @@ def line_of(trial: Trial) -> str:
     return f"{Space.cfg_dict_to_str(trial.point)} {outcome.kind}{rate}{known}{why}"
 
 
-def show(result: Result, most: int = 10) -> None:
-    """The fastest points, the failures by kind, and what was never measured."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False, soft_wrap=True)
+def as_text(result: Result, most: int = 10) -> str:
+    """Return the fastest points, the failures by kind, and what was never measured."""
     names = list(dict.fromkeys(name for trial in result.trials for name in trial.point))
-    table = Table(*names, "rows/s", "peak MiB", title=f"{len(result.trials)} evaluations")
-    ran = sorted(
-        (t for t in result.trials if t.outcome.kind == "ok"), key=lambda t: -t.outcome.throughput
-    )
-    for trial in ran[:most]:
-        values = [str(trial.point.get(name, "-")) for name in names]
-        table.add_row(
-            *values, f"{trial.outcome.throughput:.4g}", f"{trial.outcome.peak_memory / 2**20:.0f}"
-        )
-    console.print(table)
+    ran = (t for t in result.trials if t.outcome.kind == "ok")
+    ran = sorted(ran, key=lambda t: -t.outcome.throughput)[:most]
+    rows = [(*(t.point.get(name, "-") for name in names), f"{t.outcome.throughput:.4g}",
+             f"{t.outcome.peak_memory / 2**20:.0f}") for t in ran]  # fmt: skip
+    title = f"{len(result.trials)} evaluations"
     kinds = [trial.outcome.kind for trial in result.trials]
-    console.print(", ".join(f"{kind}: {kinds.count(kind)}" for kind in dict.fromkeys(kinds)))
-    for why, count in result.pruned.items():
-        console.print(f"never measured: {count} ({why})")
+    lines = [as_table(title, (*names, "rows/s", "peak MiB"), rows),
+             ", ".join(f"{kind}: {kinds.count(kind)}" for kind in dict.fromkeys(kinds))]  # fmt: skip
+    lines += [f"never measured: {count} ({why})" for why, count in result.pruned.items()]
+    return "\n".join(lines)
 
 
 def as_json(result: Result) -> dict[str, Any]:
     """The outcome for programs: every evaluation in order, and the best."""
-    trials = [
-        {"point": trial.point, **vars(trial.outcome), "was_known": trial.was_known}
-        for trial in result.trials
-    ]
+    trials = [{"point": trial.point, **vars(trial.outcome), "was_known": trial.was_known}
+        for trial in result.trials]  # fmt: skip
     best = result.trials.index(result.best) if result.best else None
     return {"best": best, "trials": trials, "never_measured": dict(result.pruned)}
 
@@ -115,10 +106,8 @@ def draw_surface(result: Result, grid: Grid, path: Path) -> bool:
         if x in trial.point and y in trial.point:
             cells.setdefault((trial.point[x], trial.point[y]), []).append(trial.outcome.throughput)
     nan = float("nan")
-    values = [
-        [statistics.median(cells.get((a, b), [nan])) for a in grid.values[x]]
-        for b in grid.values[y]
-    ]
+    values = [[statistics.median(cells.get((a, b), [nan])) for a in grid.values[x]]
+        for b in grid.values[y]]  # fmt: skip
     figure, axes = plt.subplots(figsize=(7, 4))
     image = axes.imshow(values, origin="lower", aspect="auto")
     axes.set(xlabel=x, ylabel=y, xticks=range(len(grid.values[x])), yticks=range(len(grid.values[y])),
@@ -133,9 +122,6 @@ def _pyplot() -> Any:
     from slapo_zoo.pipeline.trace_files import require_matplotlib
 
     require_matplotlib()
-    import matplotlib
-
-    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     return plt

@@ -2,7 +2,10 @@
 
 import mmap
 import os
+import shutil
+import textwrap
 import threading
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -107,12 +110,10 @@ class Ledger:
     mapped: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        return (
-            f"{self.tensors} tensors, {human(self.bytes_read)} read from "
+        return (f"{self.tensors} tensors, {human(self.bytes_read)} read from "
             f"{self.files_opened} file{'' if self.files_opened == 1 else 's'} in {self.seconds:.2f} s"
             f" into {human(self.shard_bytes)}; peak anonymous +{human(self.peak_anonymous)}; "
-            f"{len(self.newly_initialized)} newly initialized, {len(self.unexpected)} unexpected"
-        )
+            f"{len(self.newly_initialized)} newly initialized, {len(self.unexpected)} unexpected")  # fmt: skip
 
 
 def human(size: float) -> str:
@@ -126,3 +127,33 @@ def human(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
+
+
+def filled(line: str) -> str:
+    """Return a line of text, broken between words where the terminal is narrower."""
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(
+        line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
+
+
+def as_table(title: str, names: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return aligned columns; where the terminal is narrower, a list: no word is broken.
+
+    Args:
+        title: a line above.
+        names: of the columns.
+        rows: a cell of each column; an empty one, or "-", is left out of a list.
+    """
+    lines = [[*names], *([str(cell) for cell in row] for row in rows)]
+    sizes = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    width = shutil.get_terminal_size().columns
+    if sum(sizes) + 2 * (len(sizes) - 1) <= width:
+        cells = [[c.ljust(n) for c, n in zip(line, sizes, strict=True)] for line in lines]
+        text = ["  ".join(line).rstrip() for line in cells]
+        text.insert(1, "-" * max(map(len, text)))
+    else:
+        items = ["- " + ", ".join(f"{name} {cell}" for name, cell in zip(names, line, strict=True)
+                           if cell not in ("", "-")) for line in lines[1:]]  # fmt: skip
+        text = [filled(item) for item in items]
+    return "\n".join([filled(title), *text, ""])

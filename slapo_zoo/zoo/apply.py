@@ -198,13 +198,13 @@ def place_cuts(sch: Schedule, table: Table, num_stages: int) -> list[tuple[str, 
         problem = f"{num_stages} stages, but the model has {len(blocks) * calls} blocks"
         hint = f"choose pp between 1 and {max(1, len(blocks) * calls)}"
         raise MeshError("mesh", f"pp={num_stages}", problem, hint)
-    costs = _costs(sch.model, units_of(sch.model, table, blocks), blocks, num_stages)
+    costs = step_costs(sch.model, units_of(sch.model, table, blocks), blocks, num_stages)
     may_cut = [i for i, cost in enumerate(costs) if cost.unit in blocks]
     ends = balanced_cuts([cost.step for cost in costs], may_cut, num_stages)
     return [(costs[i].unit, costs[i].call) for i in ends]
 
 
-def _costs(model: Any, units: list[str], blocks: list[str], num_stages: int) -> list[UnitCost]:
+def step_costs(model: Any, units: list[str], blocks: list[str], num_stages: int) -> list[UnitCost]:
     """Return the cost of each unit; by weights alone where the forward cannot run on fake tensors or long rows."""
     try:
         found = unit_costs(model, units)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from slapo_zoo.errors import MeshError, SlapoError, WeightsError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.hf.configs import read_config
+from slapo_zoo.parallel.heads import head_of
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.paths import nearest
 from slapo_zoo.parallel.process_group import init_distributed, is_distributed_launch
@@ -66,9 +67,13 @@ def checkpoint_dtype(config: Any, checkpoint: CheckpointFolder) -> torch.dtype:
     return next((d for d in dtypes if d.is_floating_point), torch.float32)
 
 
+SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
 def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """A torch dtype, or the name of one."""
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    name = str(dtype).removeprefix("torch.")
+    found: Any = getattr(torch, SHORT.get(name, name), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         hint = 'e.g. "float32", "bfloat16", or "auto"'
         raise SlapoError("from_pretrained", f"dtype={dtype!r}", "not a floating torch dtype", hint)
@@ -144,19 +149,17 @@ def _without_quantization(folder: Path, config: Any) -> Any:
 
 
 def config_of(name: str) -> tuple[Any, str | None]:
-    """The config of a family, a folder or a model of the Hub, and the head to take if none is named.
+    """The config of a family, a folder or a model of the Hub, and the head to take if it names none.
 
-    A bare family has the defaults of its config, and the head that most people mean.
+    A bare family has the defaults of its config.
     """
-    from transformers import CONFIG_MAPPING, AutoModelForPreTraining
+    from transformers import CONFIG_MAPPING
 
     hf.register_models()
     if name in CONFIG_MAPPING and not Path(name).exists():
         given = table_for(name).defaults if name in families() else {}
         config = CONFIG_MAPPING[name](**given)
-        mapping: Any = AutoModelForPreTraining._model_mapping
-        has_head = type(config) in mapping
-        return config, "AutoModelForPreTraining" if has_head else _last_head(config)
+        return config, usual_head(config)
     if problem := _no_folder(name):
         raise SlapoError(
             "config",
@@ -167,7 +170,8 @@ def config_of(name: str) -> tuple[Any, str | None]:
     near = nearest(name, families())
     hint = "pass a family (slapo-zoo list), a folder or a model id"
     hint += f"; nearest families: {', '.join(near)}" if near else ""
-    return _read_config(name, hint), None
+    config = _read_config(name, hint)
+    return config, None if config.architectures else usual_head(config)
 
 
 def checkpoint_config(name: str) -> Any:
@@ -211,9 +215,17 @@ def _ask_the_hub(name: str) -> None:
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)
 
 
-def _last_head(config: Any) -> str | None:
-    """Without a head for pretraining (ViT, Wide ResNet, Whisper): the first other one that there is."""
+HEADS = (
+    "PreTraining", "Seq2SeqLM", "SpeechSeq2Seq", "CausalLM", "MaskedLM", "ImageClassification",
+)  # fmt: skip
+
+
+def usual_head(config: Any) -> str | None:
+    """Return the first head with a loss that the model type has; None where it has none of HEADS."""
     import transformers
 
-    names = ("AutoModelForImageClassification", "AutoModelForSpeechSeq2Seq")
-    return next((n for n in names if type(config) in getattr(transformers, n)._model_mapping), None)
+    for name in (f"AutoModelFor{head}" for head in HEADS):
+        mapping = getattr(transformers, name)._model_mapping
+        if type(config) in mapping and head_of(mapping[type(config)].__name__).labels:
+            return name
+    return None

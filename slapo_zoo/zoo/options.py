@@ -14,7 +14,7 @@ import torch
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf.attention_backends import BACKENDS
 from slapo_zoo.parallel.paths import nearest
-from slapo_zoo.zoo.precision import PRECISIONS
+from slapo_zoo.zoo.precision import PRECISIONS, precision_name
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,9 @@ class BuildOptions:
     zero_stage: int = _knob(3, "1: gradients are summed over dp once a step, 2: once a micro-batch, 3: and a block is whole only while it runs", "1, 2 or 3", lambda value: value in (1, 2, 3))
     precision: str | None = _knob(None, "fp32 masters and 16-bit compute, or one dtype", "fp32, bf16, bf16-pure, fp16, or None", _optional(_name))
     # fmt: on
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", precision_name(self.precision))
 
     def but(self, **changes: Any) -> "BuildOptions":
         """These options with some changed."""

@@ -32,6 +32,11 @@ PRECISIONS = {
 TARGETS = {"deepspeed": '{"bf16": {"enabled": true}} in its config', "megatron": "dtype="}
 
 
+def precision_name(value: Any) -> Any:
+    """Return the name of a precision: torch.float32 and "float32" are fp32; another value is left as it is."""
+    return "fp32" if str(value).removeprefix("torch.") == "float32" else value
+
+
 def check_precision(name: str | None, dtype: Any, device: torch.device | str, target: Any) -> None:
     """Refuse a precision that there is not, that the device lacks, or that the engine brings itself.
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from slapo_zoo.cards import hub
 from slapo_zoo.cli.main import main
 from slapo_zoo.tune.planner.hardware import find_hardware
+from slapo_zoo.tune.planner.show import COLUMNS
 
 
 @pytest.fixture(scope="module")
@@ -121,12 +123,42 @@ def test_times_of_kernels_for_programs(capfd, monkeypatch):
     assert json.loads(out) == [row]
 
 
-def test_a_narrow_terminal_shortens_no_number(gpt2, capfd, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    _, out, _ = run(capfd, "plan", gpt2, "--gpus", 8, "--batch", 64)
-    assert "tokens/s" in out
-    assert "…" not in out
-    assert max(map(len, out.splitlines()[:20])) <= 80
+@pytest.mark.parametrize(
+    "line", ["plan MODEL --gpus 1 --batch 4 --explain", "plan MODEL --pp 2", "list"]
+)
+def test_output_fits_the_terminal_and_breaks_no_word(line, gpt2, capfd, monkeypatch):
+    words = [gpt2 if word == "MODEL" else word for word in line.split()]
+    shown = {}
+    for width in (80, 500):
+        monkeypatch.setenv("COLUMNS", str(width))
+        _, shown[width], _ = run(capfd, *words)
+        lines = [text for text in shown[width].splitlines() if " " in text.strip()]  # else one word
+        assert max(map(len, lines)) <= width
+    wide = {word for word in shown[500].split() if len(word) > 3 and set(word) != {"-"}}
+    assert [word for word in wide if word not in shown[80] and word not in COLUMNS] == []
+
+
+def test_a_plan_says_what_it_counted_and_on_which_hardware(gpt2, capfd):
+    """More configurations fitted than were looked at; two bubbles; only meshes without any fit were explained."""
+    tight = ("--batch", 64, "--memory", "1537MiB", "--explain", "--hardware", "h100")
+    _, out, _ = run(capfd, "plan", gpt2, "--gpus", 1, *tight)
+    out = " ".join(out.split())
+    fit, of = map(int, re.search(r"on NVIDIA H100 SXM: (\d+) of (\d+) config", out).groups())
+    assert 0 < fit < of
+    assert re.search(r"tp=1 pp=1 dp=1.*: stage 0 needs 1.5 GiB of 1.5", out)
+    _, out, _ = run(capfd, "plan", gpt2, "--pp", 2, "--no-weights")
+    out = " ".join(out.split())
+    assert "on NVIDIA A100 SXM 80GB" in out
+    share = float(re.search(r"predicted bubble: ([\d.]+)%", out).group(1))
+    assert f"bubble {share:.0f}%" in out
+
+
+def test_an_older_option_is_taken_with_a_warning(gpt2, capfd):
+    line = ("plan", gpt2, "--no-weights", "--json")
+    _, new, _ = run(capfd, *line, "--precision", "fp32")
+    _, old, err = run(capfd, *line, "--dtype=float32")
+    assert old == new
+    assert "warning: plan: --dtype is called --precision now" in err
 
 
 @pytest.mark.parametrize("line", ["plan gpt3", "show nosuch", "card push CARD me/x"])

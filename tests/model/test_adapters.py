@@ -21,7 +21,7 @@ from parity import (
     checkpoint,
     compare,
 )
-from slapo_zoo import AutoScheduledModel, SlapoError
+from slapo_zoo import AutoScheduledModel, SlapoError, emulate
 from slapo_zoo.model.checkpoint import save_checkpoint
 
 # peft asks transformers by a name that the latter has renamed.
@@ -293,3 +293,89 @@ def test_a_folder_of_a_model_is_not_replaced_by_an_adapter(root, tmp_path):
     assert config["r"] == 3
     with pytest.raises(SlapoError, match="no such adapter"):
         model.save_adapter(tmp_path / "b", "other")
+
+
+BESIDE = {
+    "modules_to_save": {"modules_to_save": ["score"]}, "dora": {"use_dora": True}, "lora_bias": {"lora_bias": True},
+    "bias": {"bias": "lora_only"}, "pissa": {"init_lora_weights": "pissa"}, "tokens": {"trainable_token_indices": [1, 2]},
+}  # fmt: skip
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.filterwarnings("ignore:.*alpha:UserWarning")
+@pytest.mark.parametrize("options", BESIDE.values(), ids=BESIDE)
+def test_one_process_saves_all_that_peft_trains(root, tmp_path, options):
+    """DoRA's magnitudes, biases and whole modules were trained, and were not in the file."""
+    case = Case("GPT2ForSequenceClassification", ("two",))
+    folder = checkpoint(case, root)
+    config = LoraConfig(r=3, fan_in_fan_out=True, target_modules=["c_attn"], **options)
+    model = load(case, folder, (1, 1, 1))
+    model.add_adapter(config)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    for step in range(2):
+        model.train().train_step(batch_of(case, step))
+        optimizer.step()
+    model.save_adapter(tmp_path / "a")
+    trained = model.eval()(**batch_of(case)).logits.detach()
+    plain = transformers.GPT2ForSequenceClassification.from_pretrained(folder)
+    plain = PeftModel.from_pretrained(plain, tmp_path / "a").eval()
+    torch.testing.assert_close(plain(**batch_of(case)).logits, trained)
+    again = load(case, folder, (1, 1, 1))
+    again.load_adapter(tmp_path / "a")
+    torch.testing.assert_close(again(**batch_of(case)).logits, trained)
+    assert not any(p.requires_grad for p in again.parameters())
+
+
+def classifier(case, folder, layout, adapter):
+    model = load(case, folder, layout)
+    model.load_adapter(adapter)
+    return model(**batch_of(case)).logits.detach()
+
+
+def test_a_classifier_of_peft_loads_on_one_process_and_is_refused_on_more(root, tmp_path):
+    case = Case("BertForSequenceClassification", ("two",))
+    folder = checkpoint(case, root)
+    plain = transformers.BertForSequenceClassification.from_pretrained(folder)
+    config = LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS")
+    plain = get_peft_model(plain, config).eval()
+    torch.nn.init.normal_(plain.base_model.model.classifier.modules_to_save.default.weight)
+    plain.save_pretrained(tmp_path)
+    want = plain(**batch_of(case)).logits.detach()
+    torch.testing.assert_close(classifier(case, folder, (1, 1, 1), tmp_path), want)
+    for mesh in ((2, 1, 1), (1, 2, 1)):
+        with pytest.raises(SlapoError, match=r"modules_to_save=\['classifier', 'score'\]\n.*merge"):
+            emulate(classifier, case, folder, mesh, tmp_path, mesh=mesh)
+
+
+def stages(case, folder, layout, targets, options):
+    model = load(case, folder, layout)
+    model.add_adapter(LoraConfig(r=2, init_lora_weights=False, target_modules=targets, **options))
+    loss = float(model.train().train_step(batch_of(case)))
+    return loss, float(model.clip_grad_norm_(1.0)), model.get_adapter_state_dict()
+
+
+@pytest.mark.parametrize("targets", [["lm_head", "q_proj"], "all-linear"], ids=str)
+def test_stages_adapt_what_they_hold(root, targets):
+    case = CASES["LlamaForCausalLM"]
+    folder = checkpoint(case, root)
+    ((loss, norm, want),) = emulate(stages, case, folder, (1, 1, 1), targets, {}, mesh=(1, 1, 1))
+    found = emulate(stages, case, folder, (1, 2, 1), targets, {}, mesh=(1, 2, 1))
+    assert all(torch.equal(found[0][2][key], value) for key, value in want.items())
+    for one in found:
+        assert one[:2] == pytest.approx((loss, norm), rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set:UserWarning")
+@pytest.mark.parametrize(
+    ("name", "targets", "options", "problem"),
+    [("LlamaForCausalLM", ["embed_tokens"], {}, r"stages \[1\] of pp=2 hold none"),
+     ("LlamaForCausalLM", ["q_proj"], {"layers_to_transform": [0]}, r"stages \[1\] of pp=2 hold none"),
+     ("LlamaForCausalLM", ["embed_tokens", "q_proj"], {}, "found a Embedding"),
+     ("LlamaForCausalLM", ["nothing"], {}, "not found in the base model"),
+     ("GPT2LMHeadModel", ["lm_head"], {}, r"stages \[0\] of pp=2 hold none"),
+     ("GPT2LMHeadModel", ["lm_head", "c_fc"], {}, "weight that stages share")],
+)  # fmt: skip
+def test_targets_of_one_stage_are_refused(root, name, targets, options, problem):
+    case = CASES[name]
+    with pytest.raises(SlapoError, match=f"add_adapter: .*{problem}"):
+        emulate(stages, case, checkpoint(case, root), (1, 2, 1), targets, options, mesh=(1, 2, 1))

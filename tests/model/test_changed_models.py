@@ -103,6 +103,24 @@ def drawn(model):
     model.init_weights()
 
 
+def cut(model):
+    model.transformer.h = model.transformer.h[:1]
+
+
+def swapped(model):
+    h = model.transformer.h
+    h[0], h[1] = h[1], h[0]
+
+
+def shared(model):
+    model.transformer.h[1] = model.transformer.h[0]
+
+
+def swapped_within(model):
+    one, other = model.transformer.h
+    one.mlp, other.mlp = other.mlp, one.mlp
+
+
 def loaded_whole(folder, layout, strict):
     (tp, pp, dp), options = LAYOUTS[layout]
     model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, dp=dp, **options)
@@ -176,8 +194,25 @@ def test_compiled_blocks_keep_their_names(folder, tmp_path, layout, by_hand, ran
 REFUSED = {
     within: ("tp2", "sp"), another_head: LAYOUTS, untied: ("tp2", "dp2", "rows"), another_table: LAYOUTS,
     weight_norm: ("tp2", "rows"), spectral_norm: ("tp2", "sp", "rows"), pruned: ("tp2", "rows"),
-    drawn: LAYOUTS,
+    drawn: LAYOUTS, cut: ("sp", "pp2"), swapped: ("sp", "pp2"), shared: ("sp", "pp2"), swapped_within: ("rows",),
 }  # fmt: skip
+
+
+def evaluated(folder, change):
+    model = AutoScheduledModel.from_pretrained(folder, tp=2, sequence_parallel=True)
+    change(model)
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS, labels=IDS).loss
+
+
+@pytest.mark.parametrize("change", [cut, swapped, shared])
+def test_moved_blocks_are_refused_in_evaluation_too(folder, change):
+    """The first block divides the tokens, the last one joins them: the loss was another one."""
+    with pytest.raises(
+        SlapoError,
+        match=r"transformer.h.\d: it is another block than was loaded.*\n.*sequence_parallel",
+    ):
+        emulate(evaluated, folder, change, mesh=(2, 1, 1))
 
 
 @pytest.mark.one_in(3)

@@ -160,8 +160,8 @@ METHODS = [
 ]
 
 
-def method(folder, config, dp):
-    model = AutoScheduledModel.from_pretrained(folder, dp=dp).train()
+def method(folder, config, tp, pp, dp, options):
+    model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, dp=dp, **options).train()
     prompted = get_peft_model(model, copy.deepcopy(config))
     trained = {n: p for n, p in prompted.named_parameters() if p.requires_grad}
     for number, p in enumerate(trained.values()):
@@ -174,12 +174,28 @@ def method(folder, config, dp):
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("config", METHODS, ids=lambda config: config.peft_type.value)
-def test_prompts_of_peft_are_averaged(folder, config):
-    (whole,) = emulate(method, folder, config, 1, mesh=(1, 1, 1))
-    for found in emulate(method, folder, config, 2, mesh=(1, 1, 2)):
+@pytest.mark.parametrize(("tp", "dp", "sp"), [(1, 2, False), (2, 1, False), (2, 1, True)])
+def test_prompts_of_peft_train_as_on_one_rank(folder, config, tp, dp, sp):
+    (whole,) = emulate(method, folder, config, 1, 1, 1, {}, mesh=(1, 1, 1))
+    options = {"sequence_parallel": sp}
+    if tp > 1 and isinstance(config, peft.PrefixTuningConfig):
+        with pytest.raises(SlapoError, match="past_key_values: its keys are of all 4 heads"):
+            emulate(method, folder, config, tp, 1, dp, options, mesh=(tp, 1, dp))
+        return
+    for found in emulate(method, folder, config, tp, 1, dp, options, mesh=(tp, 1, dp)):
         assert found.keys() == whole.keys()
         for name, grad in whole.items():
             torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("pp", "dp", "options"), [(2, 1, {}), (1, 2, {"dp_shard": 2})], ids=["pp", "rows"]
+)
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_prompts_of_peft_are_refused_where_the_table_is_elsewhere(folder, pp, dp, options):
+    """peft finds no table by its size, and called None."""
+    with pytest.raises(SlapoError, match="hint: call the model"):
+        emulate(method, folder, METHODS[0], 1, pp, dp, options, mesh=(1, pp, dp))
 
 
 def embeds_beside_the_model(folder):

@@ -6,7 +6,6 @@ import pytest
 import torch
 import transformers
 
-from slapo_zoo.cli.commands.verify import _head
 from slapo_zoo.errors import ArchitectureError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.parallel.mesh import Mesh
@@ -43,7 +42,7 @@ def test_no_false_alarm(family, layout):
         with pytest.raises(ArchitectureError, match="no axis of tokens"):
             verify(config, head, sizes, **knobs)
         return
-    report = verify(config, _head(config, head), sizes, **knobs)
+    report = verify(config, hf.resolve_class(config, head).__name__, sizes, **knobs)
     assert report.ok, str(report)
     unmeasured = {check for check, found in report.checks.items() if found == "unmeasured"}
     assert unmeasured <= OPTIONAL
@@ -55,7 +54,7 @@ def test_no_false_alarm(family, layout):
 def test_luck_is_no_fault(family, seed):
     """One rank's rounding is lucky in one gradient; one rank's ReLU gets 1e-7, the other's -1e-7."""
     config, head = config_of(family)
-    report = verify(config, _head(config, head), (2, 1, 1), seed=seed)
+    report = verify(config, hf.resolve_class(config, head).__name__, (2, 1, 1), seed=seed)
     assert report.ok, str(report)
 
 
@@ -95,7 +94,7 @@ def test_the_small_config_keeps_proportions(cls, fields, heads):
 def test_every_family_shrinks(family):
     config, head = config_of(family)
     small = shrink(config, Mesh(4), num_stages=2)
-    assert hf.count_parameters(small, _head(config, head)) < 3e6
+    assert hf.count_parameters(small, hf.resolve_class(config, head).__name__) < 3e6
 
 
 @pytest.mark.parametrize("family", families())
@@ -106,7 +105,7 @@ def test_every_small_model_runs_in_float64(family):
     for name, value in expressive(small).items():
         setattr(small, name, value)
     small._experts_implementation = "eager"
-    cls = hf.resolve_class(small, _head(config, head))
+    cls = hf.resolve_class(small, hf.resolve_class(config, head).__name__)
     model = cls._from_config(small, attn_implementation="eager").double().eval()
     batch = cast(example(model, 4, 16, seed=100, tp=4), torch.float64)
     with torch.no_grad():
@@ -119,7 +118,7 @@ def test_every_small_model_runs_in_float64(family):
 def test_collectives_are_predicted_whatever_the_main_input_is(family):
     config, head = config_of(family)
     small = shrink(config, Mesh(2))
-    cls = hf.resolve_class(small, _head(config, head))
+    cls = hf.resolve_class(small, hf.resolve_class(config, head).__name__)
     counts = predicted(Subject(small, cls, (2, 1, 1), knobs={"sequence_parallel": True}))
     assert counts["all_gather"] > 0
     assert counts["reduce_scatter"] > 0

@@ -24,7 +24,6 @@ def derive(
     The proof compares outputs, loss and every gradient with plain `transformers`, all ranks as
     threads on the CPU. What could not be sharded is said, and why.
     """
-    from slapo_zoo.cli.commands.verify import _head
     from slapo_zoo.hf import models as hf
     from slapo_zoo.verify.derived import derive as prove
     from slapo_zoo.zoo.arguments import config_of
@@ -32,7 +31,7 @@ def derive(
 
     with stdout_for_json(as_json):
         config, head = config_of(model)
-        cls = hf.resolve_class(config, _head(config, auto_class or head))
+        cls = hf.resolve_class(config, auto_class or head)
         with waiting(f"derive {model} tp={tp} pp={pp}"):
             proof = prove(config, cls, (tp, pp, 1))
     source = to_source(proof.open_table, proof.per_rank)

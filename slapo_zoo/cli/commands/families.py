@@ -11,6 +11,7 @@ from slapo_zoo.cli.errors import stdout_for_json
 def list_families(as_json: AsJson = False) -> None:
     """Print the families that have a table, and what each table offers."""
     with stdout_for_json(as_json):
+        from slapo_zoo.weights.ledger import filled
         from slapo_zoo.zoo.features import features
 
         found = features()
@@ -19,4 +20,5 @@ def list_families(as_json: AsJson = False) -> None:
         return
     width = max(map(len, found))
     for name, has in found.items():
-        typer.echo(f"{name:<{width}}  {' '.join(feature for feature, yes in has.items() if yes)}")
+        offers = " ".join(feature for feature, yes in has.items() if yes)
+        typer.echo(filled(f"{name:<{width}}  {offers}"))

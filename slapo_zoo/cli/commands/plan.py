@@ -35,7 +35,7 @@ def plan(
     gpus: Annotated[int | None, typer.Option(min=1, help="Search: which layout of so many?")] = None,
     memory: Annotated[str | None, typer.Option(help="Of a device, e.g. 80GiB.", rich_help_panel=SEARCH)] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows of a step, all copies.", rich_help_panel=SEARCH)] = 1024,
-    hardware: Annotated[str, typer.Option(help="A name, or a file of calibrate.")] = "a100",
+    hardware: Annotated[str, typer.Option(help="h200, h100, a100, a100-40g, v100, cpu, or a file of calibrate.")] = "a100",
     precision: Annotated[str, typer.Option(help="bf16, fp16 (sums in fp32), bf16-pure, fp16-pure or fp32.")] = "bf16",
     runtime: Annotated[str, typer.Option(help="eager, kernels, compiled or megatron: how it is run.")] = "eager",
     explain: Annotated[bool, typer.Option(help="Why others do not fit.", rich_help_panel=SEARCH)] = False,
@@ -107,7 +107,7 @@ def _forecast(
 
     planner = make_planner(model, seq_len, device)
     found, stages = forecast(planner, layout)
-    return found, stages, worth(planner, found)
+    return found, stages, worth(planner, found), planner.hardware.name
 
 
 def _weights_data(found: Any) -> dict[str, Any] | None:
@@ -125,62 +125,46 @@ def _step_data(found: Any) -> dict[str, Any] | None:
     """Sizes in bytes, times in seconds; None where it was not asked for."""
     if found is None:
         return None
-    step, stages, best = found
+    step, stages, best, hardware = found
     ranks = [{"rank": i, **vars(rank)} for i, rank in enumerate(step.ranks)]
     return {
         "micro_batches": step.layout.micro_batches, "stages": [vars(stage) for stage in stages],
         "ranks": ranks, "bubble": step.step.bubble, "step": vars(step.step),
-        "worth": vars(best),
+        "worth": vars(best), "hardware": hardware,
     }  # fmt: skip
 
 
 def _print_forecast(found: Any, order: str) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
+    from slapo_zoo.weights.ledger import as_table, filled, human
 
-    from slapo_zoo.weights.ledger import human
-
-    step, parts, best = found
-    console = Console(highlight=False, soft_wrap=True)
+    step, parts, best, hardware = found
     whole = sum(stage.seconds for stage in parts)
-    title = f"a step of {step.layout.micro_batches} micro-batches, order {order}"
-    stages = Table("stage", "rank", "units", "seconds of a micro-batch", "of the model",
-                   "activations of a micro-batch", title=title)  # fmt: skip
-    for i, stage in enumerate(parts):
-        stages.add_row(str(i), str(stage.rank), stage.extent, f"{stage.seconds:.3g}",
-                       f"{stage.seconds / whole:.1%}", human(round(stage.activations)))  # fmt: skip
-    names = ("weights", "gradients", "optimizer", "activations", "working", "buffers", "total")
-    ranks = Table("rank", *names, title="most bytes per rank, with AdamW", box=SIMPLE_HEAD)
-    for i, rank in enumerate(step.ranks):
-        ranks.add_row(str(i), *(human(round(getattr(rank, name))) for name in names))
-    ranks.padding = (0, 1, 0, 0)
-    for table in (stages, ranks):
-        for column in table.columns:
-            column.overflow = "fold"  # a narrow terminal breaks names, and shortens none
-        console.print(table)
-    console.print(f"predicted bubble: {step.step.bubble:.1%}; a step: {step.step.seconds:.3g} s")
-    console.print(best.text())
+    title = f"a step of {step.layout.micro_batches} micro-batches, order {order}, on {hardware} (--hardware)"
+    names = ("stage", "rank", "units", "seconds of a micro-batch", "of the model", "activations of a micro-batch")  # fmt: skip
+    stages = [(i, stage.rank, stage.extent, f"{stage.seconds:.3g}", f"{stage.seconds / whole:.1%}",
+               human(round(stage.activations))) for i, stage in enumerate(parts)]  # fmt: skip
+    typer.echo(as_table(title, names, stages))
+    kinds = ("weights", "gradients", "optimizer", "activations", "working", "buffers", "total")
+    sizes = [(i, *(human(round(getattr(r, k))) for k in kinds)) for i, r in enumerate(step.ranks)]
+    typer.echo(as_table("most bytes per rank, with AdamW", ("rank", *kinds), sizes))
+    said = f"predicted bubble: {step.step.bubble_share:.1%} of a step of {step.step.seconds:.3g} s"
+    typer.echo("\n".join(map(filled, [said, *best.text().split("\n")])))
 
 
 def _print_weights(found: Any, what: str, step: int) -> None:
     """A line for every `step` ranks, which are those of a stage or each by itself."""
-    from rich.console import Console
-    from rich.table import Table
+    from slapo_zoo.weights.ledger import as_table, filled, human
 
-    from slapo_zoo.weights.ledger import human
-
-    title = f"{what}, {found.mesh.world_size} ranks"
-    table = Table("stage", "tp", "tensors", "bytes per rank", "files", title=title)
+    rows = []
     for i in range(0, len(found.ranks), step):
-        group = found.ranks[i : i + step]
+        group = sorted(found.ranks[i : i + step], key=lambda rank: rank.bytes_read)
         place = f"0..{step - 1}" if step > 1 else str(group[0].tp_coord)
-        group.sort(key=lambda rank: rank.bytes_read)
         sizes = dict.fromkeys(human(rank.bytes_read) for rank in (group[0], group[-1]))
-        files = str(len(set().union(*(rank.files for rank in group))))
-        table.add_row(str(group[0].stage), place, str(group[-1].tensors), " .. ".join(sizes), files)
-    Console(highlight=False).print(table)
-    typer.echo(
+        files = len(set().union(*(rank.files for rank in group)))
+        rows.append((group[0].stage, place, group[-1].tensors, " .. ".join(sizes), files))
+    names = ("stage", "tp", "tensors", "bytes per rank", "files")
+    typer.echo(as_table(f"{what}, {found.mesh.world_size} ranks", names, rows))
+    typer.echo(filled(
         f"model: {human(found.model_bytes)}, of it assigned: {human(found.assigned_bytes)}; "
         f"{len(found.missing)} tensors are in no file, {len(found.unexpected)} keys have no place"
-    )
+    ))  # fmt: skip

@@ -29,8 +29,10 @@ def make_planner(model: str, seq_len: int | None, device: tuple[str, str | None,
     config, head = config_of(model)
     table_for(config.model_type)
     found = with_memory(find_hardware(hardware), parse_size(memory, "--memory"))
-    tokens = row_length(config, seq_len)
-    return Planner(config, found, tokens, precision, runtime, head)
+    planner = Planner(config, found, row_length(config, seq_len), precision, runtime, head)
+    if planner.family.cls.main_input_name == "pixel_values":  # a row is an image
+        planner.seq_len = planner.family.lengths(1)[-1]
+    return planner
 
 
 def search(
@@ -48,7 +50,7 @@ def search(
     if as_json:
         typer.echo(json.dumps(show.as_json(planner, found, most), indent=1))
     else:
-        show.show(planner, found, most, explain)
+        typer.echo(show.as_text(planner, found, most, explain))
     if write is not None:
         best = show.write_schedule(planner, found, write)
         typer.echo(f"{write}: from_pretrained(..., schedule={str(write)!r}, {_mesh(best)})", err=as_json)  # fmt: skip

@@ -58,47 +58,34 @@ def as_data(found: Any) -> dict[str, Any]:
     steps = found.outline.schedule.history
     return {
         "program": [[pattern, str(directive)] for pattern, directive in steps],
-        "tensors": {
-            name: {"shape": shape, "per_rank": local, "stages": stages}
-            for name, (shape, local, stages) in found.shapes.items()
-        },
-        "ranks": [vars(rank) for rank in found.ranks],
-        "total_parameters": found.total_parameters,
+        "tensors": {name: {"shape": shape, "per_rank": local, "stages": stages}
+                    for name, (shape, local, stages) in found.shapes.items()},
+        "ranks": [vars(rank) for rank in found.ranks], "total_parameters": found.total_parameters,
         "collectives": [row._asdict() for row in found.traffic],
         "kernels": [vars(choice) for choice in found.outline.schedule.kernels],
         "tunable": found.outline.table.tunable,
-    }
+    }  # fmt: skip
 
 
 def _print(found: Any, title: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from slapo_zoo.weights.ledger import as_table, human
 
-    from slapo_zoo.weights.ledger import human
-
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(title)
-    console.print(str(found.outline.schedule), markup=False)
-    shapes = Table("tensor", "whole", "per tp rank", "stages")
-    for name, (shape, local, stages) in _without_repeats(found):
-        each = list(dict.fromkeys(str(list(s)) for s in local))
-        shapes.add_row(name, str(list(shape)), " ".join(each), " ".join(map(str, stages)))
-    ranks = Table("stage", "tp", "parameters", "of the model", "bytes")
-    for rank in found.ranks:
-        share = f"{rank.parameters / found.total_parameters:.3f}"
-        ranks.add_row(str(rank.stage), str(rank.tp_coord), f"{rank.parameters:,}", share, human(rank.bytes))  # fmt: skip
-    traffic = Table("in a micro-batch", "mesh dim", "when", "count", "bytes")
-    for row in found.traffic:
-        traffic.add_row(row.kind, row.mesh_dim, row.phase, str(row.count), human(row.bytes))
-    knobs = Table("knob", "values to try")
-    for name, values in found.outline.table.tunable.items():
-        knobs.add_row(name, " ".join(str(value) or "none" for value in values))
-    kernels = Table("kernel", "at", "runs", "because")
-    for choice in found.outline.schedule.kernels:
-        verdict = "yes" if choice.accepted else "no"
-        kernels.add_row(choice.kernel, choice.pattern, verdict, choice.reason)
-    for table in (shapes, ranks, traffic, kernels, knobs):
-        console.print(table)
+    typer.echo(f"{title}\n{found.outline.schedule}\n")
+    whole = found.total_parameters
+    shapes = [(name, list(shape), " ".join(dict.fromkeys(str(list(s)) for s in local)), " ".join(map(str, stages)))
+              for name, (shape, local, stages) in _without_repeats(found)]  # fmt: skip
+    ranks = [(r.stage, r.tp_coord, f"{r.parameters:,}", f"{r.parameters / whole:.3f}", human(r.bytes))
+             for r in found.ranks]  # fmt: skip
+    traffic = [(t.kind, t.mesh_dim, t.phase, t.count, human(t.bytes)) for t in found.traffic]
+    kernels = [(k.kernel, k.pattern, "yes" if k.accepted else "no", k.reason)
+               for k in found.outline.schedule.kernels]  # fmt: skip
+    knobs = [(name, " ".join(str(value) or "none" for value in values))
+             for name, values in found.outline.table.tunable.items()]  # fmt: skip
+    typer.echo(as_table("", ("tensor", "whole", "per tp rank", "stages"), shapes))
+    typer.echo(as_table("", ("stage", "tp", "parameters", "of the model", "bytes"), ranks))
+    typer.echo(as_table("", ("in a micro-batch", "mesh dim", "when", "count", "bytes"), traffic))
+    typer.echo(as_table("", ("kernel", "at", "runs", "because"), kernels))
+    typer.echo(as_table("", ("knob", "values to try"), knobs))
 
 
 def _without_repeats(found: Any) -> list[tuple[str, Any]]:

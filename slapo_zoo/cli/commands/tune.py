@@ -44,14 +44,9 @@ def tune(
     and slowness are distinguished; what a database holds is never measured again.
     """
     with stdout_for_json(as_json):
-        found = _search(
-            (target, words or [], config, symbol or [], change or []),
+        found = _search((target, words or [], config, symbol or [], change or []),
             (gpus, seq_len, dtype, device, memory, timeout, plan),
-            (search, evaluations, patience, quick_steps, steps, seed),
-            db,
-            output,
-            card,
-        )
+            (search, evaluations, patience, quick_steps, steps, seed), db, output, card)  # fmt: skip
     if as_json:
         typer.echo(json.dumps(found, indent=1))
 
@@ -84,7 +79,7 @@ def _search(
         found = Tuner(
             grid, measure, chosen, Database(db).load(), scope, limits, refused, on_trial
         ).run()
-    show.show(found)
+    typer.echo(show.as_text(found))
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
         show.write_csv(found, output / "trials.csv")

@@ -11,11 +11,6 @@ from slapo_zoo.cli.waiting import waiting
 
 AsJson = Annotated[bool, typer.Option("--json", help="verify.json, for programs.")]
 WithCard = Annotated[str | None, typer.Option("--schedule", help="A card; none, zoo or auto: the zoo's own.")]  # fmt: skip
-# heads whose loss is known, to take where the model names none
-HEADS = (
-    "AutoModelForPreTraining", "AutoModelForCausalLM", "AutoModelForMaskedLM",
-    "AutoModelForSeq2SeqLM", "AutoModelForImageClassification",
-)  # fmt: skip
 
 
 def verify(
@@ -40,13 +35,15 @@ def verify(
     with stdout_for_json(as_json):
         from slapo_zoo.cards.use import load_card
         from slapo_zoo.cards.verify_subprocess import verify_apart
+        from slapo_zoo.hf import models as hf
         from slapo_zoo.verify.core import known_schedule
         from slapo_zoo.zoo.arguments import config_of
 
         config, head = config_of(model)
         own = schedule in (None, "zoo", "auto") and known_schedule(config, schedule or "zoo")
         program = None if own else load_card(str(schedule)).program
-        cls = program.model_class if program else _head(config, auto_class or head)
+        named = hf.resolve_class(config, auto_class or head).__name__
+        cls = program.model_class if program else named
         knobs: dict[str, Any] = {} if program else {"sequence_parallel": sequence_parallel}
         if program is None:
             _require_mesh(config, cls, (tp, pp, dp), sequence_parallel)
@@ -70,24 +67,6 @@ def _require_mesh(config: Any, cls: str, mesh: tuple[int, int, int], sequence: b
     from slapo_zoo.zoo.outline import Outline
 
     Outline(config, cls, Mesh(*mesh), torch.float32, sequence_parallel=sequence)
-
-
-def _head(config: Any, asked: str | None) -> str:
-    """The class asked for, the checkpoint's own, or the first head whose loss is known."""
-    from slapo_zoo.errors import ArchitectureError
-    from slapo_zoo.hf import models as hf
-
-    own = [asked] if asked else list(getattr(config, "architectures", None) or [])
-    for name in (*own[:1], *(() if own else HEADS)):
-        try:
-            found = hf.resolve_class(config, name)
-        except ArchitectureError:
-            if own:
-                raise
-            continue
-        if own or not found.__name__.endswith("Model"):
-            return found.__name__
-    return hf.resolve_class(config, "AutoModel").__name__
 
 
 def _folder(model: str) -> str | None:

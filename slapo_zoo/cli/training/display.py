@@ -2,21 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
-from rich import box
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.table import Table
 
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.weights.ledger import Ledger
+from slapo_zoo.weights.ledger import Ledger, as_table
 
 OnStep = Callable[[int, Mapping[str, float]], None]  # step, and what was measured of it
 
@@ -51,17 +43,12 @@ def progress_bar(
         yield on_step
 
 
-def _bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("[bold]{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}  norm {task.fields[norm]:.3f}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
+def _bar(console: Console) -> progress.Progress:
+    said = progress.TextColumn("loss {task.fields[loss]:.4f}  norm {task.fields[norm]:.3f}")
+    return progress.Progress(
+        progress.TextColumn("[bold]{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(), said,
+        progress.TimeElapsedColumn(), progress.TimeRemainingColumn(), console=console, disable=not console.is_terminal,
+    )  # fmt: skip
 
 
 @contextmanager
@@ -70,16 +57,15 @@ def silence() -> Iterator[OnStep]:
     yield lambda step, record: None
 
 
-def ledger_table(mesh: Mesh, ledgers: Sequence[Ledger]) -> Table:
+def ledger_table(mesh: Mesh, ledgers: Sequence[Ledger]) -> str:
     """One row per rank: where it stands in the mesh, and what its load did."""
-    table = Table(title="what each rank read", title_justify="left", box=box.SIMPLE)
-    for name in ("rank", "pp", "dp", "tp", "tensors", "read", "its share", "files", "s", "memory"):
-        table.add_column(name, justify="right")
+    rows = []
     for rank, ledger in enumerate(ledgers):
-        place = Mesh(mesh.tp, mesh.pp, mesh.dp, rank)
-        coords = [str(place.coord(name)) for name in ("pp", "dp", "tp")]
+        place = replace(mesh, rank=rank)
+        coords = [place.coord(name) for name in ("pp", "dp", "tp")]
         sizes = [f"{size / 1e6:.1f} MB" for size in (ledger.bytes_read, ledger.shard_bytes)]
-        memory, seconds = f"+{ledger.peak_anonymous / 1e6:.1f} MB", f"{ledger.seconds:.2f}"
-        counts = [str(ledger.tensors), *sizes, str(ledger.files_opened), seconds, memory]
-        table.add_row(str(rank), *coords, *counts)
-    return table
+        memory = f"+{ledger.peak_anonymous / 1e6:.1f} MB"
+        counts = [ledger.tensors, *sizes, ledger.files_opened, f"{ledger.seconds:.2f}", memory]
+        rows.append((rank, *coords, *counts))
+    names = ("rank", "pp", "dp", "tp", "tensors", "read", "its share", "files", "s", "memory")
+    return as_table("what each rank read", names, rows)

@@ -201,12 +201,9 @@ def make_engine(model: Any, rows: int, options: TrainOptions) -> Any:
     if options.engine == "deepspeed":
         legal = [i for i in range(1, rows + 1) if rows % i == 0 and i <= 2 * options.pp]
         count = options.micro_batches or (max(legal) if options.pp > 1 else 1)
-        config = {
-            "train_micro_batch_size_per_gpu": rows // count,
-            "gradient_accumulation_steps": count,
-            "gradient_clipping": options.clip,
-            "zero_optimization": {"stage": options.zero_stage},
-        }
+        config = {"train_micro_batch_size_per_gpu": rows // count,
+            "gradient_accumulation_steps": count, "gradient_clipping": options.clip,
+            "zero_optimization": {"stage": options.zero_stage}}  # fmt: skip
         settings = {"config": config}
     fused = options.engine == "torch"  # the others wrap the optimizer, or flatten its parameters
     groups = functools.partial(parameter_groups, weight_decay=options.weight_decay)
@@ -237,7 +234,7 @@ def train(options: TrainOptions, inputs: Inputs) -> list[float]:
     model = load(options, inputs.batches.task)
     ledgers, first = gather_ledgers(model), model.mesh.rank == 0
     if first:
-        Console(highlight=False).print(ledger_table(model.mesh, ledgers))
+        Console(highlight=False, soft_wrap=True).print(ledger_table(model.mesh, ledgers))
     with (
         listening(is_local_rank()) as stop,
         progress_bar("training", options.steps, options.log_every) if first else silence() as show,

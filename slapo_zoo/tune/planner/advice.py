@@ -30,18 +30,16 @@ class Worth:
     error: float | None
 
     def text(self) -> str:
-        """Two lines."""
+        """Format the estimate as two lines: throughput, then what bounds the step."""
         error = "unmeasured" if self.error is None else f"± {self.error:.0%}"
         used = "" if self.mfu is None else f", MFU {self.mfu:.0%}"
         shares = ", ".join(
             f"{name} {share:.0%}" for name, share in self.binds.items() if share >= 0.005
         )
-        return (
-            f"simulated ({error}): {self.tokens_per_s:.3g} tokens/s{used}, "
+        return (f"simulated ({error}): {self.tokens_per_s:.3g} tokens/s{used}, "
             f"{self.gpu_hours:.3g} GPU hours for 10^9 tokens\n"
             f"the step: {shares}; links of twice the rate would save {self.faster_link:.0%}; "
-            f"{self.spare / 2**30:.1f} GiB are left"
-        )
+            f"{self.spare / 2**30:.1f} GiB are left")  # fmt: skip
 
 
 def worth(planner: Planner, found: Forecasted) -> Worth:
@@ -61,11 +59,9 @@ def worth(planner: Planner, found: Forecasted) -> Worth:
     links = replace(hardware, link=FASTER * hardware.link, network=FASTER * hardware.network)
     other = planner.on(links).forecast(at).step.seconds
     waits = step.gradients_s + step.transfer_s
-    bubble = max(
-        step.bubble * (step.seconds - step.gradients_s - step.optimizer_s) - step.transfer_s, 0.0
-    )
-    parts = {"bubble": bubble, "sums over dp and transfers": waits, "optimizer": step.optimizer_s}
+    parts = {"sums over dp and transfers": waits, "optimizer": step.optimizer_s}
     shares = {name: seconds / step.seconds for name, seconds in parts.items()}
+    shares = {"bubble": step.bubble_share} | shares
     return Worth(
         tokens / step.seconds, flops / peak if peak else None,
         gpus * step.seconds / tokens * 1e9 / 3600,

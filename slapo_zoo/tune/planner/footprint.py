@@ -94,11 +94,8 @@ class Footprint(DryRun):
             loss = model(**inputs).loss
         except _Done:
             loss = None
-        return (
-            torch.stack([x.float().mean() for x in self.traffic.losses]).sum()
-            if loss is None
-            else loss
-        )
+        return (torch.stack([x.float().mean() for x in self.traffic.losses]).sum() if loss is None
+            else loss)  # fmt: skip
 
     def _survivors(self) -> tuple[list[int], list[int]]:
         """Bytes that each call has made and that wait for its backward; those of them from before it began."""
@@ -232,3 +229,23 @@ class Footprint(DryRun):
             ))  # fmt: skip
             begun, gathered, below = end["work"], end["gathered"], below + self._kept[i]
         return found
+
+
+def parameter_bytes(
+    model: Any, units: list[str]
+) -> tuple[dict[str, tuple[int, int]], list[tuple[int, frozenset[str]]]]:
+    """Of every unit the bytes of its own parameters and of the largest; and what several share."""
+    holders: dict[int, tuple[int, set[str]]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        unit = next((u for u in units if name == u or name.startswith(f"{u}.")), units[0])
+        holders.setdefault(id(p), (p.nbytes, set()))[1].add(unit)
+    sizes = {unit: [0, 0] for unit in units}
+    shared = []
+    for size, names in holders.values():
+        if len(names) > 1:
+            shared.append((size, frozenset(names)))
+            continue
+        (unit,) = names
+        sizes[unit][0] += size
+        sizes[unit][1] = max(sizes[unit][1], size)
+    return {unit: (own, most) for unit, (own, most) in sizes.items()}, shared

@@ -21,11 +21,13 @@ from slapo_zoo.hf.example_inputs import training_batch
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.language.traffic import Traffic
+from slapo_zoo.parallel.heads import head_of
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.random_stream import RandomStream
 from slapo_zoo.pipeline.runtime import fake_schedule
 from slapo_zoo.pipeline.stages import StagePlan, leaf_units
-from slapo_zoo.tune.planner.footprint import Footprint
+from slapo_zoo.pipeline.unit_costs import SCANNED_TOKENS
+from slapo_zoo.tune.planner.footprint import Footprint, parameter_bytes
 from slapo_zoo.tune.planner.use import Use
 from slapo_zoo.zoo.apply import block_paths
 from slapo_zoo.zoo.outline import Outline
@@ -116,6 +118,11 @@ class Family:
         self.small: Any = small or self.config
         self.is_small = small is not None
 
+    def lengths(self, seq_len: int) -> list[int]:
+        """Return how many tokens each stack of blocks sees in a row."""
+        other = self.table.num_tokens
+        return [seq_len, *([other(self.config)] if other else [])]
+
     def _built(self, config: Any) -> tuple[Any, list[str]]:
         """A model on meta and the paths of its blocks."""
         seam = self.table.seam
@@ -153,9 +160,14 @@ class Family:
         """
         outline = Outline(self.small, self.cls, Mesh(tp=tp), dtype, attention=attention,
                           sequence_parallel=sequence_parallel and tp > 1)  # fmt: skip
-        few, many = (
-            dry_run(outline, rows, (seq_len, self.target_len), _Masks(on_cpu, parts), scores)
+        scans = hasattr(self.config, "state_size")  # token by token, and its cost grows evenly
+        tokens = min(seq_len, SCANNED_TOKENS) if scans else seq_len
+        runs = (
+            dry_run(outline, rows, (tokens, self.target_len), _Masks(on_cpu, parts), scores)
             for rows in ROWS
+        )
+        few, many = (
+            replace(run, uses=[use.times(seq_len / tokens) for use in run.uses]) for run in runs
         )
         sizes, shared = few.parameters, few.shared
         blocks = set(block_paths(outline.schedule, outline.table))
@@ -322,6 +334,10 @@ def dry_run(
     batch = _floats(training_batch(outline.model, rows, tokens[0]), dtype)
     short = {"labels", "decoder_input_ids"} & batch.keys() if tokens[1] else ()
     batch |= {name: batch[name][:, : tokens[1]].contiguous() for name in short}
+    if head_of(
+        outline.cls.__name__
+    ).over_real_tokens:  # numbers choose them, and there are none here
+        batch.pop("attention_mask", None)
     if "use_cache" in inspect.signature(outline.cls.forward).parameters:
         batch["use_cache"] = False
     if not any(name.startswith(("label", "start_pos")) for name in batch):
@@ -373,23 +389,3 @@ def _received(calls: list[Any]) -> Iterator[tuple[int, int]]:
         plan = StagePlan.make(calls, [(call.unit, nth)], 0)
         shapes = [plan.shape(value) for value in plan.crossing(1)]
         yield i + 1, sum(shape.empty("meta").nbytes for shape in shapes)
-
-
-def parameter_bytes(
-    model: Any, units: list[str]
-) -> tuple[dict[str, tuple[int, int]], list[tuple[int, frozenset[str]]]]:
-    """Of every unit the bytes of its own parameters and of the largest; and what several share."""
-    holders: dict[int, tuple[int, set[str]]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        unit = next((u for u in units if name == u or name.startswith(f"{u}.")), units[0])
-        holders.setdefault(id(p), (p.nbytes, set()))[1].add(unit)
-    sizes = {unit: [0, 0] for unit in units}
-    shared = []
-    for size, names in holders.values():
-        if len(names) > 1:
-            shared.append((size, frozenset(names)))
-            continue
-        (unit,) = names
-        sizes[unit][0] += size
-        sizes[unit][1] = max(sizes[unit][1], size)
-    return {unit: (own, most) for unit, (own, most) in sizes.items()}, shared

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.zoo.precision import precision_name
 
 HOST = 8.0  # fitted, with the seconds of an operation, to published single-node runs
 
@@ -42,17 +43,10 @@ RUNTIMES = {
     "kernels": Runtime(fused=True, host=HOST, scores=False),
     "compiled": Runtime(fused=True),
     "megatron": Runtime(
-        fused=True,
-        host=HOST,
-        parts=True,
-        accumulates=True,
-        scatters=True,
-        fused_optimizer=True,
-        overlapped=False,
-        even=True,
-        casts=False,
+        fused=True, host=HOST, parts=True, accumulates=True, scatters=True, fused_optimizer=True,
+        overlapped=False, even=True, casts=False,
     ),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -104,17 +98,14 @@ PRECISIONS = {
 def find_runtime(name: str) -> Runtime:
     """The runtime of a name."""
     if name not in RUNTIMES:
-        raise SlapoError(
-            "Planner",
-            f"runtime={name!r}",
-            "no such runtime",
-            f"choose one of {', '.join(RUNTIMES)}",
-        )
+        hint = f"choose one of {', '.join(RUNTIMES)}"
+        raise SlapoError("Planner", f"runtime={name!r}", "no such runtime", hint)
     return RUNTIMES[name]
 
 
 def find_precision(name: str) -> Precision:
     """The precision of a name."""
+    name = precision_name(name)
     if name not in PRECISIONS:
         hint = f"choose one of {', '.join(PRECISIONS)}"
         raise SlapoError("Planner", f"precision={name!r}", "no such precision", hint)

@@ -14,7 +14,6 @@ from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.pipeline.orders import balanced_cuts
 from slapo_zoo.pipeline.stages import leaf_units
-from slapo_zoo.pipeline.unit_costs import unit_costs
 from slapo_zoo.tune.planner.hardware import GIB, Hardware
 from slapo_zoo.tune.planner.layout import Layout, divisors, in_flight, layouts, places_of
 from slapo_zoo.tune.planner.memory import (
@@ -29,7 +28,7 @@ from slapo_zoo.tune.planner.profile import Family, Profile
 from slapo_zoo.tune.planner.refine import STARTS, refine
 from slapo_zoo.tune.planner.runtime import find_precision, find_runtime
 from slapo_zoo.tune.planner.timing import CLOSED, How, StageTime, StepTime, stage_time, step_time
-from slapo_zoo.zoo.apply import block_paths, spread
+from slapo_zoo.zoo.apply import block_paths, spread, step_costs
 from slapo_zoo.zoo.table import base_prefix
 
 WORTH = 0.01  # of a step, for which each block has a policy of its own
@@ -144,14 +143,15 @@ class Planner:
                 continue
             key = layout.tp, layout.pp, layout.dp
             least[key] = min(least.get(key, (memory, layout)), (memory, layout))
+        if not looked_at:
+            raise _no_layout(gpus, batch, refused)
+        first_pass = len(fits)
         fits += self._refined(fits, limit, orders)
         fits += self._mixed(fits, [at for _, at in least.values()], limit)
-        if not looked_at:
-            problem = f"found no way to divide {gpus} devices and {batch} rows"
-            raise MeshError("plan", f"--gpus {gpus} --batch {batch}", problem, _near(gpus, batch))
+        looked_at += len(fits) - first_pass
         fitting = {(f.layout.tp, f.layout.pp, f.layout.dp) for f in fits}
-        short = sorted(one for key, one in least.items() if key not in fitting)
-        refused = [(str(at), self.why(self.forecast(at))) for _, at in short] + refused
+        short = sorted((key in fitting, *one) for key, one in least.items())  # none fits: first
+        refused = [(str(at), self.why(self.forecast(at))) for *_, at in short] + refused
         fits.sort(key=lambda found: (found.step.seconds, found.memory, str(found.layout)))
         return Found(fits, refused, looked_at, self.hardware, batch, self.seq_len,
                      self.family.total_parameters)  # fmt: skip
@@ -201,7 +201,10 @@ class Planner:
         blocks = sum(name in self._blocks() for name, _ in self.costs())
         more = {} if orders is None else {"orders": orders}
         for tp in (n for n in divisors(gpus) if self.hardware.per_node % n == 0):
-            for divided in (False, True)[: 1 + (tokens and tp > 1 and self.seq_len % tp == 0)]:
+            divide = (
+                tokens and tp > 1 and not any(n % tp for n in self.family.lengths(self.seq_len))
+            )
+            for divided in (False, True)[: 1 + divide]:
                 try:
                     self.profile(tp, divided)
                 except SlapoError as error:
@@ -224,10 +227,8 @@ class Planner:
     def ranks(self, layout: Layout) -> list[RankMemory]:
         """Memory of every pipeline rank."""
         stages, places = self.stages_of(layout), places_of(layout)
-        return [
-            self._rank(layout, rank, [stages[i][0] for i in places.stages_of(rank)])
-            for rank in range(layout.pp)
-        ]
+        return [self._rank(layout, rank, [stages[i][0] for i in places.stages_of(rank)])
+            for rank in range(layout.pp)]  # fmt: skip
 
     def most_memory(self, layout: Layout) -> float:
         """Bytes of the fullest rank; of ranks with like stages the first holds most in the usual orders."""
@@ -334,7 +335,7 @@ class Planner:
             model = hf.build_on_meta(family.cls, config, torch.float32, family.table.seam)
             blocks = block_paths(Schedule(model, Mesh()), family.table)
             late = [base_prefix(model) + path for path in family.table.after_blocks]
-            found = unit_costs(model, leaf_units(model, blocks, late))
+            found = step_costs(model, leaf_units(model, blocks, late), blocks, 2)
             self._costs = family.repeat([(c.unit, c.step) for c in found])
         return self._costs
 
@@ -353,8 +354,15 @@ class Planner:
         return self._stages[key]
 
 
-def _near(gpus: int, batch: int) -> str:
-    return f"choose a batch that {gpus} or a divisor of it divides, e.g. {-(-batch // gpus) * gpus}"
+def _no_layout(gpus: int, batch: int, refused: list[tuple[str, str]]) -> MeshError:
+    """The error of a search that had nothing to look at: what was refused first, or sizes that do not divide."""
+    near = -(-batch // gpus) * gpus
+    problem = f"no layout of {gpus} devices divides {batch} rows"
+    hint = f"choose a batch that {gpus} or a divisor of it divides, e.g. {near}"
+    if refused:
+        problem = f"every tp size was refused; {': '.join(refused[0])}"
+        hint = "pass a checkpoint whose config names a head with a loss (architectures)"
+    return MeshError("plan", f"--gpus {gpus} --batch {batch}", problem, hint)
 
 
 def require_feasible(found: Found, what: str) -> Forecasted:

@@ -7,10 +7,11 @@ from typing import Any
 from slapo_zoo.tune.planner.advice import worth
 from slapo_zoo.tune.planner.hardware import GIB
 from slapo_zoo.tune.planner.search import Forecasted, Found, Planner, require_feasible
+from slapo_zoo.weights.ledger import as_table, filled
 
 COLUMNS = (
     "tp", "pp", "dp", "micro-batches", "order", "recompute", "sp", "step s", "tokens/s", "bubble", "GiB",
-    "comm GB",
+    "GB sent",
 )  # fmt: skip
 
 
@@ -33,44 +34,33 @@ def _entry(found: Found, f: Forecasted) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def show(planner: Planner, found: Found, most: int, explain: bool) -> None:
-    """Print the fastest layouts, and with `explain` why the others cannot be."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False, soft_wrap=True)
+def as_text(planner: Planner, found: Found, most: int, explain: bool) -> str:
+    """Return the fastest layouts for people, and with `explain` why the others cannot be."""
     fit = f"{len(found.feasible)} of {found.looked_at} configurations fit"
     title = f"{found.parameters / 1e9:.3g}B parameters on {found.hardware.name}: {fit}"
-    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in COLUMNS:  # a narrow terminal breaks texts, and shortens no number
-        is_text = name in ("micro-batches", "order", "recompute")
-        table.add_column(name, no_wrap=not is_text, overflow="fold")
-    for f in found.feasible[:most]:
-        table.add_row(*_cells(found, f))
-    console.print(table)
-    console.print(f"predicted from: {found.hardware.source}")
+    size = found.hardware.memory / GIB
+    lines = [as_table(title, COLUMNS, [_cells(found, f) for f in found.feasible[:most]]),
+             f"GiB: of the fullest rank, of {size:.3g}; GB sent: by a rank in a step; bubble: share of the step\n"
+             f"predicted from: {found.hardware.source}"]  # fmt: skip
     if found.feasible:
-        console.print(worth(planner, found.feasible[0]).text())
-        console.print(f"from_pretrained(..., {call_of(found.feasible[0])})")
-    for name, why in found.refused if explain else ():
-        console.print(f"{name}: {why}")
+        best = found.feasible[0]
+        lines += [worth(planner, best).text(), f"from_pretrained(..., {call_of(best)})"]
+    lines += [f"{name}: {why}" for name, why in found.refused] if explain else []
+    return "\n".join(filled(line) for text in lines for line in text.split("\n"))
 
 
 def _cells(found: Found, f: Forecasted) -> list[str]:
     at = f.layout
     order = at.pipeline_order if at.pp > 1 else "-"
-    again = (
-        f"{at.checkpoint_ratio:g} {at.checkpoint_policy}".strip() if at.checkpoint_ratio else "-"
-    )
+    again = f"{at.checkpoint_ratio:g} {at.checkpoint_policy}" if at.checkpoint_ratio else "-"
     comm = f.step.tp_bytes + f.step.dp_bytes + f.step.pp_bytes
     total = (f.memory + found.hardware.reserved) / GIB
-    copies = str(at.dp) + f" ZeRO-{at.zero_stage}" * (at.dp_shard > 1)
+    shards = f" (ZeRO-{at.zero_stage} over {at.dp_shard})" * (at.dp_shard > 1)
     return [
-        str(at.tp), str(at.pp), copies, f"{at.micro_batches} x {at.rows} rows",
-        f"{order} x{at.stages_per_rank}" if at.stages_per_rank > 1 else order, again,
+        str(at.tp), str(at.pp), f"{at.dp}{shards}", f"{at.micro_batches} of {at.rows} rows",
+        f"{order} x{at.stages_per_rank}" if at.stages_per_rank > 1 else order, again.strip(),
         "yes" if at.sequence_parallel else "-", f"{f.step.seconds:.3g}",
-        f"{found.tokens_per_s(f):.3g}", f"{f.step.bubble:.1%}", f"{total:.1f}", f"{comm / 1e9:.3g}",
+        f"{found.tokens_per_s(f):.3g}", f"{f.step.bubble_share:.1%}", f"{total:.1f}", f"{comm / 1e9:.3g}",
     ]  # fmt: skip
 
 

@@ -114,6 +114,12 @@ class StepTime:
     pp_bytes: float
     flops: float
 
+    @property
+    def bubble_share(self) -> float:
+        """Share of the whole step in which the busiest rank waits, transfers apart."""
+        within = self.seconds - self.gradients_s - self.optimizer_s
+        return max(self.bubble * within - self.transfer_s, 0.0) / self.seconds
+
 
 def stage_time(
     profile: Profile, begin: int, end: int, rows: int, again: Recompute, how: How
@@ -126,11 +132,8 @@ def stage_time(
         policy = again.of(unit.name)
         key = id(use), id(how.hardware), policy
         if key not in cache:
-            cache[key] = (
-                how.seconds(use.forward),
-                how.seconds(use.backward),
-                how.again(use, policy) if policy != "keep" else 0.0,
-            )
+            cache[key] = (how.seconds(use.forward), how.seconds(use.backward),
+                how.again(use, policy) if policy != "keep" else 0.0)  # fmt: skip
         ahead, back, repeated = cache[key]
         forward += ahead
         backward += back + repeated

@@ -59,10 +59,8 @@ class Work:
 
     def toward(self, other: "Work", share: float) -> "Work":
         """The point at `share` of the way from here to the other."""
-        products = tuple(
-            Product(*(x + (y - x) * share for x, y in zip(a, b, strict=True)))
-            for a, b in zip(self.products, other.products, strict=True)
-        )
+        products = tuple(Product(*(x + (y - x) * share for x, y in zip(a, b, strict=True)))
+            for a, b in zip(self.products, other.products, strict=True))  # fmt: skip
         numbers = (
             a + (b - a) * share for a, b in zip(_numbers(self), _numbers(other), strict=True)
         )
@@ -116,4 +114,23 @@ class Use:
         for field in dataclasses.fields(self):
             a, b = getattr(self, field.name), getattr(other, field.name)
             found.append(a.toward(b, share) if isinstance(a, Work) else a + (b - a) * share)
+        return Use(*found)
+
+    def times(self, factor: float) -> "Use":
+        """The use for `factor` times as many tokens, where all costs grow evenly with them."""
+        if factor == 1:
+            return self
+        found = []
+        for field in dataclasses.fields(self):
+            x = getattr(self, field.name)
+            if isinstance(x, Work):
+                products = (
+                    p._replace(
+                        batch=factor * p.batch, flops=factor * p.flops, moved=factor * p.moved
+                    )
+                    for p in x.products
+                )
+                found.append(Work(tuple(products), *(factor * n for n in _numbers(x))))
+            else:
+                found.append(factor * x)
         return Use(*found)

@@ -11,6 +11,7 @@ from transformers import GPT2Config
 from in_flight import most_in_flight
 from parity import Case, checkpoint, tiny_config
 from slapo_zoo import AutoScheduledModel, Mesh, MeshError, SlapoError
+from slapo_zoo.cli.commands.plan_search import make_planner
 from slapo_zoo.cli.main import main
 from slapo_zoo.pipeline.orders import ORDERS, StageMap
 from slapo_zoo.pipeline.timeline import makespan, simulate
@@ -23,8 +24,10 @@ from slapo_zoo.tune.planner.profile import Family, shorter
 from slapo_zoo.tune.planner.runtime import find_precision, find_runtime
 from slapo_zoo.tune.planner.search import Planner
 from slapo_zoo.tune.planner.timing import How, StageTime, step_time
+from slapo_zoo.zoo.arguments import to_dtype
 from slapo_zoo.zoo.outline import Outline
 from slapo_zoo.zoo.survey import rank_sizes
+from slapo_zoo.zoo.table import families
 
 GPT2 = Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 6),))
 LLAMA = Case("LlamaForCausalLM", ("tokens",), (("num_hidden_layers", 5),))
@@ -225,6 +228,35 @@ def test_plan_from_the_command_line(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([*command[:-4], "--seq", "99"])
     assert "the model has 16 positions" in capsys.readouterr().err
+
+
+FEW = ("llama", "vit", "whisper", "electra")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in families()],
+)
+def test_every_family_is_planned_by_its_name(family):
+    """Half of them have no head in their default config; images and speech ended in tracebacks."""
+    found = make_planner(family, None, ("h100", None, "bf16", "eager")).search(1, 2)
+    assert found.feasible
+    assert len(found.feasible) <= found.looked_at
+
+
+def test_a_model_without_a_loss_says_so():
+    planner = Planner(config_for(GPT2), CPU, 8, auto_class="AutoModel")
+    with pytest.raises(
+        MeshError, match=r"every tp size was refused; tp=1: GPT2Model has no loss.*\n.*names a head"
+    ):
+        planner.search(2, 8)
+
+
+def test_names_of_float32_are_one_precision():
+    for name in ("float32", "torch.float32", torch.float32, "fp32"):
+        assert find_precision(name) is find_precision("fp32")
+        model = AutoScheduledModel.from_config(config_for(GPT2), precision=name, dtype="float32")
+        assert next(model.parameters()).dtype == to_dtype(name) == torch.float32
 
 
 def test_a_machine_is_measured_and_read_again(tmp_path):
