@@ -16,9 +16,15 @@ from slapo_zoo.kernels.dropout_mask import mask_like
 
 
 def activation(
-    name: str, kind: str, x: Tensor, bias: Tensor | None = None, up: Tensor | None = None,
-    keep: Tensor | None = None, seeds: Tensor | None = None, p: float = 0.0,
-) -> Tensor:  # fmt: skip
+    name: str,
+    kind: str,
+    x: Tensor,
+    bias: Tensor | None = None,
+    up: Tensor | None = None,
+    keep: Tensor | None = None,
+    seeds: Tensor | None = None,
+    p: float = 0.0,
+) -> Tensor:
     """y = mask * act(x + bias) * up; all but x may be missing.
 
     Args:
@@ -79,9 +85,14 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple:
     "activation", lambda x, *rest: x.new_empty(x.shape), setup=_setup, backward=_gradients
 )  # fmt: skip
 def _forward(
-    x: Tensor, bias: Tensor | None, up: Tensor | None, keep: Tensor | None, seeds: Tensor | None,
-    p: float, kind: str,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    bias: Tensor | None,
+    up: Tensor | None,
+    keep: Tensor | None,
+    seeds: Tensor | None,
+    p: float,
+    kind: str,
+) -> Tensor:
     if in_triton(x):
         from slapo_zoo.kernels import activation_triton
 
@@ -100,9 +111,15 @@ def _fake_backward(dy, x, bias, up, keep, seeds, p, kind):
 
 @operator("activation_backward", _fake_backward)
 def _backward(
-    dy: Tensor, x: Tensor, bias: Tensor | None, up: Tensor | None, keep: Tensor | None,
-    seeds: Tensor | None, p: float, kind: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    bias: Tensor | None,
+    up: Tensor | None,
+    keep: Tensor | None,
+    seeds: Tensor | None,
+    p: float,
+    kind: str,
+) -> tuple[Tensor, Tensor, Tensor]:
     if in_triton(x):
         from slapo_zoo.kernels import activation_triton
 

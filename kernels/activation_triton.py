@@ -115,9 +115,14 @@ def _options(x: Tensor, bias, up, keep, seeds, p: float, kind: str) -> tuple[tup
 
 
 def forward(
-    x: Tensor, bias: Tensor | None, up: Tensor | None, keep: Tensor | None, seeds: Tensor | None,
-    p: float, kind: str,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    bias: Tensor | None,
+    up: Tensor | None,
+    keep: Tensor | None,
+    seeds: Tensor | None,
+    p: float,
+    kind: str,
+) -> Tensor:
     """The arguments of activation.py; x, up and keep are [M, N]."""
     x, bias, up, keep = _contiguous(x, bias, up, keep)
     y = torch.empty_like(x)
@@ -129,9 +134,15 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x: Tensor, bias: Tensor | None, up: Tensor | None, keep: Tensor | None,
-    seeds: Tensor | None, p: float, kind: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    bias: Tensor | None,
+    up: Tensor | None,
+    keep: Tensor | None,
+    seeds: Tensor | None,
+    p: float,
+    kind: str,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, bias and up; empty where there is none."""
     dy, x, bias, up, keep = _contiguous(dy, x, bias, up, keep)
     dx = torch.empty_like(x)

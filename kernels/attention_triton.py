@@ -278,10 +278,19 @@ def tiles(kernel: str, head_size: int, table: bool, plain: bool, mask: str) -> d
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, classes: Tensor | None,
-    key_mask: Tensor | None, keep: Tensor | None, seeds: Tensor | None, p: float, scale: float,
-    causal: bool, window: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor | None,
+    classes: Tensor | None,
+    key_mask: Tensor | None,
+    keep: Tensor | None,
+    seeds: Tensor | None,
+    p: float,
+    scale: float,
+    causal: bool,
+    window: int,
+) -> tuple[Tensor, Tensor]:
     """The arguments of blocked_attention.py; q, k, v are [B, S, H, D]."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     B, S, H, _ = q.shape
@@ -297,10 +306,22 @@ def forward(
 
 
 def backward(
-    d_out: Tensor, out: Tensor, log_sum: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None,
-    classes: Tensor | None, key_mask: Tensor | None, keep: Tensor | None, seeds: Tensor | None,
-    p: float, scale: float, causal: bool, window: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    d_out: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor | None,
+    classes: Tensor | None,
+    key_mask: Tensor | None,
+    keep: Tensor | None,
+    seeds: Tensor | None,
+    p: float,
+    scale: float,
+    causal: bool,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and of the table (empty if there is none)."""
     d_out, q, k, v = (t.contiguous() for t in (d_out, q, k, v))
     (B, S, H, _), T = q.shape, k.shape[1]

@@ -17,10 +17,16 @@ SHAPES = [(1, 3, 5, 5), (3, 10, 7, 5), (2, 33, 8, 8), (0, 4, 3, 3)]
 
 
 def reference(
-    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None,
-    running_mean: Tensor | None = None, running_var: Tensor | None = None, training: bool = True,
-    momentum: float = 0.1, eps: float = 1e-5,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None = None,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    training: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
     """The definition (Ioffe & Szegedy 2015, arXiv:1502.03167; He et al. 2016, arXiv:1603.05027)."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if training or running_mean is None or running_var is None:
@@ -108,10 +114,16 @@ def _in_place(y: Tensor, residual: Tensor | None) -> Tensor:
     serves={"WideResNetBottleneck": _forward}, passes=("relu", "conv1", "conv3", "bn1", "bn2", "bn3"),
 )  # fmt: skip
 def batch_norm_relu_add(
-    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None,
-    running_mean: Tensor | None = None, running_var: Tensor | None = None, training: bool = True,
-    momentum: float = 0.1, eps: float = 1e-5,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None = None,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    training: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
     """y = relu(BatchNorm(x) + residual); moves the running statistics in training.
 
     Args:
@@ -162,9 +174,14 @@ def _fake(x, weight, bias, residual, mean, var, eps):
 
 @operator("batch_norm_relu_add", _fake, _setup, _gradients)
 def _apply(
-    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, mean: Tensor | None,
-    var: Tensor | None, eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows [M, C]; also the mean, 1 / std and variance that were used."""
     if not in_triton(x):
         raise NotImplementedError("torch's own BatchNorm runs here")
@@ -180,9 +197,15 @@ def _fake_backward(dy, x, weight, y, mean, rstd, training, has_residual):
 
 @operator("batch_norm_relu_add_backward", _fake_backward)
 def _backward(
-    dy: Tensor, x: Tensor, weight: Tensor, y: Tensor, mean: Tensor, rstd: Tensor, training: bool,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    training: bool,
     has_residual: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from slapo_zoo.kernels import batch_norm_triton
 
     return batch_norm_triton.backward(dy, x, weight, y, mean, rstd, training, has_residual)

@@ -130,9 +130,14 @@ def _mean_var(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, mean: Tensor | None,
-    var: Tensor | None, eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The arguments of batch_norm_relu_add.py; y, and the mean, 1 / std and variance used."""
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     M, C = x.shape
@@ -150,9 +155,15 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, y: Tensor, mean: Tensor, rstd: Tensor, training: bool,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    training: bool,
     has_residual: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weight, bias and residual (empty if there is none)."""
     dy, x, y, weight = (t.contiguous() for t in (dy, x, y, weight))
     M, C = x.shape

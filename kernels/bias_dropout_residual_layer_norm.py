@@ -19,9 +19,15 @@ SHAPES = [(1, 3, 64), (3, 5, 100), (2, 33, 257), (0, 2, 32)]
 
 
 def reference(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None,
-    x_bias: Tensor | None = None, eps: float = 1e-5, seeds: Tensor | None = None, p: float = 0.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    x_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    seeds: Tensor | None = None,
+    p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     """The definition (modeling_bert.py: BertSelfOutput, BertOutput); the sum z as well."""
     x = x if x_bias is None else x + x_bias
     mask = mask_like(x, None, seeds, p)
@@ -52,10 +58,16 @@ def _forward(module: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor
     passes=("LayerNorm", "dropout"),
 )  # fmt: skip
 def bias_dropout_residual_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None,
-    x_bias: Tensor | None = None, eps: float = 1e-5, keep: Tensor | None = None,
-    seeds: Tensor | None = None, p: float = 0.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    x_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    keep: Tensor | None = None,
+    seeds: Tensor | None = None,
+    p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     """(y, z): z = mask * (x + x_bias) + residual, y = LayerNorm(z).
 
     A block with its norm after the sum (BERT) needs y alone; one with its norm before (GPT-2) hands z

@@ -38,10 +38,20 @@ class Shape(NamedTuple):
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0, causal: bool = False, window: int = 0,
-    table: Tensor | None = None, classes: Tensor | None = None, key_mask: Tensor | None = None,
-    keep: Tensor | None = None, seeds: Tensor | None = None, p: float = 0.0, wide: bool = True,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float = 1.0,
+    causal: bool = False,
+    window: int = 0,
+    table: Tensor | None = None,
+    classes: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    keep: Tensor | None = None,
+    seeds: Tensor | None = None,
+    p: float = 0.0,
+    wide: bool = True,
+) -> Tensor:
     """Out [B, H, S, D]; its memory is [B, S, H, D], as the next linear wants it.
 
     Args:
@@ -118,10 +128,20 @@ def _fake(q, k, v, table, classes, key_mask, keep, seeds, p, scale, causal, wind
 
 @operator("attention", _fake, _setup, _gradients)
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, classes: Tensor | None,
-    key_mask: Tensor | None, keep: Tensor | None, seeds: Tensor | None, p: float, scale: float,
-    causal: bool, window: int, wide: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor | None,
+    classes: Tensor | None,
+    key_mask: Tensor | None,
+    keep: Tensor | None,
+    seeds: Tensor | None,
+    p: float,
+    scale: float,
+    causal: bool,
+    window: int,
+    wide: bool,
+) -> tuple[Tensor, Tensor]:
     """Tensors are [B, S, H, D] here; also the log-sum-exp of the scores [B, H, S]."""
     if in_triton(q):
         from slapo_zoo.kernels import attention_triton
@@ -148,10 +168,23 @@ def _fake_backward(d_out, out, log_sum, q, k, v, table, *rest):
 
 @operator("attention_backward", _fake_backward)
 def _backward(
-    d_out: Tensor, out: Tensor, log_sum: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    table: Tensor | None, classes: Tensor | None, key_mask: Tensor | None, keep: Tensor | None,
-    seeds: Tensor | None, p: float, scale: float, causal: bool, window: int, wide: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    d_out: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor | None,
+    classes: Tensor | None,
+    key_mask: Tensor | None,
+    keep: Tensor | None,
+    seeds: Tensor | None,
+    p: float,
+    scale: float,
+    causal: bool,
+    window: int,
+    wide: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if in_triton(q):
         from slapo_zoo.kernels import attention_triton
 

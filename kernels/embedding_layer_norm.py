@@ -19,10 +19,19 @@ SHAPES = [(1, 3, 64), (3, 5, 100), (2, 33, 257), (0, 2, 32)]
 
 
 def reference(
-    ids: Tensor, position_ids: Tensor, kinds: Tensor | None, word: Tensor, position: Tensor,
-    kind: Tensor | None, weight: Tensor, bias: Tensor, eps: float = 1e-12, padding_idx: int = -1,
-    seeds: Tensor | None = None, p: float = 0.0,
-) -> Tensor:  # fmt: skip
+    ids: Tensor,
+    position_ids: Tensor,
+    kinds: Tensor | None,
+    word: Tensor,
+    position: Tensor,
+    kind: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float = 1e-12,
+    padding_idx: int = -1,
+    seeds: Tensor | None = None,
+    p: float = 0.0,
+) -> Tensor:
     """The definition (transformers, modeling_bert.py: BertEmbeddings)."""
     rows = word[ids]
     if padding_idx >= 0:  # that row has no gradient
@@ -49,10 +58,13 @@ def inputs(B: int, S: int, N: int, **like: Any) -> dict[str, Any]:
 
 
 def _forward(
-    module: Any, input_ids: Tensor | None = None, token_type_ids: Tensor | None = None,
-    position_ids: Tensor | None = None, inputs_embeds: Tensor | None = None,
+    module: Any,
+    input_ids: Tensor | None = None,
+    token_type_ids: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
     past_key_values_length: int = 0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """BertEmbeddings; its tables are called as modules, which may hold parts of a vocabulary."""
     given: Any = inputs_embeds if input_ids is None else input_ids
     B, S = given.shape[:2]
@@ -73,10 +85,20 @@ def _forward(
     passes=("LayerNorm", "dropout"),
 )  # fmt: skip
 def embedding_layer_norm(
-    ids: Tensor, position_ids: Tensor, kinds: Tensor | None, word: Tensor, position: Tensor,
-    kind: Tensor | None, weight: Tensor, bias: Tensor, eps: float = 1e-12, padding_idx: int = -1,
-    keep: Tensor | None = None, seeds: Tensor | None = None, p: float = 0.0,
-) -> Tensor:  # fmt: skip
+    ids: Tensor,
+    position_ids: Tensor,
+    kinds: Tensor | None,
+    word: Tensor,
+    position: Tensor,
+    kind: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float = 1e-12,
+    padding_idx: int = -1,
+    keep: Tensor | None = None,
+    seeds: Tensor | None = None,
+    p: float = 0.0,
+) -> Tensor:
     """The embeddings of a BERT-like model; gradients of the tables by torch's sorted scatter.
 
     Args:

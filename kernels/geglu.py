@@ -45,8 +45,12 @@ def _cannot(module: Any) -> str:
     passes=("act", "dropout"),
 )  # fmt: skip
 def geglu(
-    gate: Tensor, up: Tensor, keep: Tensor | None = None, seeds: Tensor | None = None, p: float = 0.0,
-) -> Tensor:  # fmt: skip
+    gate: Tensor,
+    up: Tensor,
+    keep: Tensor | None = None,
+    seeds: Tensor | None = None,
+    p: float = 0.0,
+) -> Tensor:
     """y = gelu_tanh(gate) * up * mask, one pass each way.
 
     Args:

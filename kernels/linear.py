@@ -110,9 +110,14 @@ def _fake_backward(dy, x, weight, in_first, for_x, for_weight, for_bias):
 
 @operator("linear_backward", _fake_backward)
 def _backward(
-    dy: Tensor, x: Tensor, weight: Tensor, in_first: bool, for_x: bool, for_weight: bool,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    in_first: bool,
+    for_x: bool,
+    for_weight: bool,
     for_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     rows = math.prod(dy.shape[:-1])
     g, x_rows = dy.reshape(rows, dy.shape[-1]), x.reshape(rows, x.shape[-1])
     dx, dw, db = x.new_empty(0), weight.new_empty(0), dy.new_empty(0)

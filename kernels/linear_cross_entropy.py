@@ -22,10 +22,15 @@ ROWS = 1024  # of a gradient that are in fp32 at a time
 
 
 def reference(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
-    label_smoothing: float = 0.0, num_items: Tensor | int | None = None,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    num_items: Tensor | int | None = None,
     chunk_bytes: int | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The definition (transformers, loss_utils.py: ForCausalLMLoss, ForMaskedLMLoss)."""
     logits = (x @ weight.T if bias is None else x @ weight.T + bias).to(cross_entropy.wide_dtype(x))
     log_softmax = logits - torch.logsumexp(logits, -1, keepdim=True)
@@ -64,10 +69,16 @@ def _sites(model: Any) -> list[str]:
     serves={"Linear": _forward}, sites=_sites,
 )  # fmt: skip
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
-    label_smoothing: float = 0.0, num_items: Tensor | int | None = None,
-    chunk_bytes: int | None = None, reduction: str = "mean",
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    num_items: Tensor | int | None = None,
+    chunk_bytes: int | None = None,
+    reduction: str = "mean",
+) -> Tensor:
     """F.cross_entropy(x weight' + bias, target) in fp32; NaN where no row counts, as there.
 
     A TorchFunctionMode sees the call as it sees one of F.cross_entropy (slapo_zoo.parallel.loss_means needs to).
@@ -174,9 +185,15 @@ def _fake(x, weight, bias, target, divisor, smoothing, rows, graded):
 
 @operator("linear_cross_entropy", _fake, _setup, _gradients)
 def _mean_loss(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, divisor: Tensor,
-    smoothing: float, rows: int, graded: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    divisor: Tensor,
+    smoothing: float,
+    rows: int,
+    graded: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The sum of the losses over the divisor, and its gradients; target -1 where a row does not count."""
     wide = cross_entropy.wide_dtype(x)
     scale = 1.0 / divisor if _divides_first(x) else torch.ones_like(divisor)

@@ -22,9 +22,15 @@ SHAPES = [
 
 
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, window: int, scale: float = 1.0,
-    key_mask: Tensor | None = None, seeds: Tensor | None = None, p: float = 0.0,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    scale: float = 1.0,
+    key_mask: Tensor | None = None,
+    seeds: Tensor | None = None,
+    p: float = 0.0,
+) -> Tensor:
     """The definition (transformers, modeling_gpt_neo.py: GPTNeoSelfAttention._attn).
 
     Not its FlashAttention-2 path, which forgets the window.
@@ -56,9 +62,14 @@ def inputs(B: int, H: int, S: int, D: int, window: int, **like: Any) -> dict[str
 
 
 def _forward(
-    module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None,
-    layer_past: Any = None, use_cache: bool = False, output_attentions: bool = False, **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    module: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    layer_past: Any = None,
+    use_cache: bool = False,
+    output_attentions: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
     """GPTNeoSelfAttention; there are no weights to return, as in its FlashAttention-2 form.
 
     Its own attention runs where somebody asks for them, with a cache that holds more than these
@@ -87,10 +98,16 @@ def _forward(
     passes=("attn_dropout",),
 )  # fmt: skip
 def local_causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, window: int, scale: float = 1.0,
-    key_mask: Tensor | None = None, keep: Tensor | None = None, seeds: Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    scale: float = 1.0,
+    key_mask: Tensor | None = None,
+    keep: Tensor | None = None,
+    seeds: Tensor | None = None,
     p: float = 0.0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Out [B, H, S, D]; work and memory grow with S * window.
 
     Args:

@@ -23,10 +23,17 @@ def fits_registers(columns: int, x_bias: bool) -> bool:
 
 
 def norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool = False,
-    x_bias: Tensor | None = None, residual: Tensor | None = None, keep: Tensor | None = None,
-    seeds: Tensor | None = None, p: float = 0.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool = False,
+    x_bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    keep: Tensor | None = None,
+    seeds: Tensor | None = None,
+    p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     """(y, z), both in the shape of x; z is x where nothing is added to it.
 
     Args:
@@ -91,9 +98,17 @@ def _fake(x, weight, bias, x_bias, residual, keep, seeds, p, eps, rms):
 
 @operator("norm", _fake, _setup, _gradients)
 def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, x_bias: Tensor | None, residual: Tensor | None,
-    keep: Tensor | None, seeds: Tensor | None, p: float, eps: float, rms: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    x_bias: Tensor | None,
+    residual: Tensor | None,
+    keep: Tensor | None,
+    seeds: Tensor | None,
+    p: float,
+    eps: float,
+    rms: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if in_triton(x):
         from slapo_zoo.kernels import norm_triton
 
@@ -143,9 +158,18 @@ def _fake_backward(dy, dz, z, weight, mean, rstd, keep, seeds, p, rms, has_x_bia
 
 @operator("norm_backward", _fake_backward)
 def _backward(
-    dy: Tensor, dz: Tensor | None, z: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor,
-    keep: Tensor | None, seeds: Tensor | None, p: float, rms: bool, has_x_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    dz: Tensor | None,
+    z: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    keep: Tensor | None,
+    seeds: Tensor | None,
+    p: float,
+    rms: bool,
+    has_x_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of z, of x (empty where it is that of z), weight, bias and x_bias."""
     if in_triton(z):
         from slapo_zoo.kernels import norm_triton

@@ -131,9 +131,17 @@ def _mask_options(M: int, keep, seeds, p: float) -> tuple[str, tuple]:
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, x_bias: Tensor | None, residual: Tensor | None,
-    keep: Tensor | None, seeds: Tensor | None, p: float, eps: float, rms: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    x_bias: Tensor | None,
+    residual: Tensor | None,
+    keep: Tensor | None,
+    seeds: Tensor | None,
+    p: float,
+    eps: float,
+    rms: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The arguments of norm.py; z is empty where it is x."""
     M, N = x.shape
     x, weight, bias, x_bias, residual, keep = _contiguous(x, weight, bias, x_bias, residual, keep)
@@ -153,9 +161,18 @@ def forward(
 
 
 def backward(
-    dy: Tensor, dz: Tensor | None, z: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor,
-    keep: Tensor | None, seeds: Tensor | None, p: float, rms: bool, has_x_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    dz: Tensor | None,
+    z: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    keep: Tensor | None,
+    seeds: Tensor | None,
+    p: float,
+    rms: bool,
+    has_x_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of z, x (empty where it is that of z), weight, bias and x_bias."""
     M, N = z.shape
     dy, dz, z, weight, keep = _contiguous(dy, dz, z, weight, keep)

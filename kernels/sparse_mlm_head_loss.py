@@ -19,9 +19,13 @@ SHAPES = [(1, 5, 16, 40), (3, 7, 24, 131), (2, 33, 16, 97)]
 
 
 def reference(
-    hidden: Tensor, labels: Tensor, transform: Callable[[Tensor], Tensor], weight: Tensor,
-    bias: Tensor | None = None, num_items: Tensor | int | None = None,
-) -> Tensor:  # fmt: skip
+    hidden: Tensor,
+    labels: Tensor,
+    transform: Callable[[Tensor], Tensor],
+    weight: Tensor,
+    bias: Tensor | None = None,
+    num_items: Tensor | int | None = None,
+) -> Tensor:
     """The definition (transformers, modeling_bert.py: BertForMaskedLM), logits of all tokens."""
     h = transform(hidden)
     logits = h @ weight.T if bias is None else h @ weight.T + bias
@@ -73,9 +77,14 @@ def _forward(head: Any, hidden: Tensor, **kwargs: Any) -> Tensor:
     serves=dict.fromkeys(HEADS, _forward), passes=("decoder",),
 )  # fmt: skip
 def sparse_mlm_head_loss(
-    hidden: Tensor, labels: Tensor, transform: Callable[[Tensor], Tensor], weight: Tensor,
-    bias: Tensor | None = None, num_items: Tensor | int | None = None, capacity: int | None = None,
-) -> Tensor:  # fmt: skip
+    hidden: Tensor,
+    labels: Tensor,
+    transform: Callable[[Tensor], Tensor],
+    weight: Tensor,
+    bias: Tensor | None = None,
+    num_items: Tensor | int | None = None,
+    capacity: int | None = None,
+) -> Tensor:
     """The mean loss over masked tokens; equal to that of all logits, gradients included.
 
     Args:

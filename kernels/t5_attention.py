@@ -36,10 +36,17 @@ def relative_buckets(
 
 
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None = None, bidirectional: bool = True,
-    causal: bool = False, key_mask: Tensor | None = None, max_distance: int = 128,
-    seeds: Tensor | None = None, p: float = 0.0,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor | None = None,
+    bidirectional: bool = True,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    max_distance: int = 128,
+    seeds: Tensor | None = None,
+    p: float = 0.0,
+) -> Tensor:
     """The definition (Raffel et al. 2019, arXiv:1910.10683; modeling_t5.py: T5Attention)."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q @ k.transpose(-1, -2)).to(wide)
@@ -72,10 +79,14 @@ def inputs(B: int, H: int, S: int, T: int, D: int, causal: bool, **like: Any) ->
 
 
 def _forward(
-    module: Any, hidden_states: Tensor, mask: Tensor | None = None,
-    key_value_states: Tensor | None = None, position_bias: Tensor | None = None,
-    past_key_values: Any = None, **kwargs: Any,
-) -> tuple[Tensor, Tensor | None, None]:  # fmt: skip
+    module: Any,
+    hidden_states: Tensor,
+    mask: Tensor | None = None,
+    key_value_states: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None, None]:
     """T5Attention. What it hands to the next layer as `position_bias` is the table, not [1, H, S, T].
 
     With packed sequences, and in a compiler's graph, the model's own forward runs and gets the bias of the
@@ -150,10 +161,18 @@ def _dropout(module: Any, q: Tensor, k: Tensor) -> dict[str, Any]:
     passes=("relative_attention_bias",),
 )  # fmt: skip
 def t5_attention(
-    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None = None, bidirectional: bool = True,
-    causal: bool = False, key_mask: Tensor | None = None, max_distance: int = 128,
-    keep: Tensor | None = None, seeds: Tensor | None = None, p: float = 0.0,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor | None = None,
+    bidirectional: bool = True,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    max_distance: int = 128,
+    keep: Tensor | None = None,
+    seeds: Tensor | None = None,
+    p: float = 0.0,
+) -> Tensor:
     """Out [B, H, S, D] in O(S + T) memory (see MATERIALISED); the gradient of the table is the same bits every time.
 
     Args:

@@ -19,9 +19,13 @@ SHAPES = [(1, 40), (21, 131), (64, 1025), (0, 40)]
 
 
 def reference(
-    logits: Tensor, target: Tensor, vocab_size: int, group: Any = None, ignore_index: int = -100,
+    logits: Tensor,
+    target: Tensor,
+    vocab_size: int,
+    group: Any = None,
+    ignore_index: int = -100,
     label_smoothing: float = 0.0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The definition, on gathered logits: cross-entropy per row, 0 where the target is ignored."""
     wide = logits[:, :vocab_size].to(cross_entropy.wide_dtype(logits))
     log_softmax = wide - torch.logsumexp(wide, -1, keepdim=True)
@@ -41,9 +45,13 @@ def inputs(N: int, V: int, **like: Any) -> dict[str, Any]:
 
 @kernel("vocab_parallel_cross_entropy", reference, inputs, SHAPES, cpu="one collective")
 def vocab_parallel_cross_entropy(
-    logits: Tensor, target: Tensor, vocab_size: int, group: Any = None, ignore_index: int = -100,
+    logits: Tensor,
+    target: Tensor,
+    vocab_size: int,
+    group: Any = None,
+    ignore_index: int = -100,
     label_smoothing: float = 0.0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Cross-entropy per row [N] in fp32, 0 where the target is ignored.
 
     Args:

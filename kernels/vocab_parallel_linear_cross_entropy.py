@@ -20,10 +20,16 @@ SHAPES = [(1, 16, 40), (21, 24, 131), (130, 16, 97), (0, 16, 40)]
 
 
 def reference(
-    x: Tensor, weight: Tensor, target: Tensor, vocab_size: int, group: Any = None,
-    bias: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    vocab_size: int,
+    group: Any = None,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
     chunk_bytes: int | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The definition, on a whole weight."""
     logits = x @ weight.T if bias is None else x @ weight.T + bias
     return logits_reference(logits, target, vocab_size, None, ignore_index, label_smoothing)
@@ -42,10 +48,17 @@ def inputs(N: int, H: int, V: int, **like: Any) -> dict[str, Any]:
     "vocab_parallel_linear_cross_entropy", reference, inputs, SHAPES, cpu="chunks, one collective"
 )
 def vocab_parallel_linear_cross_entropy(
-    x: Tensor, weight: Tensor, target: Tensor, vocab_size: int, group: Any = None,
-    bias: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0,
-    chunk_bytes: int | None = None, summed: bool = False,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    vocab_size: int,
+    group: Any = None,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    chunk_bytes: int | None = None,
+    summed: bool = False,
+) -> Tensor:
     """As vocab_parallel_cross_entropy of x weight' + bias, without the logits.
 
     The forward makes the logits chunk by chunk for their statistics, the backward once more for their
@@ -131,9 +144,16 @@ def _fake_gradient(x, weight, bias, target, log_sum, d_statistics, kept, width, 
 
 @operator("linear_cross_entropy_gradient", _fake_gradient)
 def _gradient(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, log_sum: Tensor,
-    d_statistics: Tensor, kept: Tensor, width: int, rows: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    log_sum: Tensor,
+    d_statistics: Tensor,
+    kept: Tensor,
+    width: int,
+    rows: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     wide = cross_entropy.wide_dtype(x)
     dx, dw = x.new_empty(x.shape), weight.new_empty(weight.shape)
     dw[width:].zero_()

@@ -100,9 +100,14 @@ def _check_sizes(pinned: Reference, names: list[str]) -> None:
 
 
 def push(
-    folder: Path, repo_id: str, token: str | None = None, private: bool | None = None,
-    tag: str | None = None, message: str = "Publish a schedule card", parent: str | None = None,
-) -> Reference:  # fmt: skip
+    folder: Path,
+    repo_id: str,
+    token: str | None = None,
+    private: bool | None = None,
+    tag: str | None = None,
+    message: str = "Publish a schedule card",
+    parent: str | None = None,
+) -> Reference:
     """Publish a folder as one commit; returns the reference that users should write down.
 
     Args:

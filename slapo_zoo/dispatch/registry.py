@@ -103,12 +103,17 @@ def register_kernel(
 
 
 def kernel(
-    name: str, reference: Callable[..., Any], inputs: Callable[..., dict[str, Any]],
-    shapes: Sequence[tuple[int, ...]], serves: Mapping[str, Callable[..., Any]] | None = None,
-    cannot: Callable[[Any], str] = lambda module: "", cpu: str = "torch",
-    sites: Callable[[Any], list[str]] | None = None, limits: Callable[[Tensor], str] = lambda x: "",
+    name: str,
+    reference: Callable[..., Any],
+    inputs: Callable[..., dict[str, Any]],
+    shapes: Sequence[tuple[int, ...]],
+    serves: Mapping[str, Callable[..., Any]] | None = None,
+    cannot: Callable[[Any], str] = lambda module: "",
+    cpu: str = "torch",
+    sites: Callable[[Any], list[str]] | None = None,
+    limits: Callable[[Tensor], str] = lambda x: "",
     passes: Sequence[str] = (),
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the fast path of `reference`.
 
     Args:
@@ -242,9 +247,11 @@ def is_hooked(module: Any) -> bool:
 
 
 def operator(
-    name: str, fake: Callable[..., Any], setup: Callable[..., Any] | None = None,
+    name: str,
+    fake: Callable[..., Any],
+    setup: Callable[..., Any] | None = None,
     backward: Callable[..., Any] | None = None,
-) -> Callable[[Callable[..., Any]], Any]:  # fmt: skip
+) -> Callable[[Callable[..., Any]], Any]:
     """The decorated function becomes torch.ops.slapo_zoo.<name>, which compilers see as one node.
 
     Args:

@@ -92,9 +92,16 @@ class CoreAttention(nn.Module):
         self.device_dropout = device
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, attention: nn.Module,
-        dropout: float = 0.0, scaling: float | None = None, **kwargs: Any,
-    ) -> tuple[Tensor, Any]:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        attention: nn.Module,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
         """Shapes: q [B, H, S, d], k and v [B, K, T, d], mask broadcasts to [B, 1, S, T]."""
         if self.stream.real_tokens is not None:
             return self._within_rows(q, k, v, attention, dropout, scaling), None

@@ -38,9 +38,13 @@ def plan_of(state: State) -> RankPlan:
 
 
 def planned_rows(
-    state: State, whole: Mapping[str, TensorSpec], parameters: Collection[str], tied: Mapping[str, str],
-    stages: Callable[[str], tuple[int, ...]], row_shards: int = 1,
-) -> dict[str, TensorPlan]:  # fmt: skip
+    state: State,
+    whole: Mapping[str, TensorSpec],
+    parameters: Collection[str],
+    tied: Mapping[str, str],
+    stages: Callable[[str], tuple[int, ...]],
+    row_shards: int = 1,
+) -> dict[str, TensorPlan]:
     """Every tensor of a model as a row of the plan, in the order of the state dict.
 
     Args:

@@ -43,9 +43,13 @@ class ScheduleMetadata:
 
 
 def create_schedule(
-    root: nn.Module, name: str = "", path: str = "", parent: Schedule | None = None,
-    group: dist.ProcessGroup | None = None, **kwargs: Any,
-) -> Schedule:  # fmt: skip
+    root: nn.Module,
+    name: str = "",
+    path: str = "",
+    parent: Schedule | None = None,
+    group: dist.ProcessGroup | None = None,
+    **kwargs: Any,
+) -> Schedule:
     """A schedule of any module; the module tree is kept.
 
     Args:

@@ -74,10 +74,16 @@ class Resumed:
 
 
 def save_checkpoint(
-    model: Any, folder: str | os.PathLike[str], optimizer: Any = None, scheduler: Any = None,
-    step: int = 0, data_position: Any = None, extra: Any = None, max_shard_size: int | str = "5GB",
+    model: Any,
+    folder: str | os.PathLike[str],
+    optimizer: Any = None,
+    scheduler: Any = None,
+    step: int = 0,
+    data_position: Any = None,
+    extra: Any = None,
+    max_shard_size: int | str = "5GB",
     texts: Mapping[str, str] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write all that training needs to go on; a collective call on all ranks.
 
     If it fails on one rank it raises on all of them, and the folder is as it was.
@@ -103,9 +109,15 @@ def save_checkpoint(
 
 
 def async_save_checkpoint(
-    model: Any, folder: str | os.PathLike[str], optimizer: Any = None, scheduler: Any = None,
-    step: int = 0, data_position: Any = None, extra: Any = None, max_shard_size: int | str = "5GB",
-) -> background.Saving:  # fmt: skip
+    model: Any,
+    folder: str | os.PathLike[str],
+    optimizer: Any = None,
+    scheduler: Any = None,
+    step: int = 0,
+    data_position: Any = None,
+    extra: Any = None,
+    max_shard_size: int | str = "5GB",
+) -> background.Saving:
     """As `save_checkpoint`, but training goes on while a thread writes what was there at the call.
 
     Until it is written, each rank holds a copy of its tensors in host memory. The next save or

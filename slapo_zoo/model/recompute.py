@@ -20,9 +20,11 @@ class Recomputes:
     """Mixed into a scheduled model: layers that recompute, switched on and off."""
 
     def _set_gradient_checkpointing(
-        self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] | None = None,
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Callable[..., Any] | None = None,
         every_n_layers: int = 1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """What `transformers` calls: recompute every n-th layer, or none.
 
         Layers that the schedule recomputes go on doing so.

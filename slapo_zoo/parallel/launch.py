@@ -68,10 +68,14 @@ class LocalRank:
 
 
 def run_local(
-    fn: Callable[..., Any], nprocs: int, args: Sequence[Any] = (), timeout: float | None = None,
-    start: Literal["fork", "spawn"] | None = None, threads: int | None = None,
+    fn: Callable[..., Any],
+    nprocs: int,
+    args: Sequence[Any] = (),
+    timeout: float | None = None,
+    start: Literal["fork", "spawn"] | None = None,
+    threads: int | None = None,
     device: str | None = None,
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """Run `fn(*args)` on `nprocs` local ranks of one process group; return their results.
 
     Args:

@@ -205,9 +205,13 @@ def split_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def pipeline_step(
-    pipeline: Pipeline, run: Callable[..., Any], tensors: dict[str, Tensor], others: dict[str, Any],
-    micro_batches: int, before_last: Callable[[Any], None] | None = None,
-) -> Tensor:  # fmt: skip
+    pipeline: Pipeline,
+    run: Callable[..., Any],
+    tensors: dict[str, Tensor],
+    others: dict[str, Any],
+    micro_batches: int,
+    before_last: Callable[[Any], None] | None = None,
+) -> Tensor:
     """Forward and backward of all micro-batches; gradients are added to `.grad`.
 
     The stage objects are made anew: `PipelineStage` freezes its shapes at its first step.

@@ -40,9 +40,15 @@ class Stage(InFlightStage):
     """
 
     def __init__(
-        self, *args: Any, units: str, spans: list[Span] | None, clock: Callable[[], float],
-        busy: Busy | None = None, before_last: Callable[[Any], None] | None = None, **kwargs: Any,
-    ):  # fmt: skip
+        self,
+        *args: Any,
+        units: str,
+        spans: list[Span] | None,
+        clock: Callable[[], float],
+        busy: Busy | None = None,
+        before_last: Callable[[Any], None] | None = None,
+        **kwargs: Any,
+    ):
         super().__init__(*args, **kwargs)
         self.before_last = before_last
         self.units, self.spans, self.clock, self.busy = units, spans, clock, busy

@@ -67,9 +67,11 @@ def tensor_bytes(spec: TensorSpec) -> int:
 
 
 def plan_layout(
-    specs: Sequence[TensorSpec], max_shard_size: int | str, metadata: Mapping[str, str],
+    specs: Sequence[TensorSpec],
+    max_shard_size: int | str,
+    metadata: Mapping[str, str],
     stem: str = "model",
-) -> Layout:  # fmt: skip
+) -> Layout:
     """Divide the tensors over files as `save_pretrained` of transformers does, and place them.
 
     Args:

@@ -90,9 +90,12 @@ class Loaded(NamedTuple):
 
 
 def load_tensors(
-    targets: Mapping[str, Target], folder: CheckpointFolder, source: Mapping[str, str], mesh: Mesh,
+    targets: Mapping[str, Target],
+    folder: CheckpointFolder,
+    source: Mapping[str, str],
+    mesh: Mesh,
     check_finite: bool = False,
-) -> Loaded:  # fmt: skip
+) -> Loaded:
     """Fill every target from its checkpoint key; padding becomes zeros.
 
     rewrite:  w [..., size, ...] in the file  -->  tensor [..., local_size(size, n, r), ...]

@@ -38,9 +38,13 @@ class Written(NamedTuple):
 
 
 def write_tensors(
-    path: Path, slots: Mapping[str, Slot], specs: Sequence[TensorSpec], local: Mapping[str, Tensor],
-    mesh: Mesh, rows: Mapping[str, Rows | None] | None = None,
-) -> Written:  # fmt: skip
+    path: Path,
+    slots: Mapping[str, Slot],
+    specs: Sequence[TensorSpec],
+    local: Mapping[str, Tensor],
+    mesh: Mesh,
+    rows: Mapping[str, Rows | None] | None = None,
+) -> Written:
     """Write our shares into the files below `path` and force them onto the disk.
 
     At most one tensor at a time is copied (to the CPU, or to make it contiguous).

@@ -41,9 +41,14 @@ class Outline:
     """
 
     def __init__(
-        self, config: Any, auto_class: Any, mesh: Mesh, dtype: torch.dtype,
-        options: BuildOptions = DEFAULT, **changes: Any,
-    ):  # fmt: skip
+        self,
+        config: Any,
+        auto_class: Any,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        options: BuildOptions = DEFAULT,
+        **changes: Any,
+    ):
         self.options = options = options.but(**changes)
         self.mesh, self.seed = mesh, options.seed or 0
         self._config, self._dtype = config, dtype

@@ -35,9 +35,13 @@ def _dim(name: str) -> Any:
 
 
 def column(
-    axis: int = 0, unit: str = "", groups: tuple[str, ...] = (), together: str = "", kv: bool = False,
+    axis: int = 0,
+    unit: str = "",
+    groups: tuple[str, ...] = (),
+    together: str = "",
+    kv: bool = False,
     shared: str = "",
-) -> Rule:  # fmt: skip
+) -> Rule:
     """Each rank computes some outputs: the weight (and bias) divided along its output axis.
 
     Args:

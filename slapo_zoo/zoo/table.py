@@ -153,9 +153,14 @@ def register(table: Table) -> Table:
 
 
 def extend(
-    base: str, model_type: str, source: str, without: tuple[str, ...] = (), body: tuple[Row, ...] = (),
-    heads: tuple[Row, ...] | None = None, **changes: Any,
-) -> Table:  # fmt: skip
+    base: str,
+    model_type: str,
+    source: str,
+    without: tuple[str, ...] = (),
+    body: tuple[Row, ...] = (),
+    heads: tuple[Row, ...] | None = None,
+    **changes: Any,
+) -> Table:
     """A table that is another family's, but for some rows.
 
     rewrite:  table of `base`  -->  its body without the rows of some modules, then `body`

@@ -17,12 +17,17 @@ Folder = Annotated[Path, typer.Argument(help="The folder of a card.")]
 
 @app.command()
 def make(
-    model: arguments.Model, folder: Folder, tp: arguments.Tp = 1, pp: arguments.Pp = 1,
-    dp: arguments.Dp = 1, sequence_parallel: arguments.SequenceParallel = False,
+    model: arguments.Model,
+    folder: Folder,
+    tp: arguments.Tp = 1,
+    pp: arguments.Pp = 1,
+    dp: arguments.Dp = 1,
+    sequence_parallel: arguments.SequenceParallel = False,
     checkpoint_ratio: arguments.CheckpointRatio = 0.0,
     any_size: Annotated[bool, typer.Option(help="For every size with as many blocks.")] = False,
-    auto_class: arguments.Head = None, as_json: arguments.AsJson = False,
-) -> None:  # fmt: skip
+    auto_class: arguments.Head = None,
+    as_json: arguments.AsJson = False,
+) -> None:
     """Write the zoo's schedule of a model as a card; what was not measured says so."""
     from slapo_zoo.cards.make import zoo_card
     from slapo_zoo.parallel.mesh import Mesh

@@ -58,10 +58,17 @@ class WideResNetConfig(PretrainedConfig):
     model_type = "wideresnet"
 
     def __init__(
-        self, num_channels: int = 3, depths: tuple[int, ...] = (3, 4, 6, 3), stem_channels: int = 64,
-        width_per_group: int = 128, small_images: bool = False, channels_last: bool = True,
-        batch_norm_eps: float = 1e-5, batch_norm_momentum: float = 0.1, **kwargs: Any,
-    ):  # fmt: skip
+        self,
+        num_channels: int = 3,
+        depths: tuple[int, ...] = (3, 4, 6, 3),
+        stem_channels: int = 64,
+        width_per_group: int = 128,
+        small_images: bool = False,
+        channels_last: bool = True,
+        batch_norm_eps: float = 1e-5,
+        batch_norm_momentum: float = 0.1,
+        **kwargs: Any,
+    ):
         self.num_channels, self.depths, self.stem_channels = (
             num_channels,
             list(depths),

@@ -22,9 +22,13 @@ from slapo_zoo.language.graph.match import Subgraph
 
 
 def replace_node(
-    owner: fx.GraphModule, node: fx.Node, new: Any, path: str = "", name: str = "",
+    owner: fx.GraphModule,
+    node: fx.Node,
+    new: Any,
+    path: str = "",
+    name: str = "",
     constants: Mapping[str, Any] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Another function or module with the arguments of one node.
 
     rewrite:  y = f(x, flag=True)  -->  y = new(x, flag=True)
@@ -42,9 +46,12 @@ def replace_node(
 
 
 def replace_vertical(
-    subgraph: Subgraph, new: Any, name: str = "", carry: bool = False,
+    subgraph: Subgraph,
+    new: Any,
+    name: str = "",
+    carry: bool = False,
     constants: Mapping[str, Any] | None = None,
-) -> fx.Node:  # fmt: skip
+) -> fx.Node:
     """One call in the place of a subgraph.
 
     rewrite:  t = f(a, b); y = g(t, c)  -->  y = new(a, b, c)
@@ -74,9 +81,12 @@ def replace_vertical(
 
 
 def replace_horizontal(
-    subgraphs: Sequence[Subgraph], new: Any, name: str = "", carry: bool = False,
+    subgraphs: Sequence[Subgraph],
+    new: Any,
+    name: str = "",
+    carry: bool = False,
     constants: Mapping[str, Any] | None = None,
-) -> fx.Node:  # fmt: skip
+) -> fx.Node:
     """One call in the place of several subgraphs with the same inputs.
 
     rewrite:  q = f(x); k = g(x); v = h(x)  -->  r = new(x); q = r[0]; k = r[1]; v = r[2]

@@ -20,10 +20,13 @@ Calls = dict[str, tuple[tuple, dict]]
 
 
 def trace_module(
-    module: nn.Module, example_args: Iterable[Any] | Mapping[str, Any] = (),
-    example_kwargs: Mapping[str, Any] | None = None, leaves: Iterable[Leaf] = (), flatten: bool = False,
+    module: nn.Module,
+    example_args: Iterable[Any] | Mapping[str, Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    leaves: Iterable[Leaf] = (),
+    flatten: bool = False,
     where: str = "",
-) -> TracedModule:  # fmt: skip
+) -> TracedModule:
     """The graph of one module, as a module with the same children under the same names.
 
     rewrite:  y = f(x)  -->  y = graph(x); the children that it calls stay `call_module` nodes
@@ -52,9 +55,12 @@ def trace_module(
 
 
 def trace_tree(
-    module: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any], leaves: Iterable[Leaf] = (),
+    module: nn.Module,
+    args: Iterable[Any],
+    kwargs: Mapping[str, Any],
+    leaves: Iterable[Leaf] = (),
     where: str = "",
-) -> dict[str, TracedModule]:  # fmt: skip
+) -> dict[str, TracedModule]:
     """Graphs of a module and of all modules that it calls, by path below it; installs none."""
     call = Call.of(module, where, tuple(args), dict(kwargs))
     traced, calls = _trace(call, tuple(leaves), flatten=False)

@@ -67,9 +67,14 @@ class ValueTracer(fx.Tracer):
         return ValueProxy(node, self)
 
     def create_node(
-        self, kind: str, target: Any, args: tuple, kwargs: dict, name: str | None = None,
+        self,
+        kind: str,
+        target: Any,
+        args: tuple,
+        kwargs: dict,
+        name: str | None = None,
         type_expr: Any = None,
-    ) -> fx.Node:  # fmt: skip
+    ) -> fx.Node:
         if name is None and target == "self":  # BertAttention.self: the code would rebind self
             name = "self_module"
         node = super().create_node(kind, target, args, kwargs, name, type_expr)

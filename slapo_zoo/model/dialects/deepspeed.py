@@ -35,8 +35,11 @@ BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
 @register_dialect("runtime_engine", "deepspeed")
 def deepspeed_engine(
-    sch: Any, config: Mapping[str, Any] | str | os.PathLike[str], optimizer: Any = None, **options: Any,
-) -> tuple[Any, Any]:  # fmt: skip
+    sch: Any,
+    config: Mapping[str, Any] | str | os.PathLike[str],
+    optimizer: Any = None,
+    **options: Any,
+) -> tuple[Any, Any]:
     """A scheduled model under DeepSpeed: (engine, its optimizer).
 
     With pp > 1 the stages run in DeepSpeed's PipelineModule, tied weights as TiedLayerSpec.

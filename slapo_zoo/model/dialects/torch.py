@@ -26,9 +26,12 @@ KINDS = (None, "ddp", "fsdp2")
 
 @register_dialect("runtime_engine", "torch")
 def torch_engine(
-    sch: Any, optimizer: Any = None, data_parallel: str | None = None, clip: float = 0.0,
+    sch: Any,
+    optimizer: Any = None,
+    data_parallel: str | None = None,
+    clip: float = 0.0,
     **options: Any,
-) -> tuple[Any, Any]:  # fmt: skip
+) -> tuple[Any, Any]:
     """A scheduled model under torch: (engine, optimizer); for a bare schedule (module, optimizer).
 
     Args:
