@@ -7,6 +7,7 @@ module, so a plain copy would go on computing with the weights of the original.
 import copy
 import functools
 from collections.abc import Iterator
+from itertools import chain
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -27,8 +28,10 @@ def independent_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
     new = module.__class__.__new__(module.__class__)
     memo[id(module)] = new
     new.__dict__.update(copy.deepcopy(module.__dict__, memo))
-    for part in module.modules():
-        own = memo[id(part)]
+    for part in chain([module], memo[id(memo)]):  # modules that stand in for others hold some, too
+        own = memo.get(id(part))
+        if own is None or own is part or not isinstance(part, nn.Module):
+            continue
         if "forward" in part.__dict__:
             own.__dict__["forward"] = rebound(part.__dict__["forward"], memo)
         for name in HOOKS:
@@ -40,14 +43,14 @@ def independent_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
 
 def rebound(value: Any, memo: dict[int, Any]) -> Any:
     """A copy of what a function of ours holds; functions of others stay as they are."""
-    if id(value) in memo:
-        return memo[id(value)]
-    if isinstance(value, MethodType):
+    if isinstance(value, MethodType):  # in a memo of `copy.deepcopy` its function is the original's
         return MethodType(rebound(value.__func__, memo), rebound(value.__self__, memo))
     if isinstance(value, functools.partial):
         arguments = (rebound(each, memo) for each in value.args)
         named = {name: rebound(each, memo) for name, each in value.keywords.items()}
         return functools.partial(rebound(value.func, memo), *arguments, **named)
+    if id(value) in memo:
+        return memo[id(value)]
     if not isinstance(value, FunctionType):
         return copy.deepcopy(value, memo)
     if value.__closure__ is None or not value.__globals__["__name__"].startswith(OURS):

@@ -43,6 +43,10 @@ class MixedPrecision:
         self._in_step = False
         self._casts: list[tuple[nn.Module, str, Tensor]] = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy of the model, which makes casts of its own."""
+        return {**self.__dict__, "_casts": [], "_depth": 0, "_in_step": False}
+
     @contextmanager
     def computing(self, model: nn.Module) -> Iterator[None]:
         """Within it the modules of a model read casts; the outermost one makes them anew."""
