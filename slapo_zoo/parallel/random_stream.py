@@ -310,11 +310,11 @@ _DRAWING = threading.RLock()
 
 
 @contextmanager
-def drawn_from(seed: int) -> Iterator[None]:
-    """Torch's own generator starts from `seed` within, and is as before afterwards.
+def drawn_from(seed: int | Tensor) -> Iterator[None]:
+    """Torch's own generator starts from `seed`, or a state, within, and is as before afterwards.
 
     One thread at a time: ranks may be threads of one process, and the generator is global.
     """
     with _DRAWING, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.set_rng_state(seed) if isinstance(seed, Tensor) else torch.manual_seed(seed)
         yield

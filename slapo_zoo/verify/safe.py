@@ -55,15 +55,11 @@ def agreed_collectives(mesh: Any, recorder: Any = None) -> Iterator[None]:
 
 
 class NoDropout(TorchFunctionMode):
-    """Within it fused attention drops nothing, and `F.dropout` is the identity unless `fused_only`."""
-
-    def __init__(self, fused_only: bool = False):
-        super().__init__()
-        self.fused_only = fused_only
+    """Within it fused attention drops nothing, and `F.dropout` is the identity."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is nn.functional.dropout and not self.fused_only:
+        if func is nn.functional.dropout:
             return args[0] if args else kwargs["input"]
         if func is nn.functional.scaled_dot_product_attention:
             kwargs = {**kwargs, "dropout_p": 0.0}

@@ -7,7 +7,7 @@ import torch
 import transformers
 from type_coverage import default_config
 
-from slapo_zoo import AutoScheduledModel
+from slapo_zoo import AutoScheduledModel, emulate
 from slapo_zoo.language.primitives import ForkRng
 from slapo_zoo.verify.derived import Search
 from slapo_zoo.verify.probe import probe
@@ -74,3 +74,25 @@ def test_other_elements_than_one_rank_drops_are_seen(cls, knobs, said, tmp_path)
     assert body != table.body
     found = probe(subject, replace(table, body=body), mesh, **knobs)
     assert "with dropout, the gradients" in found
+
+
+IDS = torch.arange(32).reshape(4, 8) * 3 % 61
+
+
+def trained(mesh):
+    config = transformers.BioGptConfig(
+        hidden_size=32, num_attention_heads=4, num_hidden_layers=2, vocab_size=64, intermediate_size=48,
+        max_position_embeddings=16, layerdrop=0.0, architectures=["BioGptForCausalLM"],
+    )  # fmt: skip
+    model = AutoScheduledModel.from_config(config, *mesh, seed=0, schedule="auto").train()
+    rows = IDS.tensor_split(mesh[2])[model.mesh.coord("dp")]
+    loss = float(model.train_step({"input_ids": rows, "labels": rows}))
+    return loss, float(model.clip_grad_norm_(1e9))
+
+
+def test_attention_of_torch_drops_by_row_on_every_mesh():
+    """Emulated ranks share torch's generator: each run gave another loss."""
+    wanted = trained((1, 1, 1))
+    for mesh in ((2, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)):
+        for found in emulate(trained, mesh, mesh=mesh):
+            assert found == pytest.approx(wanted, rel=1e-6), mesh

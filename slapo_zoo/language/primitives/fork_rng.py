@@ -9,10 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from slapo_zoo.hf.attention import CoreAttention
+from slapo_zoo.kernels.device_dropout import DEVICE_DROPOUT
 from slapo_zoo.kernels.dropout import dropout
 from slapo_zoo.language.directive import Directive, Site, join, primitive
 from slapo_zoo.parallel import random_stream as rng
+from slapo_zoo.parallel.compat import ranks_are_threads
 from slapo_zoo.parallel.placement import Placement, Run
+
+DRAWS = {
+    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli",
+    "bernoulli_", "uniform_", "normal_", "multinomial", "normal", "rrelu", "gumbel_softmax",
+    "scaled_dot_product_attention",
+}  # fmt: skip
 
 
 @primitive("fork_rng")
@@ -21,8 +31,8 @@ class ForkRng(Directive):
     """Make the randomness of a module independent of what ran before it.
 
     rewrite:  Dropout:  y = dropout(x)  -->  y = x * mask(seed, step, path, batch row) / (1 - p)
-              others:   y = f(x)        -->  y = f(x) under a generator seeded for (step, path, row),
-                        and F.dropout called in f draws as a Dropout does; so does torch.rand of a batch
+              others:   y = f(x)        -->  y = f(x) under a generator seeded for (step, path, row), and F.dropout
+                        and fused attention in f draw by row, as a Dropout does; so does torch.rand of a batch
     note:     a Dropout then draws the same mask on every layout; `eval()` switches it off
 
     Args:
@@ -111,8 +121,13 @@ class ForkRng(Directive):
             if torch.compiler.is_compiling():  # no graph holds a generator of torch
                 with own:
                     return forward(*args, **kwargs)
+            seed = rng.mix(stream.seed, *stream.position(), hash_path(site), rank)
+            if ranks_are_threads():  # they share the generator: each has it for one call at a time
+                own.state = seed
+                with own:
+                    return forward(*args, **kwargs)
             with torch.random.fork_rng(), own:
-                torch.manual_seed(rng.mix(stream.seed, *stream.position(), hash_path(site), rank))
+                torch.manual_seed(seed)
                 return forward(*args, **kwargs)
 
         return forked
@@ -144,17 +159,19 @@ class OwnDropout(TorchFunctionMode):
     ):
         super().__init__()
         self.site, self.tokens, self.count, self.child = site, tokens, 0, child
-        self.name = name or rng.SiteName(site.path)
+        self.name, self.state = name or rng.SiteName(site.path), None
         if child:
             child.ran = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """F.dropout(x, p, training) --> x * mask / (1 - p)."""
-        if func is torch.rand:
-            return self._rows(func(*args, **(kwargs or {})))
+        kwargs = kwargs or {}
+        if func is nn.functional.scaled_dot_product_attention and not torch.compiler.is_compiling():
+            return self._attention(func, *args, **kwargs)
         if func is not nn.functional.dropout:
-            return func(*args, **(kwargs or {}))
-        x, p, training = _dropout_arguments(*args, **(kwargs or {}))
+            found = self._generated(func, args, kwargs)
+            return self._rows(found) if func is torch.rand else found
+        x, p, training = _dropout_arguments(*args, **kwargs)
         self.count += 1
         child, name = self.child, rng.SiteName(self.name, f"#{self.count}")
         columns = child.run if child and child.ran else None
@@ -165,6 +182,36 @@ class OwnDropout(TorchFunctionMode):
         if child and columns:
             return dropout(x, **_drawn_columns(self.site, x, p, name, columns, child.size))
         return dropout(x, **_drawn(self.site, x, p, name, self.tokens))
+
+    def _generated(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What torch's own generator may draw; where threads share it, it goes on from `state`."""
+        if self.state is None or getattr(func, "__name__", "") not in DRAWS:
+            return func(*args, **kwargs)
+        with rng.drawn_from(self.state):
+            found, self.state = func(*args, **kwargs), torch.get_rng_state()
+        return found
+
+    def _attention(
+        self, func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """The signature of scaled_dot_product_attention; probabilities are dropped by row and head."""
+        mask = attn_mask
+        if not dropout_p or query.ndim not in (3, 4):
+            options = {"attn_mask": mask, "dropout_p": dropout_p, "is_causal": is_causal}
+            options |= {"scale": scale, "enable_gqa": enable_gqa}
+            return self._generated(func, (query, key, value), options)
+        self.count += 1
+        name, q, k, v = rng.SiteName(self.name, f"#{self.count}"), query, key, value
+        if query.ndim == 3:
+            q, k, v = (x[:, None] for x in (q, k, v))
+            mask = mask[:, None] if mask is not None and mask.ndim == 3 else mask
+        learned = mask is not None and mask.requires_grad
+        masks = (None, mask) if learned else (mask, None)
+        heads, scale = range(q.shape[1]), q.shape[-1] ** -0.5 if scale is None else scale
+        core = CoreAttention(self.site.state.random, name, heads, "sdpa", DEVICE_DROPOUT)
+        out = core._dropped(q, k, v, *masks, dropout_p, scale, is_causal, None).transpose(1, 2)
+        return out.squeeze(1) if query.ndim == 3 else out
 
     def _rows(self, x: Tensor) -> Tensor:
         """Numbers that are drawn for each batch row: those of the row, whichever batch it is in."""

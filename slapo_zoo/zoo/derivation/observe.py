@@ -10,15 +10,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from slapo_zoo.language.directive import join
+from slapo_zoo.language.primitives.fork_rng import DRAWS
 from slapo_zoo.zoo.derivation.chains import Chains
 from slapo_zoo.zoo.derivation.spelling import Spelling
-
-DRAWS = {
-    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
-    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli",
-    "bernoulli_", "uniform_", "normal_", "multinomial", "normal", "rrelu", "gumbel_softmax",
-    "scaled_dot_product_attention",
-}  # fmt: skip
 
 
 def linear_axis(module: nn.Module) -> int | None:

@@ -246,6 +246,39 @@ def test_a_dropout_within_draws_per_rank_where_it_is_told_to(per_rank):
     assert torch.equal(*masks) is not per_rank
 
 
+HIDES = torch.ones(6, 6, dtype=torch.bool).tril()
+FORMS = {
+    "plain": {}, "causal": {"is_causal": True}, "hides": {"attn_mask": HIDES}, "scaled": {"scale": 0.3},
+    "learned": {"attn_mask": torch.zeros(2, 1, 6, 6, requires_grad=True)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("heads", [None, 2])
+@pytest.mark.parametrize("form", FORMS)
+def test_fused_attention_within_drops_probabilities_by_row(form, heads):
+    """Where next to nothing is dropped it is that of torch; where much is, a row has its mask in any batch."""
+    attention, options, p = nn.functional.scaled_dot_product_attention, FORMS[form], [1e-9]
+    shape = (2, 6, 8) if heads is None else (2, heads, 6, 8)
+    if heads is None and form == "learned":
+        options = {"attn_mask": torch.zeros(2, 6, 6, requires_grad=True)}
+
+    class Attends(nn.Module):
+        def forward(self, x):
+            return attention(x, x, x, dropout_p=p[0], **options)
+
+    sch = Schedule(nn.Sequential(Attends()))
+    sch["0"].fork_rng()
+    x, model = torch.randn(shape), sch.model.train()
+    torch.testing.assert_close(model(x), attention(x, x, x, **options))
+    before, p[0] = torch.get_rng_state(), 0.5
+    whole = model(x)
+    assert not torch.allclose(whole, attention(x, x, x, **options))
+    if form != "learned":
+        with sch.state.random.at(0, 1, 1):
+            torch.testing.assert_close(model(x[1:]), whole[1:])
+    assert torch.equal(before, torch.get_rng_state())
+
+
 def test_an_attribute_of_the_config_is_the_modules_own():
     """The model's config keeps its number of heads, and so do modules without a directive."""
     from types import SimpleNamespace
