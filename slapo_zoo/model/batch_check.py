@@ -1,7 +1,7 @@
 """Were the ranks fed what they should be? tp and pp peers the same batch, dp peers different ones."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,12 @@ class InputWarning(UserWarning):
     """Ranks that should be fed different rows are fed the same ones."""
 
 
-def check_batch(mesh: Mesh, batch: Mapping[str, Tensor], step: int, interval: int) -> None:
+def check_batch(
+    mesh: Mesh, batch: Mapping[str, Tensor], step: int, interval: int, hooks: Callable[[], int] = int
+) -> None:  # fmt: skip
     """Compare a hash of the batch over all ranks, every `interval` steps; 0 never does.
 
-    One all-gather of 8 bytes. Peers of tp and pp that were fed different batches would train on
+    One all-gather of 16 bytes. Peers of tp and pp that were fed different batches would train on
     mixed rows without a word, so that is an error on all ranks; dp peers that were fed the same
     ones only waste their time, so that is a warning.
 
@@ -30,13 +32,16 @@ def check_batch(mesh: Mesh, batch: Mapping[str, Tensor], step: int, interval: in
         batch: the tensors of this rank.
         step: number of this training step, from 1.
         interval: steps between checks.
+        hooks: counts those that meet other ranks.
     """
     if mesh.world_size == 1 or interval < 1 or (step - 1) % interval:
         return
     mine = digest(batch)
+    mine = torch.stack([mine, torch.full_like(mine, hooks())])
     each = [torch.zeros_like(mine) for _ in range(mesh.world_size)]
     dist.all_gather(each, mine)
-    found = torch.stack(each).tolist()
+    found, hooked = torch.stack(each).t().tolist()
+    _same_hooks(mesh, hooked)
     _same_for_peers(mesh, found)
     _different_for_copies(mesh, found)
 
@@ -94,6 +99,16 @@ def _same_for_peers(mesh: Mesh, found: Sequence[int]) -> None:
         differ = [rank for rank in ranks if found[rank] != found[ranks[0]]]
         if differ:
             raise _unlike("train_step", differ, ranks[0])
+
+
+def _same_hooks(mesh: Mesh, found: Sequence[int]) -> None:
+    """MeshError where ranks of a stage have other hooks on parts of parameters: they would wait in them."""
+    for stage in range(mesh.pp):
+        ranks = [mesh.at(pp=stage, dp=dp, tp=tp) for dp in range(mesh.dp) for tp in range(mesh.tp)]
+        if len(numbers := {found[rank] for rank in ranks}) > 1:
+            problem = f"the ranks of stage {stage} have {sorted(numbers)} on sharded tensors"
+            hint = "register them on all ranks alike: ranks put the gradient together for them"
+            raise MeshError("train_step", "hooks on parameters", problem, hint)
 
 
 def _unlike(where: str, differ: Sequence[int], first: int) -> MeshError:

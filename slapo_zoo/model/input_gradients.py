@@ -6,7 +6,7 @@ head that `loss_fn` applies is summed over both in `train_step`.
 A leaf that is no `nn.Parameter` (a perturbation of some rows) keeps the gradient of its rank.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -141,16 +141,19 @@ def nodes_of(output: Any) -> list[Any]:
     return [x.grad_fn for x in tensors if isinstance(x, Tensor) and x.grad_fn is not None]
 
 
+def reached(nodes: Iterable[Any], goes_on: Callable[[Any], bool] = bool) -> list[Any]:
+    """The nodes of a graph that are reached from some, in the order of a walk."""
+    seen = dict.fromkeys(nodes)
+    for node in (waiting := list(seen)):
+        new = [e for e, _ in node.next_functions if e is not None and e not in seen and goes_on(e)]
+        seen.update(dict.fromkeys(new))
+        waiting += dict.fromkeys(new)
+    return waiting
+
+
 def _made_of(tensors: Iterable[Tensor], ends: Iterable[Any] = ()) -> list[nn.Parameter]:
     """The parameters that tensors were made of, in the order in which their graph is walked up to its ends."""
-    found, seen = {}, set(ends)
-    waiting = [x.grad_fn for x in tensors if x.grad_fn is not None and x.grad_fn not in seen]
-    seen.update(waiting)
-    for node in waiting:  # which grows
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, nn.Parameter) and leaf not in OF_MODELS:
-            found[id(leaf)] = leaf
-        new = [each for each, _ in node.next_functions if each is not None and each not in seen]
-        seen.update(new)
-        waiting += dict.fromkeys(new)
-    return list(found.values())
+    ends = {None, *ends}
+    nodes = reached((x.grad_fn for x in tensors if x.grad_fn not in ends), lambda e: e not in ends)
+    leaves = [getattr(node, "variable", None) for node in nodes]
+    return [p for p in leaves if isinstance(p, nn.Parameter) and p not in OF_MODELS]

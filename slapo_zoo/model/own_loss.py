@@ -35,11 +35,10 @@ class OwnLoss:
         output, began = whole_output(output), newest()
         loss = self.loss_fn(output, given)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            found = (
-                f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            )
-            if isinstance(loss, Tensor) and loss.numel() == 1:
-                found = "one without a gradient"
+            found = type(loss).__name__
+            if isinstance(loss, Tensor):
+                one = loss.numel() == 1
+                found = "one without a gradient" if one else f"shape {tuple(loss.shape)}"
             problem = f"found {found}, expected a tensor of one element with a gradient"
             raise SlapoError("train_step", "loss_fn", problem, "return the mean over its rows")
         loss = loss.reshape(()).float() / self.divisor

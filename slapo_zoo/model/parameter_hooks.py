@@ -49,23 +49,28 @@ class OnWhole:
     def _called(self, full: Tensor) -> Tensor:
         try:
             found = self.hook(full)
-            found = full if found is None else found
-            if found.shape == full.shape:
-                return found
-            error = ValueError(f"it returned a tensor {list(found.shape)}")
-        except (RuntimeError, IndexError) as raised:
-            error = raised
-        problem = f"it failed on the gradient of the whole tensor {list(full.shape)}: {error}"
-        hint = (
-            "make masks of the whole shape; or change .grad, this rank's part, after the backward"
-        )
-        raise MeshError("backward", f"a hook on {self.name}", problem, hint) from error
+            if found is not None and found.shape != full.shape:
+                raise IndexError(f"it returned a tensor {list(found.shape)}")
+        except (RuntimeError, IndexError) as error:
+            problem = f"it failed on the gradient of the whole tensor {list(full.shape)}: {error}"
+            hint = "make masks of the whole shape, or change this rank's .grad after the backward"
+            raise MeshError("backward", f"a hook on {self.name}", problem, hint) from error
+        return full if found is None else found
 
 
 def placed_in(runtime: Any, name: str) -> Any:
     """The row of the plan of a parameter of which tp ranks hold parts, else None."""
     row = runtime.plan.of(name)
     return row if runtime.schedule.mesh.tp > 1 and row and row.placement else None
+
+
+def on_parts(model: Any) -> int:
+    """Count the hooks of a user on parameters of which this rank holds a part."""
+    parts = (
+        p for name, p in model.named_parameters() if is_divided(p) or placed_in(model._slapo, name)
+    )
+    hooks = (hook for p in parts for hook in (p._backward_hooks or {}).values())
+    return sum(isinstance(hook, OnWhole) or _is_foreign(hook) for hook in hooks)
 
 
 def take_over(completion: Any, named: Iterable[tuple[str, nn.Parameter]]) -> None:

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from slapo_zoo.model import own_loss
 from slapo_zoo.model.batch_check import check_batch
 from slapo_zoo.model.completion import others
 from slapo_zoo.model.data_parallel import DataParallel
+from slapo_zoo.model.dp_shard import Sharded
 from slapo_zoo.model.input_errors import explained
 from slapo_zoo.model.input_gradients import InputGradients
 from slapo_zoo.model.outputs import as_dict, refuse_outputs
-from slapo_zoo.model.parameter_hooks import run_later
+from slapo_zoo.model.parameter_hooks import on_parts, run_later
 from slapo_zoo.model.runtime import (
     Runtime,
     count_rows,
@@ -83,7 +85,7 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
     asked = ask(model, tensors, counts, rows, whole)
     runtime.completion.asks_hosts = asked.missed
     step, kept = stream.step + 1, LogitsKept() if options.return_logits else None
-    check_batch(mesh, tensors, step, model.input_check_interval)
+    check_batch(mesh, tensors, step, model.input_check_interval, partial(on_parts, model))
     tensors[ROWS] = asked.rows(rows)  # last: the pipeline's device is the first's
     parts = count * mesh.dp
     own = options.loss_fn and own_loss.OwnLoss(
@@ -132,7 +134,7 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
 def _trained(model: Any, count: int, device: torch.device) -> dict[str, nn.Parameter]:
     """The parameters that take gradients in this step, hooked and found fit for it."""
     runtime: Runtime = model._slapo
-    if type(runtime.data_parallel) is DataParallel:
+    if type(runtime.data_parallel) in (DataParallel, Sharded):
         agree_on_frozen_ties(runtime, device)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     runtime.completion.prepare(model)

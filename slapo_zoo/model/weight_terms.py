@@ -6,7 +6,7 @@ rewrite:  loss = f(output) + g(p)  -->  over tp the gradient of f is summed, tha
 A loop by hand makes its loss later: there the uses of p in the model are noted, and g is what is beyond them.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.errors import MeshError
-from slapo_zoo.model.input_gradients import OF_MODELS, nodes_of
+from slapo_zoo.model.input_gradients import OF_MODELS, nodes_of, reached
 from slapo_zoo.parallel.collectives import group_size
 from slapo_zoo.parallel.local_tensors import is_divided
 from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS, TIED
@@ -72,24 +72,14 @@ def _scaled(index: int, factor: float, grads: Any, _outputs: Any) -> Any:
 def _numbers(loss: Tensor, began: int) -> set[Any]:
     """The nodes of numbers that are made of parameters alone; logits are made late too, of rows of before."""
     alone: set[Any] = set()
-    made = _reached(
+    made = reached(
         [loss.grad_fn], lambda e: not hasattr(e, "variable") and e._sequence_nr() > began
     )
     for node in sorted(made, key=lambda each: each._sequence_nr()):  # made of older ones
         if all(e is None or e in alone or hasattr(e, "variable") for e, _ in node.next_functions):
             alone.add(node)
     tops = [node for node in alone if torch.Size(node._input_metadata[0].shape).numel() == 1]
-    return set(_reached(tops, lambda e: e in alone))
-
-
-def _reached(nodes: Iterable[Any], goes_on: Callable[[Any], bool] = bool) -> list[Any]:
-    """The nodes of a graph that are reached from some."""
-    seen = dict.fromkeys(nodes)
-    for node in (waiting := list(seen)):
-        new = [e for e, _ in node.next_functions if e is not None and e not in seen and goes_on(e)]
-        seen.update(dict.fromkeys(new))
-        waiting += dict.fromkeys(new)
-    return waiting
+    return set(reached(tops, lambda e: e in alone))
 
 
 def _mixes(node: Any) -> bool:
@@ -118,7 +108,7 @@ class Uses:
 
     def note(self, output: Any, wanted: set[int]) -> None:
         """Follow the uses that an output is made of, of parameters with these ids."""
-        for node, index, p in _leaves(_reached(nodes_of(output)) if wanted else ()):
+        for node, index, p in _leaves(reached(nodes_of(output)) if wanted else ()):
             if id(p) in wanted:
                 node.register_hook(partial(self._came, id(p), index))
 

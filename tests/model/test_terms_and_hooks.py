@@ -143,6 +143,18 @@ def test_a_mask_of_this_ranks_rows_is_refused(layout, tmp_path):
         emulate(with_a_local_mask, checkpoint(FAMILIES["gpt2"], tmp_path), options, mesh=mesh)
 
 
+def hooked_on_rank_0(folder):
+    model = AutoScheduledModel.from_pretrained(folder, tp=2).train()
+    if model.mesh.rank == 0:
+        model.get_input_embeddings().weight.register_hook(print)
+    model.train_step(batch(FAMILIES["gpt2"], 0, model), loss_fn=square_mean)
+
+
+def test_ranks_that_hold_parts_have_hooks_alike(tmp_path):
+    with pytest.raises(MeshError, match=r"stage 0 have \[0, 1\] on sharded"):
+        emulate(hooked_on_rank_0, checkpoint(FAMILIES["gpt2"], tmp_path), mesh=(2, 1, 1))
+
+
 def l2(model):
     return 0.05 * sum(p.square().sum() for p in model.parameters())
 

