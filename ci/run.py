@@ -323,13 +323,16 @@ COMMANDS = {
 }
 
 
+SCRIPTS = ("bench", "beside", "coverage", "demo", "gpu-day")  # -h is theirs
+
+
 def parse(argv: list[str]) -> tuple[str, list[str]]:
     """The command and the arguments that it passes on."""
     parser = argparse.ArgumentParser(prog="ci/run.py", description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, function in COMMANDS.items():
         text = function.__doc__ or ""
-        commands.add_parser(name, help=text, description=text)
+        commands.add_parser(name, help=text, description=text, add_help=name not in SCRIPTS)
     known, rest = parser.parse_known_args(argv)
     return known.command, rest
 

@@ -108,7 +108,7 @@ def plain(folder: str, **options: Any) -> Any:
     """The checkpoint's own class of `transformers`."""
     import transformers
 
-    config: Any = transformers.AutoConfig.from_pretrained(folder)
+    config: Any = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     cls = getattr(transformers, config.architectures[0])
     return cls.from_pretrained(folder, **options)
 
@@ -116,7 +116,7 @@ def plain(folder: str, **options: Any) -> Any:
 def _plain_shapes(folder: str) -> list[tuple[str, torch.Size]]:
     import transformers
 
-    config: Any = transformers.AutoConfig.from_pretrained(folder)
+    config: Any = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device("meta"):
         model = getattr(transformers, config.architectures[0])(config)
     return [(name, p.shape) for name, p in model.named_parameters()]
@@ -167,7 +167,10 @@ class TransformersTP(Contender):
     def load(self) -> Any:
         from transformers import AutoConfig, DistributedConfig
 
-        by_hand = AutoConfig.from_pretrained(self.work.folder).model_type == "bert"
+        by_hand = (
+            AutoConfig.from_pretrained(self.work.folder, trust_remote_code=False).model_type
+            == "bert"
+        )
         plan: Any = BERT_BLOCKS if by_hand else "auto"
         options = DistributedConfig(tp_size=self.work.tp, tp_plan=plan)
         return plain(self.work.folder, distributed_config=options)

@@ -26,7 +26,7 @@ def side_by_side(work: Work, rounds: int) -> dict[str, Any]:
     """
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(work.folder)
+    config = AutoConfig.from_pretrained(work.folder, trust_remote_code=False)
     refused = {name: cls.why_not(config) for name, cls in CONTENDERS.items()}
     teams = compete([name for name, why in refused.items() if not why], work, rounds)
     found = summarize(teams, work, {name: why for name, why in refused.items() if why})

@@ -1,6 +1,7 @@
 """How the command line shows an error: four parts on stderr, no traceback, exit code 2."""
 
 import errno
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -100,6 +101,11 @@ def stdout_for_json(as_json: bool) -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
+
+
+def say(as_json: bool, data: object, text: str) -> None:
+    """Print the outcome of a command: data for programs, or a text."""
+    sys.stdout.write(f"{json.dumps(data, indent=1, default=str) if as_json else text}\n")
 
 
 def report(error: SlapoError) -> None:

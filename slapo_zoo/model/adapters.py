@@ -174,10 +174,6 @@ def whole_sizes(model: nn.Module) -> Iterator[None]:
             module.__dict__.pop(leaf, None)
 
 
-def _key(parameter: str, name: str) -> str:
-    return PREFIX + parameter.replace(f".{name}.weight", ".weight")
-
-
 def parameter_of(key: str, name: str) -> str:
     """Name in the model of the matrix that has a key in the files of an adapter."""
     return key.removeprefix(PREFIX).removesuffix(".weight") + f".{name}.weight"
@@ -264,7 +260,8 @@ def _matrices(model: Any, name: str) -> list[Matrix]:
             ("B", (shape[1 - axis], rank), of_b),
         ):
             parameter = f"{path}.lora_{letter}.{name}.weight"
-            found.append(Matrix(_key(parameter, name), parameter, size, directives))
+            key = PREFIX + parameter.replace(f".{name}.weight", ".weight")
+            found.append(Matrix(key, parameter, size, directives))
     return found
 
 

@@ -83,6 +83,7 @@ def save_checkpoint(
     extra: Any = None,
     max_shard_size: int | str = "5GB",
     texts: Mapping[str, str] | None = None,
+    check_finite: bool = True,
 ) -> None:
     """Write all that training needs to go on; a collective call on all ranks.
 
@@ -100,11 +101,12 @@ def save_checkpoint(
         extra: more of your own, likewise.
         max_shard_size: largest file, "5GB" or bytes.
         texts: name --> content of small files that belong into the folder.
+        check_finite: refuse to replace an older checkpoint by weights with NaN or infinity.
     """
     mine = {"step": step, "data_position": data_position, "extra": extra}
     with rank_guard(SAVE):
         save = _prepared(model, folder, optimizer, scheduler, mine)
-        save.texts = texts or {}
+        save.texts, save.check_finite = texts or {}, check_finite
         save.write(max_shard_size)
 
 
@@ -161,6 +163,7 @@ class _Save:
         self, model: Any, folder: Any, optimizer: Any, scheduler: Any, mine: dict[str, Any]
     ):  # fmt: skip
         self.folder = folder
+        self.check_finite = True
         self.model, self.scheduler, self.mine = model, scheduler, mine
         self.whole = model._slapo.data_parallel.whole(model, optimizer)
         self.optimizer = self.whole.optimizer
@@ -224,7 +227,7 @@ class _Save:
             beside = optimizers.optimizer_specs(record, keys.renamed(specs))
         save_folder(
             self.folder, keys.file_specs(specs), self.tensors, mesh, write_extras=self._write_extras, max_shard_size=max_shard_size, rows=self.rows,
-            beside={"optimizer": beside} if beside else None,
+            beside={"optimizer": beside} if beside else None, check_finite=self.check_finite,
             stamp=json.dumps({k: v for k, v in self.state.items() if k != "mesh"}),
         )  # fmt: skip
 

@@ -293,6 +293,7 @@ class Scheduled(Structure, Generates, Recomputes):
         max_shard_size: str = "5GB",
         push_to_hub: bool = False,
         dtype: str | torch.dtype | None = None,
+        check_finite: bool = True,
         **kwargs: Any,
     ) -> None:
         """Write a checkpoint that plain `transformers` loads; all ranks call it together.
@@ -304,6 +305,7 @@ class Scheduled(Structure, Generates, Recomputes):
             max_shard_size: largest file, "5GB" or bytes.
             push_to_hub: upload the saved model afterwards.
             dtype: in which floating tensors are written; None: as they are.
+            check_finite: refuse to replace an older checkpoint by weights with NaN or infinity.
             kwargs: repo_id, token, private, commit_message, variant, ... as in `transformers`.
         """
         if self._slapo.adapters:
@@ -322,7 +324,7 @@ class Scheduled(Structure, Generates, Recomputes):
             save_folder(
                 save_directory, specs, local, self.mesh,
                 write_extras=extras_of(self, save_directory, push is not None, dtype),
-                max_shard_size=max_shard_size, stem=stem, rows=rows,
+                max_shard_size=max_shard_size, stem=stem, rows=rows, check_finite=check_finite,
             )  # fmt: skip
             _on_first(self.mesh, push and push.upload)
 

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from slapo_zoo.errors import SlapoError, WeightsError
 from slapo_zoo.parallel.local_tensors import is_divided
-from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.parallel.placement import TensorSpec
 
 WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
 
@@ -41,7 +39,8 @@ def require_known_weights(model: Any, step: str) -> None:
     by_name = {spec.name: spec for spec in runtime.specs}
     found, groups = dict(model.named_parameters()), list(runtime.schedule.state.owners.values())
     rows = any(is_divided(p) for p in found.values())
-    parts = {name: spec for name, spec in by_name.items() if _is_part(spec, mesh, rows)}
+    sharded = mesh.tp > 1
+    parts = {n: spec for n, spec in by_name.items() if rows or (sharded and spec.placement)}
     parts |= {name: parts[n] for names in groups for n in names if n in parts for name in names}
     modules = modules_of(model) if parts else {}
     for name, spec in parts.items():
@@ -57,10 +56,6 @@ def require_known_weights(model: Any, step: str) -> None:
             problem = f"it is another tensor than {apart[0]}, with which it was tied"
             hint = "load a model whose config says tie_word_embeddings=False"
             raise SlapoError(step, apart[1], problem, hint)
-
-
-def _is_part(spec: TensorSpec, mesh: Mesh, rows: bool) -> bool:
-    return rows or (mesh.tp > 1 and spec.placement is not None)
 
 
 def _problem(

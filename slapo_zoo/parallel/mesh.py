@@ -38,7 +38,7 @@ class Mesh:
         pp: ranks that shard the layers into stages.
         dp: ranks that shard the batch.
         rank: the one that looks.
-        dry run: no process group; collectives only change shapes.
+        dry_run: no process group; collectives only change shapes.
     """
 
     tp: int = 1

@@ -2,8 +2,7 @@
 
 import csv
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +12,16 @@ from slapo_zoo.tune.tuner import OnTrial, Result, Trial
 from slapo_zoo.weights.ledger import as_table
 
 
-@contextmanager
-def progress(total: int) -> Iterator[OnTrial]:
-    """A bar with the best so far on a terminal; elsewhere a line per evaluation."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(highlight=False, soft_wrap=True)
-    bar = Progress(TextColumn("tuning"), BarColumn(), MofNCompleteColumn(), TextColumn("best {task.fields[best]}"),
-                   TimeElapsedColumn(), console=console, disable=not console.is_terminal)  # fmt: skip
-    task = bar.add_task("", total=total, best="-")
+def printer(total: int) -> OnTrial:
+    """Return a function that prints a line per evaluation, with the best so far."""
 
     def on_trial(trial: Trial, result: Result) -> None:
         best = result.best
         said = f"{best.outcome.throughput:.4g} rows/s" if best else "-"
-        bar.update(task, advance=1, best=said)
-        console.print(f"{len(result.trials)}/{total}  {line_of(trial)}  best {said}")
+        sys.stdout.write(f"{len(result.trials)}/{total}  {line_of(trial)}  best {said}\n")
+        sys.stdout.flush()
 
-    with bar:
-        yield on_trial
+    return on_trial
 
 
 def line_of(trial: Trial) -> str:

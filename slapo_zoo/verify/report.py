@@ -100,7 +100,9 @@ class Report:
     def raise_if_wrong(self, where: str) -> None:
         """VerifyError with this text, if anything is wrong."""
         if not self.ok:
-            raise VerifyError(where, "", str(self), "repair the directives named above")
+            missing = "add the directive that is missing: a shard, or a sync beside one"
+            hint = "repair the directives named above" if self.directives else missing
+            raise VerifyError(where, "", str(self), hint)
 
 
 class VerifyError(SlapoError, AssertionError):

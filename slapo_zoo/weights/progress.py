@@ -8,10 +8,6 @@ OnBytes = Callable[[int], None]
 LEAST = 256 << 20  # less is there before a person has seen the bar
 
 
-def _nothing(count: int) -> None:
-    pass
-
-
 @contextmanager
 def byte_progress(what: str, total: int, visible: bool = True) -> Iterator[OnBytes]:
     """Yield a function to be called with the bytes that were done since the last call.
@@ -22,7 +18,7 @@ def byte_progress(what: str, total: int, visible: bool = True) -> Iterator[OnByt
         visible: False on all ranks but one.
     """
     if not visible or total < LEAST or not sys.stderr.isatty():
-        yield _nothing
+        yield lambda count: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn

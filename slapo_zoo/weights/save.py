@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
@@ -44,6 +45,7 @@ def save_folder(
     stem: str = "model",
     stamp: str = "",
     rows: Mapping[str, Rows | None] | None = None,
+    check_finite: bool = True,
 ) -> None:
     """Write a checkpoint that plain `transformers` loads; a collective call on all ranks.
 
@@ -65,9 +67,11 @@ def save_folder(
         stamp: stands for what `write_extras` writes; it counts in the id of the save, which every
             file carries (see checksums.py).
         rows: of a local tensor that dp ranks divide: which rows of the rank's part it has.
+        check_finite: refuse to replace a folder by weights that are not finite.
     """
     save = _Save(_resolved(folder), {stem: specs, **(beside or {})}, local, mesh, rows or {})
     kept = {**(metadata or PYTORCH), SAVE_ID: BLANK}
+    save.finite = [spec.name for spec in specs] if check_finite else []
     digests = together(mesh, STEP, lambda: save.prepare(max_shard_size, kept))
     if differs := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         problem = f"found other tensors or sizes on ranks {differs} than on rank 0"
@@ -100,8 +104,8 @@ class _Save:
     ):
         self.target, self.sets, self.local, self.mesh, self.rows = target, sets, local, mesh, rows
         self.specs = [spec for specs in sets.values() for spec in specs]
-        self.staging = Staging(target)
-        self.layout = Layout()
+        self.staging, self.layout = Staging(target), Layout()
+        self.finite: list[str] = []  # of these tensors none may hold NaN where it replaces another
 
     def prepare(self, max_shard_size: int | str, metadata: Mapping[str, str]) -> str:
         """Plan the files, check our tensors; return a digest of what all ranks must agree on."""
@@ -109,11 +113,29 @@ class _Save:
             self.layout |= plan_layout(specs, max_shard_size, metadata, stem)
         for spec in self.specs:
             _check_spec(spec, self.local, self.mesh, self.rows.get(spec.name))
+        old = self.target.iterdir() if self.target.is_dir() else ()
+        if any(WEIGHT_FILE.fullmatch(file.name) for file in old):
+            self._require_finite()
         strange = self.local.keys() - self.layout.slots.keys()
         if strange:
             problem = f"found {len(strange)} tensors that no spec names, expected none"
             raise WeightsError(STEP, min(strange), problem, "they would be lost")
         return hashlib.sha256(repr((self.layout, self.specs)).encode()).hexdigest()
+
+    def _require_finite(self) -> None:
+        """Refuse NaN and infinity: one pass over each tensor, and one wait for the device."""
+        held = {n: self.local[n].detach() for n in self.finite if n in self.local}
+        held = {n: x for n, x in held.items() if x.is_floating_point() and x.numel()}
+        if not held:
+            return
+        ends = torch.stack([torch.stack(x.aminmax()).float() for x in held.values()])
+        good = torch.isfinite(ends).all(-1).tolist()
+        if bad := [name for name, is_good in zip(held, good, strict=True) if not is_good]:
+            problem = (
+                f"found NaN or infinity in {len(bad)} tensors, and an older checkpoint is there"
+            )
+            hint = "it is as it was: load it again; another folder, or check_finite=False, takes these weights"
+            raise WeightsError(str(self.target), bad[0], problem, hint)
 
     def create(self) -> str:
         """Make the folder and its files in full size, so that a full disk fails here."""

@@ -188,3 +188,24 @@ def test_rows_fit_the_model_when_nobody_says(gpt2, capfd):
     code, out, err = run(capfd, "show", gpt2)
     assert code == 0, err
     assert "1 x 64" in out
+
+
+def test_what_a_library_logs_is_no_part_of_a_file(tmp_path):
+    """`slapo-zoo derive X > x.py` began with a warning of DeepSpeed, which transformers imports."""
+    (tmp_path / "deepspeed.py").write_text(
+        "import logging, sys\n"
+        "logger = logging.getLogger('DeepSpeed')\n"
+        "logger.addHandler(logging.StreamHandler(sys.stdout))\n"
+        "logger.warning('Setting accelerator to CPU.')\n"
+        "logger.warning('something else')\n"
+    )
+    code = "from slapo_zoo.cli.main import main; import sys; sys.argv = ['slapo-zoo', 'list']\n"
+    code += "try: main()\nfinally: import deepspeed"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert "albert" in done.stdout
+    assert "accelerator" not in done.stdout + done.stderr
+    assert "something else" in done.stderr
+    assert "something else" not in done.stdout

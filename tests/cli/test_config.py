@@ -1,5 +1,6 @@
 """A run's configuration: from a file, from --set, from flags; wrong keys are named."""
 
+import io
 import re
 import subprocess
 import sys
@@ -8,17 +9,20 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from rich.console import Console
 
 from cli_runs import failure, run
 from slapo_zoo.cli.main import main
 from slapo_zoo.cli.training.config import (
     ConfigError,
     as_yaml,
+    changes,
     checked,
     make_options,
     read_config,
     read_sets,
 )
+from slapo_zoo.cli.training.display import progress_bar
 from slapo_zoo.cli.training.inputs import row_length
 from slapo_zoo.cli.training.job import check_batch, check_load, resolved
 from slapo_zoo.cli.training.options import ELSEWHERE, LEAST, ONE_OF, TrainOptions, described
@@ -241,3 +245,23 @@ def test_an_entry_after_a_value_that_has_none():
     assert read_sets(["columns.text=a", "columns.label=b", "lr=1", "lr=2"]) == {
         "columns": {"text": "a", "label": "b"}, "lr": 2.0,
     }  # fmt: skip
+
+
+def test_only_what_differs_from_the_defaults_is_shown():
+    """Each run began with 42 lines of YAML."""
+    options = TrainOptions("m", steps=5, columns={"text": "body"}, trackers=("wandb",))
+    assert yaml.safe_load(changes(options)) == {
+        "model": "m", "steps": 5, "columns": {"text": "body"}, "trackers": ["wandb"],
+    }  # fmt: skip
+
+
+def test_a_long_run_without_a_terminal_shows_that_it_goes_on(monkeypatch):
+    """A log said nothing for 5 % of a run of hours."""
+    clock, lines = iter(range(0, 10_000, 20)), []
+    monkeypatch.setattr("slapo_zoo.cli.training.display.time.monotonic", lambda: next(clock))
+    console = Console(file=io.StringIO(), force_terminal=False)
+    with progress_bar("training", 1000, console=console) as on_step:
+        for step in range(6):
+            on_step(step, {"loss": 1.0, "grad_norm": 1.0})
+    lines = console.file.getvalue().splitlines()
+    assert [line.split()[2] for line in lines] == ["2/1000", "4/1000", "6/1000"]

@@ -58,6 +58,14 @@ def test_the_best_is_kept_and_what_came_after_counted():
     again = Best("loss")
     again.restore(best.state())
     assert (again.value, again.step, again.since) == (2.0, 1, 2)
+    tied = Best("accuracy")
+    marks = [(0.5, 0.9), (1.0, 0.7), (1.0, 0.1), (1.0, 0.2)]
+    found = [tied.judge(i, {"accuracy": a, "loss": b}) for i, (a, b) in enumerate(marks)]
+    assert found == [True, True, True, False]
+    assert str(tied) == "step 2, accuracy 1, loss 0.1"
+    resumed = Best("accuracy")
+    resumed.restore(tied.state())
+    assert not resumed.judge(4, {"accuracy": 1.0, "loss": 0.1})
     most = Best("accuracy")
     assert [most.judge(0, {"accuracy": x}) for x in (0.5, 0.4, 0.6)] == [True, False, True]
 

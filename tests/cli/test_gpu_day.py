@@ -25,6 +25,15 @@ def day(out, *arguments):
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+def test_help_is_that_of_the_script():
+    """`ci/run.py gpu-day -h` named no option."""
+    code = "import sys; sys.path.insert(0, 'ci'); import run; print(run.parse(['gpu-day', '-h']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "('gpu-day', ['-h'])", done.stderr
+
+
 @pytest.mark.slow
 def test_a_day_that_ran_out_of_time_goes_on_where_it_stopped(tmp_path):
     """Nothing fits a budget of a second; a later call runs it, and a third has nothing left."""

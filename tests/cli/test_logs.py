@@ -52,7 +52,7 @@ def test_a_full_disk_under_the_log(job, capsys):
 
 def test_a_tracker_of_accelerate(job, tmp_path):
     run(*job, "--steps", 2, "--set", "trackers=[tensorboard]", "--output", tmp_path / "out")
-    files = list((tmp_path / "slapo-zoo").rglob("*tfevents*"))
+    files = list((tmp_path / "out-logs").rglob("*tfevents*"))
     data = b"".join(file.read_bytes() for file in files)
     assert all(name in data for name in (b"loss", b"lr", b"tokens_per_s"))
 

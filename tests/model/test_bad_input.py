@@ -20,6 +20,8 @@ from slapo_zoo import (
     RankError,
     SlapoError,
     WeightsError,
+    emulate,
+    save_checkpoint,
 )
 from slapo_zoo.zoo.table import families
 
@@ -225,6 +227,30 @@ def test_a_full_disk_keeps_the_old_folder(sources, tmp_path, ranks):
     want = load_file(sources["gpt2"] / "model.safetensors")
     assert loaded.keys() == want.keys()
     assert all(torch.equal(loaded[key], want[key]) for key in want)
+
+
+def save_a_diverged_model(folder, out, tp, dp, options):
+    model = AutoScheduledModel.from_pretrained(folder, tp=tp, dp=dp, **options)
+    save_checkpoint(model, out)
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    model.transformer.h[1].mlp.c_fc.bias.data[-1] = float("inf")
+    for save in (model.save_pretrained, lambda to: save_checkpoint(model, to)):
+        with pytest.raises(SlapoError, match=r"NaN or infinity|c_fc\.bias") as caught:
+            save(out)
+        assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+    model.save_pretrained(out.with_name("another"))
+    save_checkpoint(model, out, check_finite=False)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("tp", "dp", "options"), [(1, 1, {}), (2, 1, {}), (1, 2, {"dp_shard": 2})])
+def test_weights_that_are_not_finite_replace_no_checkpoint(sources, tmp_path, tp, dp, options):
+    """A run that had diverged wrote NaN over its last good checkpoint without a word."""
+    out, mesh = tmp_path / "out", (tp, 1, dp)
+    emulate(save_a_diverged_model, sources["gpt2"], out, tp, dp, options, mesh=mesh)
+    for folder in (out, tmp_path / "another"):
+        written = load_file(folder / "model.safetensors")["transformer.h.1.mlp.c_fc.bias"]
+        assert not written.isfinite().all()
 
 
 def test_arguments_of_save_that_we_do_not_have(sources, tmp_path):

@@ -1,6 +1,7 @@
 """Right schedules pass: every family on every layout; the small config has the features of the large."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.verify.batch import example
 from slapo_zoo.verify.checks import predicted
 from slapo_zoo.verify.core import known_schedule, verify
+from slapo_zoo.verify.report import Report, VerifyError
 from slapo_zoo.verify.runs import cast, tensors_of
 from slapo_zoo.verify.shrink import expressive, shrink
 from slapo_zoo.verify.subject import Subject
@@ -129,3 +131,11 @@ def test_auto_is_the_zoos_or_proven_elsewhere():
     assert known_schedule(small, "auto") == known_schedule(small, "zoo") == "zoo"
     with pytest.raises(ArchitectureError, match="slapo-zoo derive MODEL"):
         verify(transformers.ConvBertConfig(), "AutoModelForMaskedLM", schedule="auto")
+
+
+def test_the_hint_names_directives_only_where_some_are_named():
+    wrong = Report("m", {}, "small", {}, error="it differs")
+    with pytest.raises(VerifyError, match="hint: add the directive that is missing"):
+        wrong.raise_if_wrong("m")
+    with pytest.raises(VerifyError, match="hint: repair the directives named above"):
+        replace(wrong, directives=[("fc", "shard()")]).raise_if_wrong("m")

@@ -1,13 +1,12 @@
 """`slapo-zoo card`: make, look at, publish and fetch schedule cards."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from slapo_zoo.cli import arguments
-from slapo_zoo.cli.errors import stdout_for_json
+from slapo_zoo.cli.errors import say, stdout_for_json
 from slapo_zoo.cli.waiting import waiting
 
 app = typer.Typer(no_args_is_help=True, help="Schedule cards: a schedule as data, to share.")
@@ -41,11 +40,8 @@ def make(
         )  # fmt: skip
         card.write(folder)
     steps, digest = len(card.program.steps), card.program.hash
-    _say(as_json, f"{folder}: {steps} steps, {digest}", folder=folder, steps=steps, hash=digest)
-
-
-def _say(as_json: bool, text: str, **facts: object) -> None:
-    typer.echo(json.dumps(facts, indent=1, default=str) if as_json else text)
+    facts = {"folder": folder, "steps": steps, "hash": digest}
+    say(as_json, facts, f"{folder}: {steps} steps, {digest}")
 
 
 @app.command()
@@ -55,11 +51,9 @@ def lint(card: Name, as_json: arguments.AsJson = False) -> None:
         from slapo_zoo.cards.use import load_card
 
         found = load_card(card)
-    if as_json:
-        typer.echo(json.dumps(found.metadata()["schedule"], indent=1))
-    else:
-        typer.echo(f"{card}: {len(found.program.steps)} steps, {found.program.hash}")
-        typer.echo("\n".join(f"needs {text}" for text in found.program.constraints))
+    lines = [f"{card}: {len(found.program.steps)} steps, {found.program.hash}",
+             *(f"needs {text}" for text in found.program.constraints)]  # fmt: skip
+    say(as_json, found.metadata()["schedule"], "\n".join(lines))
 
 
 @app.command()
@@ -78,7 +72,7 @@ def verify(
         config, _ = config_of(model or read_card(folder).base_model)
         found = verify_card(folder, config, quick=not full)
     text = found.pop("text")
-    typer.echo(json.dumps(found, indent=1) if as_json else text)
+    say(as_json, found, text)
     raise typer.Exit(0 if found["verdict"] == "verified" else 1)
 
 
@@ -97,7 +91,7 @@ def diff(
         classes = " and ".join(program.model_class for program in programs)
         raise CardError("card diff", "class", f"they are for {classes}", "compare two of one class")
     text = programs[0].diff(programs[1], card, other)
-    _say(as_json, text or "the programs are the same", same=not text, diff=text)
+    say(as_json, {"same": not text, "diff": text}, text or "the programs are the same")
 
 
 @app.command()
@@ -114,7 +108,7 @@ def push(
 
     with stdout_for_json(as_json):
         found = push(folder, repo_id, private=private or None, tag=tag, parent=parent)
-    _say(as_json, str(found), card=found)
+    say(as_json, {"card": found}, str(found))
 
 
 @app.command()
@@ -133,4 +127,4 @@ def pull(
         if folder is not None:
             checked.write(folder)
     place = folder or found.folder
-    _say(as_json, f"{found.reference} {place}", card=found.reference, folder=place)
+    say(as_json, {"card": found.reference, "folder": place}, f"{found.reference} {place}")

@@ -1,13 +1,12 @@
 """`slapo-zoo derive`: a table for a family that has none, proven, as source."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from slapo_zoo.cli.arguments import AsJson, Model
-from slapo_zoo.cli.errors import stdout_for_json
+from slapo_zoo.cli.errors import say, stdout_for_json
 from slapo_zoo.cli.waiting import waiting
 
 
@@ -35,10 +34,8 @@ def derive(
         with waiting(f"derive {model} tp={tp} pp={pp}"):
             proof = prove(config, cls, (tp, pp, 1))
     source = to_source(proof.open_table, proof.per_rank)
-    if as_json:
-        typer.echo(json.dumps({**proof.document(), "source": source}, indent=1))
-    else:
-        typer.echo("\n".join([source, *(f"# {line}" for line in proof.words())]))
+    words = [source, *(f"# {line}" for line in proof.words())]
+    say(as_json, {**proof.document(), "source": source}, "\n".join(words))
     if write:
         file = Path(__file__).parents[2] / "schedules" / f"{config.model_type}.py"
         file.write_text(source, encoding="utf-8")

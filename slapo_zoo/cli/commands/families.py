@@ -1,11 +1,7 @@
 """`slapo-zoo list`: the families of the zoo."""
 
-import json
-
-import typer
-
 from slapo_zoo.cli.arguments import AsJson
-from slapo_zoo.cli.errors import stdout_for_json
+from slapo_zoo.cli.errors import say, stdout_for_json
 
 
 def list_families(as_json: AsJson = False) -> None:
@@ -15,10 +11,9 @@ def list_families(as_json: AsJson = False) -> None:
         from slapo_zoo.zoo.features import features
 
         found = features()
-    if as_json:
-        typer.echo(json.dumps(found, indent=1))
-        return
     width = max(map(len, found))
-    for name, has in found.items():
-        offers = " ".join(feature for feature, yes in has.items() if yes)
-        typer.echo(filled(f"{name:<{width}}  {offers}"))
+    offers = {
+        name: " ".join(what for what, yes in has.items() if yes) for name, has in found.items()
+    }
+    lines = [filled(f"{name:<{width}}  {text}") for name, text in offers.items()]
+    say(as_json, found, "\n".join(lines))

@@ -1,13 +1,12 @@
 """`slapo-zoo init`: four questions, and the configuration of a run."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from slapo_zoo.cli.arguments import AsJson
-from slapo_zoo.cli.errors import stdout_for_json
+from slapo_zoo.cli.errors import say, stdout_for_json
 from slapo_zoo.cli.training.options import ONE_OF
 
 ASKED = {
@@ -29,10 +28,8 @@ def init(
     """Write the configuration of a training run; what is not given is asked."""
     with stdout_for_json(as_json):
         keys = _write(file, model, data, task, ranks)
-    if as_json:
-        typer.echo(json.dumps({"file": str(file), "keys": keys}, indent=1))
-    else:
-        typer.echo(f"{file} is written; start with: slapo-zoo train --config {file}")
+    told = f"{file} is written; start with: slapo-zoo train --config {file}"
+    say(as_json, {"file": file, "keys": keys}, told)
 
 
 def _write(

@@ -62,8 +62,10 @@ def plan(
         search(model, gpus, batch, seq_len, device, explain, as_json, write, most)
         return
     with stdout_for_json(as_json):
+        from slapo_zoo.zoo.load_forecast import plan_weights
+
         both = not weights and not training  # neither is asked for by name
-        read = _weights(model, tp, pp, dp) if weights or (both and weights is None) else None
+        read = plan_weights(model, tp, pp, dp) if weights or (both and weights is None) else None
         step = None
         if training or (both and training is None):
             mesh, sizes = (tp, pp, dp), (micro_batches, micro_batch_size, seq_len)
@@ -76,12 +78,6 @@ def plan(
         _print_weights(read, f"{model}: tp={tp} pp={pp} dp={dp}", 1 if every_rank else tp)
     if step is not None:
         _print_forecast(step, pipeline_order)
-
-
-def _weights(model: str, tp: int, pp: int, dp: int) -> Any:
-    from slapo_zoo.zoo.load_forecast import plan_weights
-
-    return plan_weights(model, tp, pp, dp)
 
 
 def _forecast(

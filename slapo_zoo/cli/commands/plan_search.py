@@ -1,13 +1,12 @@
 """`slapo-zoo plan --gpus N` and `slapo-zoo calibrate`: the fastest layout by simulation, and this machine."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from slapo_zoo.cli.arguments import AsJson, Device
-from slapo_zoo.cli.errors import check_new_file, stdout_for_json
+from slapo_zoo.cli.errors import check_new_file, say, stdout_for_json
 
 
 def make_planner(model: str, seq_len: int | None, device: tuple[str, str | None, str, str]) -> Any:
@@ -47,20 +46,18 @@ def search(
     planner = make_planner(model, seq_len, device)
     with stdout_for_json(as_json):
         found = planner.search(gpus, batch)
-    if as_json:
-        typer.echo(json.dumps(show.as_json(planner, found, most), indent=1))
-    else:
-        typer.echo(show.as_text(planner, found, most, explain))
+    told = show.as_text(planner, found, most, explain)
+    say(as_json, show.as_json(planner, found, most), told)
     if write is not None:
         best = show.write_schedule(planner, found, write)
-        typer.echo(f"{write}: from_pretrained(..., schedule={str(write)!r}, {_mesh(best)})", err=as_json)  # fmt: skip
+        written = (
+            "checkpoint_ratio",
+            "checkpoint_policy",
+            "sequence_parallel",
+        )  # the file has them
+        call = show.call_of(best, written)
+        typer.echo(f"{write}: from_pretrained(..., schedule={str(write)!r}, {call})", err=as_json)
     require_feasible(found, f"--gpus {gpus}")
-
-
-def _mesh(best: Any) -> str:
-    written = ("checkpoint_ratio", "checkpoint_policy", "sequence_parallel")  # the file has them
-    knobs = {name: value for name, value in best.layout.knobs().items() if name not in written}
-    return ", ".join(f"{name}={value!r}" for name, value in knobs.items())
 
 
 def calibrate(

@@ -1,13 +1,12 @@
 """`slapo-zoo reshard`: a checkpoint in files of another size, or in another dtype."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from slapo_zoo.cli.arguments import AsJson
-from slapo_zoo.cli.errors import stdout_for_json
+from slapo_zoo.cli.errors import say, stdout_for_json
 from slapo_zoo.cli.waiting import waiting
 
 Size = Annotated[str, typer.Option(help='Largest file, e.g. "5GB".')]
@@ -31,7 +30,5 @@ def reshard(
         with waiting(f"reshard {source}"):
             reshard(source, target, max_shard_size, kept, allow_pickle)
     files = {file.name: file.stat().st_size for file in sorted(target.glob("*.safetensors"))}
-    if as_json:
-        typer.echo(json.dumps({"target": str(target), "files": files}, indent=1))
-    else:
-        typer.echo(f"{target}: {sum(files.values()) / 1e6:.1f} MB in {len(files)} files")
+    told = f"{target}: {sum(files.values()) / 1e6:.1f} MB in {len(files)} files"
+    say(as_json, {"target": target, "files": files}, told)

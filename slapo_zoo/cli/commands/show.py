@@ -1,12 +1,11 @@
 """`slapo-zoo show`: a schedule, and what it means for every rank."""
 
-import json
 from typing import Annotated, Any
 
 import typer
 
 from slapo_zoo.cli.arguments import AsJson, Device, Dp, Head, Model, Pp, SequenceParallel, Tp
-from slapo_zoo.cli.errors import stdout_for_json
+from slapo_zoo.cli.errors import say, stdout_for_json
 
 
 def show(
@@ -46,11 +45,8 @@ def show(
             return
         seq_len = seq_len or row_length(None, config)
         found = survey(outline, batch_size, seq_len)
-    if as_json:
-        typer.echo(json.dumps(as_data(found), indent=1))
-    else:
-        what = f"{outline.cls.__name__}, {dtype}, {batch_size} x {seq_len}"
-        _print(found, f"{what}: tp={tp} pp={pp} dp={dp}")
+    what = f"{outline.cls.__name__}, {dtype}, {batch_size} x {seq_len}: tp={tp} pp={pp} dp={dp}"
+    say(as_json, as_data(found), _text(found, what))
 
 
 def as_data(found: Any) -> dict[str, Any]:
@@ -67,10 +63,9 @@ def as_data(found: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _print(found: Any, title: str) -> None:
+def _text(found: Any, title: str) -> str:
     from slapo_zoo.weights.ledger import as_table, human
 
-    typer.echo(f"{title}\n{found.outline.schedule}\n")
     whole = found.total_parameters
     shapes = [(name, list(shape), " ".join(dict.fromkeys(str(list(s)) for s in local)), " ".join(map(str, stages)))
               for name, (shape, local, stages) in _without_repeats(found)]  # fmt: skip
@@ -81,11 +76,14 @@ def _print(found: Any, title: str) -> None:
                for k in found.outline.schedule.kernels]  # fmt: skip
     knobs = [(name, " ".join(str(value) or "none" for value in values))
              for name, values in found.outline.table.tunable.items()]  # fmt: skip
-    typer.echo(as_table("", ("tensor", "whole", "per tp rank", "stages"), shapes))
-    typer.echo(as_table("", ("stage", "tp", "parameters", "of the model", "bytes"), ranks))
-    typer.echo(as_table("", ("in a micro-batch", "mesh dim", "when", "count", "bytes"), traffic))
-    typer.echo(as_table("", ("kernel", "at", "runs", "because"), kernels))
-    typer.echo(as_table("", ("knob", "values to try"), knobs))
+    tables = (
+        (("tensor", "whole", "per tp rank", "stages"), shapes),
+        (("stage", "tp", "parameters", "of the model", "bytes"), ranks),
+        (("in a micro-batch", "mesh dim", "when", "count", "bytes"), traffic),
+        (("kernel", "at", "runs", "because"), kernels), (("knob", "values to try"), knobs),
+    )  # fmt: skip
+    lines = [f"{title}\n{found.outline.schedule}\n", *(as_table("", *each) for each in tables)]
+    return "\n".join(lines)
 
 
 def _without_repeats(found: Any) -> list[tuple[str, Any]]:

@@ -71,10 +71,10 @@ def train(
 
 def _train(options: TrainOptions) -> list[float]:
     """Check, read, train; the losses of the steps that were done."""
-    from slapo_zoo.cli.training.config import as_yaml
+    from slapo_zoo.cli.training.config import changes
 
     if is_first():
-        typer.echo(f"{as_yaml(options)}\nreading model and data ...")  # imports take seconds
+        typer.echo(f"{changes(options)}\nreading model and data ...")  # imports take seconds
 
     from slapo_zoo.cli.training import job
     from slapo_zoo.cli.training.inputs import read_inputs

@@ -75,10 +75,9 @@ def _search(
     if start in refused:
         start = next((i for i in range(len(grid.points)) if i not in refused), 0)
     chosen = strategy(grid, seed=seed, start=start, prior=prior)
-    with show.progress(min(evaluations, len(grid.points) - len(refused))) as on_trial:
-        found = Tuner(
-            grid, measure, chosen, Database(db).load(), scope, limits, refused, on_trial
-        ).run()
+    on_trial = show.printer(min(evaluations, len(grid.points) - len(refused)))
+    known = Database(db).load()
+    found = Tuner(grid, measure, chosen, known, scope, limits, refused, on_trial).run()
     typer.echo(show.as_text(found))
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,11 @@
 """`slapo-zoo verify`: does a schedule compute what the plain model computes?"""
 
-import json
 from typing import Annotated, Any
 
 import typer
 
 from slapo_zoo.cli.arguments import Dp, Head, Model, Pp, SequenceParallel, Tp
-from slapo_zoo.cli.errors import stdout_for_json
+from slapo_zoo.cli.errors import say, stdout_for_json
 from slapo_zoo.cli.waiting import waiting
 
 AsJson = Annotated[bool, typer.Option("--json", help="verify.json, for programs.")]
@@ -55,7 +54,7 @@ def verify(
         with waiting(f"verify {model} tp={tp} pp={pp} dp={dp}"):
             found = verify_apart(request)
     text = found.pop("text")
-    typer.echo(json.dumps(found, indent=1) if as_json else text)
+    say(as_json, found, text)
     raise typer.Exit(0 if found["verdict"] == "verified" else 1)
 
 

@@ -1,13 +1,12 @@
 """`slapo-zoo version`: what to write into a bug report."""
 
-import json
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
 import typer
 
 from slapo_zoo.cli.arguments import AsJson
-from slapo_zoo.cli.errors import stdout_for_json
+from slapo_zoo.cli.errors import say, stdout_for_json
 
 PACKAGES = ("slapo-zoo", "torch", "transformers", "safetensors", "triton", "deepspeed", "xformers")
 
@@ -16,10 +15,7 @@ def show_version(as_json: AsJson = False) -> None:
     """Print the versions of the package and of what it stands on."""
     with stdout_for_json(as_json):
         found = {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
-    if as_json:
-        typer.echo(json.dumps(found, indent=1))
-    else:
-        typer.echo("\n".join(f"{name} {number or '-'}" for name, number in found.items()))
+    say(as_json, found, "\n".join(f"{name} {number or '-'}" for name, number in found.items()))
 
 
 def print_version(wanted: bool) -> None:

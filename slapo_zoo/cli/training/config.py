@@ -100,6 +100,13 @@ def as_yaml(options: TrainOptions) -> str:
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
+def changes(options: TrainOptions) -> str:
+    """Return the keys that differ from their defaults, as YAML."""
+    whole, usual = (yaml.safe_load(as_yaml(each)) for each in (options, TrainOptions("")))
+    given = {key: value for key, value in whole.items() if value != usual[key]}
+    return yaml.safe_dump(given, sort_keys=False, allow_unicode=True)
+
+
 def _value(key: str, value: Any, where: str) -> Any:
     if key not in KINDS:
         near = difflib.get_close_matches(key, [*KINDS, *ELSEWHERE], 1)

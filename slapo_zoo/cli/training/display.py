@@ -1,5 +1,7 @@
 """What a person sees of a training run: a progress bar, a line per step, the ledgers."""
 
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +12,7 @@ from rich.console import Console
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.weights.ledger import Ledger, as_table
 
+PAUSE_S = 30.0  # a person who reads a log sees that it goes on
 OnStep = Callable[[int, Mapping[str, float]], None]  # step, and what was measured of it
 
 
@@ -22,19 +25,23 @@ def progress_bar(
     Args:
         title: of the lines.
         steps: of the whole training.
-        every: steps between two lines; None: ten lines in all, 0: none.
+        every: steps between two lines; None: ten lines in all and one every PAUSE_S, 0: none.
         console: where it goes; None: standard output.
     """
     console = console or Console(highlight=False, soft_wrap=True)
+    pause = PAUSE_S if every is None and not console.is_terminal else math.inf
     every = max(1, steps // 10) if every is None else every
     every = every if every and not console.is_terminal else steps + 1
     bar = _bar(console)
     task = bar.add_task(title, total=steps, loss=float("nan"), norm=float("nan"))
+    said = time.monotonic()
 
     def on_step(step: int, record: Mapping[str, float]) -> None:
+        nonlocal said
         loss, norm = float(record["loss"]), float(record["grad_norm"])
         bar.update(task, completed=step + 1, loss=loss, norm=norm)
-        if (step + 1) % every == 0:
+        if (step + 1) % every == 0 or time.monotonic() - said >= pause:
+            said = time.monotonic()
             console.print(f"{title}: step {step + 1}/{steps}  loss {loss:.4f}  norm {norm:.3f}")
         if judged := [f"{k[5:]} {v:.4f}" for k, v in record.items() if k.startswith("eval_")]:
             console.print(f"evaluation: step {step + 1}/{steps}  {'  '.join(judged)}")

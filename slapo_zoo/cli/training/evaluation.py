@@ -18,32 +18,39 @@ class Best:
     """The best evaluation so far, and how many came after it.
 
     Args:
-        metric: loss, of which less is better, or accuracy.
+        metric: loss, of which less is better, or accuracy; of equal ones the smaller loss is better.
     """
 
     def __init__(self, metric: str):
         self.metric = metric
         self.value: float | None = None
+        self.loss = math.inf
         self.step = self.since = 0
 
     def judge(self, step: int, found: Mapping[str, float]) -> bool:
-        """Whether this evaluation is better than all before."""
-        value = found[self.metric]
+        """Return True if this evaluation is better than all before."""
+        value, loss = found[self.metric], found.get("loss", math.inf)
         sign = -1 if self.metric == "loss" else 1
-        if math.isfinite(value) and (self.value is None or sign * value > sign * self.value):
-            self.value, self.step, self.since = value, step, 0
+        before = (-math.inf, 0.0) if self.value is None else (sign * self.value, -self.loss)
+        if math.isfinite(value) and (sign * value, -loss) > before:
+            self.value, self.loss, self.step, self.since = value, loss, step, 0
             return True
         self.since += 1
         return False
 
+    def __str__(self) -> str:
+        return f"step {self.step}, {self.metric} {self.value:.4g}, loss {self.loss:.4g}"
+
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
-        return {"value": self.value, "step": self.step, "since": self.since}
+        """Return what a checkpoint keeps."""
+        loss = self.loss if math.isfinite(self.loss) else None  # as JSON
+        return {"value": self.value, "loss": loss, "step": self.step, "since": self.since}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Go on from `state()`."""
         if state is not None:
             self.value, self.step, self.since = state["value"], state["step"], state["since"]
+            self.loss = math.inf if state.get("loss") is None else state["loss"]
 
 
 def evaluate(model: Any, batches: Batches, options: TrainOptions) -> dict[str, float]:

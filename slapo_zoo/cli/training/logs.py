@@ -142,8 +142,9 @@ def _started(name: str, kind: Any, options: TrainOptions) -> Any:
     from accelerate import PartialState
 
     PartialState(cpu=options.device == "cpu")
-    beside = options.checkpoint or options.output or "."
-    more = {"logging_dir": str(Path(beside).parent)} if kind.requires_logging_directory else {}
+    run = options.output or options.checkpoint or options.best or "slapo-zoo"
+    place = options.logging_dir or f"{run.rstrip('/')}-logs"  # a save replaces the folder itself
+    more = {"logging_dir": place} if kind.requires_logging_directory else {}
     tracker = kind("slapo-zoo", **more)
     if hasattr(tracker, "start"):
         tracker.start()
@@ -167,16 +168,12 @@ def kept(options: TrainOptions, show: OnStep, done: int) -> Iterator[OnStep]:
 
     def on_step(step: int, record: Mapping[str, Any]) -> None:
         show(step, record)
+        numbers = {name: value for name, value in record.items() if value is not None}
         for taker in takers:
-            numbers = record if isinstance(taker, JsonLines) else _numbers(record)
-            taker.log(numbers, step=step + 1)
+            taker.log(record if isinstance(taker, JsonLines) else numbers, step=step + 1)
 
     try:
         yield on_step
     finally:
         for taker in takers:
             taker.finish()
-
-
-def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in record.items() if value is not None}

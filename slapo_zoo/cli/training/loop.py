@@ -95,6 +95,8 @@ class Training:
         found = evaluate(self.engine.model, self.inputs.held_out, self.options)
         if self.best.judge(self.done, found) and self.options.best is not None:
             save_model(self.engine.model, self.options.best, self.inputs.tokenizer, self.options)
+            if self.engine.model.mesh.rank == 0:
+                Console(highlight=False, soft_wrap=True).print(f"best: {self.best}")
         return {f"eval_{name}": value for name, value in found.items()}
 
     def save(self) -> None:

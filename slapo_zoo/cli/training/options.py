@@ -50,7 +50,8 @@ class TrainOptions:
         patience: stop after so many evaluations without a better one; None: never.
         log_file: one JSON line a step goes there.
         trackers: names of Accelerate's trackers: tensorboard, wandb, trackio, mlflow, ...
-        log_every: steps between two lines where there is no terminal; None: ten lines in all.
+        logging_dir: folder of trackers that write files; None: output (or checkpoint) with "-logs" behind.
+        log_every: steps between two lines where there is no terminal; None: ten in all, and one a half minute.
         device: "cpu", "cuda", or None for what is there.
         engine: torch, deepspeed or megatron.
         zero_stage: of DeepSpeed.
@@ -95,6 +96,7 @@ class TrainOptions:
     patience: int | None = None
     log_file: str | None = None
     trackers: tuple[str, ...] = ()
+    logging_dir: str | None = None
     log_every: int | None = None
     device: str | None = None
     engine: str = "torch"
@@ -120,7 +122,7 @@ LEAST = {
 }  # fmt: skip
 BELOW = {"eval_share": 1}
 WRITTEN = ("output", "best", "checkpoint", "log_file")
-PATHS = (*WRITTEN, "model", "data", "eval_data")
+PATHS = (*WRITTEN, "model", "data", "eval_data", "logging_dir")
 ONE_OF = {
     "task": ("causal", "masked", "span", "classify", "tag", "seq2seq", "pairs"),
     "best_metric": ("loss", "accuracy"),

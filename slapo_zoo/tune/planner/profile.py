@@ -7,7 +7,7 @@ stands for all between. Two numbers of rows are run, and between and beyond them
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -331,7 +331,8 @@ def dry_run(
     for name, module in model.named_modules() if not scores else ():
         if name.rpartition(".")[2] == ATTRIBUTE:
             module.eval()  # one operation, with or without dropout
-    batch = _floats(training_batch(outline.model, rows, tokens[0]), dtype)
+    made = training_batch(outline.model, rows, tokens[0])
+    batch: Any = {k: v.to(dtype) if v.is_floating_point() else v for k, v in made.items()}
     short = {"labels", "decoder_input_ids"} & batch.keys() if tokens[1] else ()
     batch |= {name: batch[name][:, : tokens[1]].contiguous() for name in short}
     if head_of(
@@ -375,10 +376,6 @@ def _untie(model: Any, mode: Any) -> None:
                     module._parameters[name] = torch.nn.Parameter(torch.empty_like(p))
             elif p is not None:
                 seen.add(id(p))
-
-
-def _floats(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Any]:
-    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
 
 
 def _received(calls: list[Any]) -> Iterator[tuple[int, int]]:

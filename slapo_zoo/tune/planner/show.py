@@ -1,5 +1,6 @@
 """What a search of layouts found: as tables, as JSON, and the winner as a file that others load."""
 
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -64,9 +65,10 @@ def _cells(found: Found, f: Forecasted) -> list[str]:
     ]  # fmt: skip
 
 
-def call_of(f: Forecasted) -> str:
-    """The knobs of a layout as arguments of `from_pretrained`."""
-    return ", ".join(f"{name}={value!r}" for name, value in f.layout.knobs().items())
+def call_of(f: Forecasted, without: Collection[str] = ()) -> str:
+    """Return the knobs of a layout as arguments of `from_pretrained`."""
+    knobs = f.layout.knobs().items()
+    return ", ".join(f"{name}={value!r}" for name, value in knobs if name not in without)
 
 
 def write_schedule(planner: Planner, found: Found, path: Path) -> Forecasted:
