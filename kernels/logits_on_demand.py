@@ -19,6 +19,7 @@ from torch.nn import functional
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.parallel.known import IGNORED, known, places
 from slapo_zoo.parallel.once import once
+from slapo_zoo.parallel.process_group import rank_guard
 from slapo_zoo.parallel.stand_ins import as_read_now
 
 _TENSOR: Any = torch.Tensor  # its attributes are descriptors, which type checkers do not know
@@ -191,7 +192,10 @@ class LogitsOnDemand(torch.Tensor):
         return mine or (self.parent is not None and self.parent.changed())
 
     def _of_rows(self) -> Tensor:
-        with self.head.reading():
+        with (
+            rank_guard("output.logits, which all ranks of tp look at or none"),
+            self.head.reading(),
+        ):
             return _whole(self.make(self.rows), self.head)
 
     def _of_parent(self, parent: "LogitsOnDemand") -> Tensor:

@@ -30,7 +30,9 @@ def only_new(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         raise
     for p, grad in zip(parameters, earlier, strict=True):
         if grad is not None:
-            p.grad = grad if p.grad is None else p.grad + grad
+            new, p.grad = p.grad, grad
+            if new is not None:
+                grad.add_(new)
 
 
 def global_norm(named: Iterable[tuple[str, nn.Parameter]], plan: RankPlan) -> Tensor:

@@ -7,6 +7,7 @@ does it: bucket by bucket while the backward goes on, waited for at its end; not
 `train_step` is a loop on top of this: it sums over tp once, after the last micro-batch.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,11 @@ from slapo_zoo.parallel.collectives import all_reduce_, summed
 from slapo_zoo.parallel.gradient_buckets import FlatSum, buckets
 from slapo_zoo.parallel.once import refuse_graph
 from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS
+
+_OWN_GRADIENTS = (
+    "torch.autograd.grad returns the gradients of this dp rank's rows, not their average over dp: average "
+    "them (torch.distributed.all_reduce over model.mesh.group('dp')), or call backward()"
+)
 
 
 class Bucket:
@@ -93,7 +99,7 @@ class Completion:
         self.bucket_of: dict[int, Bucket] = {}
         self.reached: list[nn.Parameter] = []  # of `beyond`, in this backward
         self.next, self.task, self.modes = 0, -1, set()
-        self.done = False
+        self.done = self.came = self.kept = False
 
     def prepare(self, model: Any, own_loop: bool = False) -> None:
         """Hook the parameters that the model has now; called before each forward that is trained on.
@@ -211,6 +217,7 @@ class Completion:
 
     def incoming(self, name: str, parameter: Any, grad: Tensor, is_leaf: bool) -> Tensor | None:
         """A gradient before it is added to `.grad`, or goes on to what a parameter is made of."""
+        self.came = self.came or is_leaf
         if (bucket := self.bucket_of.get(id(parameter))) is not None:
             bucket.wait()  # what is under way must not be written to
         groups, term = self._groups(name) if self.over_tp else [], None
@@ -291,6 +298,7 @@ class Completion:
 
     def _average(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None  # noqa: S101 - it was added
+        self.kept = True
         all_reduce_(parameter.grad.mul_(1.0 / self.mesh.dp), self.mesh.group("dp"))
 
     def _is_ready(self, bucket: Bucket) -> bool:
@@ -298,8 +306,10 @@ class Completion:
 
     def _end(self) -> None:
         """The backward has come to its end."""
-        if any(bucket.ready for bucket in self.buckets):
+        if averaged := any(bucket.ready for bucket in self.buckets):
             self._close()
+        elif self.came and self.over_dp and not (self.kept or self.paused or self.in_step):
+            warnings.warn(_OWN_GRADIENTS, stacklevel=2)
         for parameter in sorted(self.reached, key=self.beyond.__getitem__):
             self._average(parameter)
         self.reached = []
@@ -307,7 +317,7 @@ class Completion:
         if not self.in_step:
             engine = self.runtime.data_parallel
             engine.own_backward_ended(self.parameters, self.mesh, self.paused)
-            self.guard.complete(self.parameters)
+            self.guard.complete(self.parameters, averaged=averaged)
 
     def _close(self) -> None:
         """Average what is not under way, in the same order on every rank; then wait for all."""

@@ -30,6 +30,11 @@ ELEMENTWISE = {
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "ASGD", "Rprop",
     "Lion", "FusedAdam", "DeepSpeedCPUAdam",
 }  # fmt: skip
+WHOLE_MODEL = (
+    "LBFGS",
+    "Prodigy",
+    "DAdapt",
+)  # how names of those begin that look at all parameters at once
 MATRIX_WISE = {"Adafactor": True, "Muon": False}  # whether the step reads the weights too
 
 
@@ -46,6 +51,7 @@ class _Swapped:
 
 
 _DIVIDED: Any = WeakIdKeyDictionary()  # parameter --> (Placed, Mesh)
+_APART: Any = WeakIdKeyDictionary()  # parameters of models of which a rank holds a part
 _ASKED: "WeakSet[Any]" = WeakSet()
 _WARNED: "WeakSet[Any]" = WeakSet()
 _RUNNING: "WeakKeyDictionary[Any, list[tuple[Any, _Swapped]]]" = WeakKeyDictionary()
@@ -73,6 +79,8 @@ def note_divided(model: Any) -> None:
     """Remember which parameters of a model are parts, for the hooks around optimizer steps."""
     placed: Mapping[str, Placed] = model.schedule.state.placed
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        if model.mesh.tp * model.mesh.pp > 1:
+            _APART[parameter] = True
         found = placed.get(name)
         if found is not None and model.mesh.size(found.placement.mesh_dim) > 1:
             _DIVIDED[parameter] = found, model.mesh
@@ -85,6 +93,12 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
     name = type(optimizer).__name__
     if any(cls.__name__ in ELEMENTWISE for cls in type(optimizer).__mro__):
         return
+    if name.startswith(WHOLE_MODEL) and any(
+        p in _APART for group in optimizer.param_groups for p in group["params"]
+    ):
+        problem = "its step is made of dot products over all parameters, and this rank holds a part of them"
+        hint = "use tp=1 and pp=1 (dp is fine), or an optimizer that works element by element"
+        raise SlapoError(f"{name}.step", "optimizer", problem, hint)
     if any(hasattr(p, "whole_shape") for group in optimizer.param_groups for p in group["params"]):
         problem = "it is not known to work element by element, and each dp rank holds some rows"
         raise SlapoError(f"{name}.step", "dp_shard=", problem, "use AdamW, or leave dp_shard= out")

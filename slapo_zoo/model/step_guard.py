@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from slapo_zoo.errors import MeshError
+from slapo_zoo.errors import MeshError, agreed
 from slapo_zoo.model.input_gradients import OF_MODELS
 from slapo_zoo.model.scaler import GradScaler
 from slapo_zoo.parallel.local_tensors import is_divided
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.process_group import rank_guard
 
 PROBES, ELEMENTS, ALIKE = 8, 64, 1e-4
 FEWEST = 4  # elements that tell a common factor from one that clipping by value leaves behind
+COPIES = 1e-6  # of replicas that take the same steps
 LOOSELY = 1e-3  # rounding of kernels that add in any order
 ALWAYS = 16  # the first steps are all looked at, then one in `input_check_interval`
 
@@ -46,7 +48,7 @@ class StepGuard:
     """
 
     def __init__(self, mesh: Mesh):
-        self.mesh, self.interval, self.steps, self.looks = mesh, ALWAYS, 0, 0
+        self.mesh, self.interval, self.steps, self.looks, self.backwards = mesh, ALWAYS, 0, 0, 0
         self.probes: list[tuple[nn.Parameter, Tensor]] = []
         self.trained: Tensor | None = None  # ranks that have something to train; None: all
         self.fresh, self.needed, self.divides = False, True, mesh.tp * mesh.pp > 1
@@ -62,8 +64,10 @@ class StepGuard:
         for p in parameters:
             _GUARDS[p] = mine
 
-    def complete(self, parameters: list[nn.Parameter], trained: Tensor | None = None) -> None:
-        """The gradients are complete now."""
+    def complete(
+        self, parameters: list[nn.Parameter], trained: Tensor | None = None, averaged: bool = False
+    ) -> None:
+        """Note that gradients are complete now; `averaged`: all dp ranks have met in this backward."""
         if not self.needed:
             return
         held = [p for p in parameters if p.grad is not None and not hasattr(p.grad, "full_tensor")]
@@ -71,6 +75,30 @@ class StepGuard:
         some = held[:: max(1, len(held) // PROBES)][:PROBES]
         self.probes = [(p, _sample(p)) for p in some]
         self.trained, self.fresh = trained, True
+        if averaged and self.mesh.dp > 1 and not any(is_divided(p) for p in parameters):
+            self._look_at_copies(parameters[:: max(1, len(parameters) // PROBES)][:PROBES])
+
+    def _look_at_copies(self, some: list[nn.Parameter]) -> None:
+        """Raise MeshError on the dp ranks whose weights came apart."""
+        self.backwards += 1
+        if (
+            not some
+            or self.interval < 1
+            or (self.backwards > ALWAYS and self.backwards % self.interval)
+        ):
+            return
+        mine = torch.stack([p.detach().reshape(-1)[:ELEMENTS].double().norm() for p in some])
+        rows = [torch.empty_like(mine) for _ in range(self.mesh.dp)]
+        dist.all_gather(rows, mine, group=self.mesh.group("dp"))
+        found = torch.stack(rows)
+        if ((found - found[0]).abs() > COPIES * found.abs().amax(0)).any():
+            problem = (
+                "dp ranks hold other weights: they took other steps, or steps of other gradients"
+            )
+            hint = (
+                "step on all ranks or on none, and average over dp what torch.autograd.grad returns"
+            )
+            raise agreed(MeshError("backward", "copies of the model", problem, hint))
 
     def before_step(self) -> None:
         """MeshError on all ranks where they scaled their gradients by different factors."""
@@ -83,7 +111,8 @@ class StepGuard:
             return  # a stage without a trained parameter has no optimizer that would ask
         mine = self._factors()
         each = [torch.empty_like(mine) for _ in range(self.mesh.world_size)]
-        dist.all_gather(each, mine)
+        with rank_guard("optimizer.step, which all ranks take or none"):
+            dist.all_gather(each, mine)
         rows = torch.stack(each).tolist()
         found = [[f if is_one else None for f, is_one in row[:PROBES]] for row in rows]
         if listed := self._unlike(found, max(row[PROBES][0] for row in rows)):

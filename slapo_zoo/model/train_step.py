@@ -126,7 +126,8 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
         run_later(runtime.completion, parameters.values())
     loss, trained = _share(loss if scale is None else loss / scale, mesh, bool(parameters))
     _require_trained(trains or bool(trained))
-    runtime.completion.guard.complete(list(parameters.values()), trained)
+    averaged = not runtime.completion.paused
+    runtime.completion.guard.complete(list(parameters.values()), trained, averaged)
     stream.step = step  # a step that failed has drawn nothing
     return loss if kept is None else kept.output(loss, runtime.pipeline)
 

@@ -7,10 +7,12 @@ holds the store is gone by the time it is asked for.
 
 import atexit
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, finalize
 
@@ -19,9 +21,11 @@ import torch.distributed as dist
 from slapo_zoo.errors import RankError
 
 BEAT_S = 1.0
+STILL = 3  # beats at one line, after which a rank tells it
 LEAVE_S = 2.0  # longer, and the store does not answer
 ERROR_KEY = "slapo_zoo/first_error"
 ENDED = "ended"
+_INSTALLED = (str(Path(__file__).parents[1]), str(Path(threading.__file__).parent))
 
 
 class Heart:
@@ -39,17 +43,24 @@ class Heart:
     def __init__(self, store: Any, rank: int, size: int):
         self.store, self.rank, self.size = store, rank, size
         self.error = ""
-        self._stopped = threading.Event()
+        self._stopped, self._of = threading.Event(), threading.get_ident()
         self._seen: dict[int, tuple[str, float]] = {}
         self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
         self._thread.start()
         _ALIVE.add(self)
 
     def _work(self) -> None:
-        count = 0
+        count, line, since = 0, "", 0
         with suppress(RuntimeError):  # the store went with the process that held it
             while True:
                 self.store.set(_beat(self.rank), str(count := count + 1))
+                line, before = (
+                    _line_of(self._of) or line,
+                    line,
+                )  # an error that ends it leaves the line
+                since = count if line != before else since
+                if count in (since, since + STILL):  # empty as soon as it goes on
+                    self.store.set(_at(self.rank), line if count > since else "")
                 if not self.error and self.store.check([ERROR_KEY]):
                     self.error = self.store.get(ERROR_KEY).decode()
                     self.store.set(_told(self.rank), "1")
@@ -84,6 +95,11 @@ class Heart:
                 self._seen[rank] = (value, now)
         return {rank: now - when for rank, (_, when) in self._seen.items()}
 
+    def lines(self) -> str:
+        """Where ranks have stood still, each in a line of the user's own code as far as there is one."""
+        found = ((rank, self._get(_at(rank), "")) for rank in range(self.size))
+        return ", ".join(f"rank {rank} is at {line}" for rank, line in found if line)
+
     def not_told(self) -> list[int]:
         """Ranks that live and have not seen the published error yet."""
         waiting = [r for r in range(self.size) if not self._get(_told(r), "")]
@@ -114,6 +130,22 @@ def _stop_all() -> None:
 
 def _beat(rank: int) -> str:
     return f"slapo_zoo/beat/{rank}"
+
+
+def _at(rank: int) -> str:
+    return f"slapo_zoo/line/{rank}"
+
+
+def _line_of(thread: int) -> str:
+    """The innermost line of a thread that is neither ours nor of an installed package."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and _is_installed(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else ""
+
+
+def _is_installed(file: str) -> bool:
+    return file.startswith((*_INSTALLED, "<")) or "site-packages" in file
 
 
 def _told(rank: int) -> str:

@@ -205,7 +205,7 @@ def is_lost_peer(exc: BaseException | None) -> bool:
 
 def lost_peer(exc: BaseException, what: str) -> RankError:
     """What is known of a rank whose connection ended or that let us wait, without guessing why."""
-    silent = heartbeat.silent_ranks(SILENT_S)
+    silent, heart = heartbeat.silent_ranks(SILENT_S), heartbeat.current()
     text, who = (
         str(exc).partition("\n")[0],
         heartbeat.names_of(silent) if silent else "another rank",
@@ -214,6 +214,7 @@ def lost_peer(exc: BaseException, what: str) -> RankError:
     if found := _TIMED_OUT.search(text):
         seconds = int(found[1]) / 1000
         problem = f"timed out after {seconds:g} s waiting for {who} at {what}"
+        problem += f" ({lines})" if (lines := heart.lines() if heart else "") else ""
     if silent:
         problem += f"; {who} is not heard of any more"
     hint = f"see the output of the other ranks; {VARIABLE} or timeout_s= allow more time"

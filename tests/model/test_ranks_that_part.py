@@ -1,0 +1,124 @@
+"""Ranks of a loop by hand that part company are told: other weights, other gradients, other lines."""
+
+import pytest
+import torch
+import transformers
+
+from slapo_zoo import AutoScheduledModel, emulate
+from slapo_zoo.errors import MeshError, RankError, SlapoError
+from slapo_zoo.parallel import heartbeat, process_group
+
+CONFIG = transformers.GPT2Config(
+    n_embd=16, n_head=2, n_layer=2, vocab_size=32, n_positions=16, bos_token_id=0, eos_token_id=0,
+    architectures=["GPT2LMHeadModel"], resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+)  # fmt: skip
+IDS = torch.arange(32).reshape(4, 8)
+
+
+def made(tp=1, pp=1, dp=1):
+    return AutoScheduledModel.from_config(CONFIG, tp=tp, pp=pp, dp=dp, seed=0).train()
+
+
+def rows_of(model):
+    rows = IDS.tensor_split(model.mesh.dp)[model.mesh.coord("dp")]
+    return {"input_ids": rows, "labels": rows}
+
+
+def skip_once(by_hand):
+    model = made(dp=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        batch = rows_of(model)
+        model(**batch).loss.backward() if by_hand else model.train_step(batch)
+        if step or model.mesh.rank:
+            optimizer.step()
+    return "not seen"
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_replica_that_skips_a_step_is_told_at_the_next_backward(by_hand):
+    with pytest.raises(MeshError, match="dp ranks hold other weights") as caught:
+        emulate(skip_once, by_hand, mesh=(1, 1, 2))
+    assert "step on all ranks or on none" in caught.value.hint
+
+
+def grads_by_hand():
+    model = made(dp=2)
+    parameters = list(model.parameters())
+    for p, grad in zip(
+        parameters, torch.autograd.grad(model(**rows_of(model)).loss, parameters), strict=True
+    ):
+        p.grad = grad
+
+
+def test_gradients_of_autograd_grad_are_no_average_and_it_is_said():
+    with pytest.warns(UserWarning, match="not their average over dp"):
+        emulate(grads_by_hand, mesh=(1, 1, 2))
+
+
+def of_inputs_alone():
+    model = made(dp=2)
+    embeds = torch.randn(2, 8, 16, requires_grad=True)
+    torch.autograd.grad(model(inputs_embeds=embeds).logits.sum(), embeds)
+
+
+def test_gradients_of_inputs_are_nobodys_average(recwarn):
+    emulate(of_inputs_alone, mesh=(1, 1, 2))
+    assert not [w for w in recwarn if "average over dp" in str(w.message)]
+
+
+def line_search(mesh):
+    model = made(*mesh)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure():
+        optimizer.zero_grad()
+        return model.train_step(rows_of(model))
+
+    return float(optimizer.step(closure))
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1)])
+def test_an_optimizer_of_dot_products_is_refused_where_a_rank_has_a_part(mesh):
+    with pytest.raises(SlapoError, match="dot products over all parameters"):
+        emulate(line_search, mesh, mesh=mesh)
+
+
+def read_alone():
+    model = made(tp=2)
+    loss = (output := model(**rows_of(model))).loss
+    if model.mesh.rank == 0:
+        print(output.logits.mean())
+    loss.backward()  # the line where the other waits
+
+
+def step_alone():
+    model = made(tp=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.train_step(rows_of(model))
+    if model.mesh.rank == 0:
+        optimizer.step()
+    model.train_step(rows_of(model))
+
+
+@pytest.mark.parametrize("loop", [read_alone, step_alone])
+def test_a_rank_that_waits_alone_says_at_which_lines_all_are(loop, monkeypatch):
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.1)
+    monkeypatch.setattr(process_group, "ERROR_WAIT_S", 0.2)
+    monkeypatch.setattr(process_group, "SILENT_S", 0.2)
+    with pytest.raises((RankError, RuntimeError)) as caught:
+        emulate(loop, mesh=(2, 1, 1), timeout_s=6)
+    told = str(caught.value)
+    assert "rank 0 is at test_ranks_that_part.py" in told, told
+    assert "rank 1 is at test_ranks_that_part.py" in told, told
+
+
+def test_gradients_add_up_in_the_memory_that_they_have():
+    model = made()
+    model.train_step(rows_of(model))
+    before = {name: (p.grad, 2 * p.grad) for name, p in model.named_parameters()}
+    model.train_step(rows_of(model))
+    for name, p in model.named_parameters():
+        assert p.grad is before[name][0], name
+        torch.testing.assert_close(p.grad, before[name][1])
