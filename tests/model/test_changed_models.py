@@ -224,3 +224,15 @@ def test_is_refused_before_a_gradient(folder, tmp_path, change, layout):
         emulate(train, folder, tmp_path, change, layout, False, mesh=LAYOUTS[layout][0])
     assert "hint:" in str(raised.value)
     assert not list(tmp_path.iterdir())
+
+
+def head_alone(folder):
+    model = AutoScheduledModel.from_pretrained(folder, tp=2)
+    return model.lm_head(model.transformer(IDS).last_hidden_state).tolist()  # on all ranks alike
+
+
+def test_a_head_that_is_called_alone_gives_whole_logits(folder):
+    """What docs/your_own_loop.md names instead of reading the head's weight, which is a shard."""
+    plain = transformers.GPT2LMHeadModel.from_pretrained(folder)
+    for found in emulate(head_alone, folder, mesh=(2, 1, 1)):
+        torch.testing.assert_close(torch.tensor(found), plain(IDS).logits)

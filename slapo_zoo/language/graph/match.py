@@ -76,7 +76,10 @@ class Matcher:
     found: Matches = field(default_factory=Matches)
 
     def __post_init__(self):
-        self.shapes_known = any(shape_of(n) is not None for n in self.module.graph.nodes)
+        made = (
+            n for n in self.module.graph.nodes if n.op != "get_attr"
+        )  # a parameter always has one
+        self.shapes_known = any(shape_of(n) is not None for n in made)
 
     def search(self) -> Matches:
         """All matches; where two share a node, the first in graph order wins."""

@@ -70,3 +70,22 @@ def test_what_decides_by_values_asks_for_an_example(model):
     with pytest.raises(ScheduleError, match="there is no example of it") as caught:
         create_schedule(model).trace()
     assert "pass example_inputs" in str(caught.value)
+
+
+class Gelu(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 16)
+
+    def forward(self, x):
+        return nnf.gelu(self.linear(x))
+
+
+def test_a_bias_is_found_beside_a_decomposed_product():
+    """Parameters have shapes without an example; sums of unknown shape were taken for sums of sizes."""
+    sch = create_schedule(Gelu())
+    sch["linear"].decompose()
+    sch.trace(flatten=True)
+    for pattern in (lambda x, bias: nnf.gelu(bias + x), lambda x, bias: nnf.gelu(x + bias)):
+        (found,) = sch.find(pattern)
+        assert [node.name for _, node in found] == ["add", "gelu"]
