@@ -26,6 +26,12 @@ from slapo_zoo.model.runtime import (
 from slapo_zoo.parallel.process_group import rank_guard
 from slapo_zoo.pipeline.runtime import pipeline_forward
 
+_TOLD: list[str] = []
+_DOCUMENTS = (
+    "position_ids: a row holds several sequences, and each sees its own tokens alone, as in train_step; plain "
+    "transformers lets them see each other unless use_cache=False. Pass use_cache= to choose"
+)
+
 
 def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The model's own forward; logits are full and every rank has the output."""
@@ -42,6 +48,7 @@ def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         stream.first_row = rows * mesh.coord("dp")
         if runtime.schedule.state.checkpointed:
             batch["use_cache"] = False  # a recomputation would append to the cache once more
+    _keep_documents_apart(model, batch)
     set_forward(model, batch, tokens_divide(model, batch))
     refuse_divided(model, batch, pp=mesh.pp)
     refuse_outputs(model, batch)
@@ -52,6 +59,19 @@ def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         else _run_stages(model, run, batch)
     )
     return output.to_tuple() if wants_tuple else output
+
+
+def _keep_documents_apart(model: Any, batch: dict[str, Any]) -> None:
+    """Give `position_ids` the meaning that they have in `train_step`: with a cache the sequences of a row see each other."""
+    found = [batch[n] for n in ("position_ids", "decoder_position_ids") if batch.get(n) is not None]
+    chosen = batch.keys() & {"use_cache", "past_key_values"} or not takes_cache(model._slapo)
+    if chosen or not found or not (model.training or batch.get("labels") is not None):
+        return
+    batch["use_cache"] = False
+    masked = batch.get("attention_mask") is not None
+    if not masked and not _TOLD and any(bool((x.diff(dim=-1) != 1).any()) for x in found):
+        _TOLD.append("documents")
+        warnings.warn(_DOCUMENTS, stacklevel=4)
 
 
 @functools.cache

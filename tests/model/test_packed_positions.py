@@ -5,6 +5,7 @@ import torch
 import transformers
 
 from slapo_zoo import AutoScheduledModel
+from slapo_zoo.model import forward
 
 IDS = torch.arange(48).reshape(4, 12) * 7 % 60 + 3
 TWO = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
@@ -38,3 +39,10 @@ def test_a_step_divides_a_row_as_plain_transformers(cls, config, name, rows, tmp
     assert abs(plain(**alone, use_cache=False).loss.item() - expected) > 1e-4
     model = AutoScheduledModel.from_pretrained(tmp_path, auto_class=cls).train()
     assert model.train_step(batch).item() == pytest.approx(expected, rel=1e-6)
+    forward._TOLD.clear()
+    with pytest.warns(UserWarning, match="each sees its own tokens"):
+        found = model(**batch).loss.item()
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert model.eval()(**batch).loss.item() == pytest.approx(expected, rel=1e-6)
+    with_cache = plain.eval()(**batch, use_cache=True).loss.item()
+    assert model(**batch, use_cache=True).loss.item() == pytest.approx(with_cache, rel=1e-6)
