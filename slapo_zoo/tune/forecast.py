@@ -38,6 +38,9 @@ def forecast(planner: Planner, layout: Layout) -> tuple[Forecasted, list[StageFo
         zip(edges, planner.stages_of(layout), strict=True)
     ):
         extent = names[a] if b == a + 1 else f"{names[a]} .. {names[b - 1]}"
-        stages.append(StageForecast(
-            places.rank_of(i), extent, time.seconds, time.flops, memory.held, memory.received))  # fmt: skip
+        stages.append(
+            StageForecast(
+                places.rank_of(i), extent, time.seconds, time.flops, memory.held, memory.received
+            )
+        )
     return found, stages

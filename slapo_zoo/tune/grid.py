@@ -106,8 +106,11 @@ class Grid:
         What recomputation or a kernel saves, it saves per row. Without a symbol that counts rows,
         every symbol is a term.
         """
-        counts = [n for n in self.names
-            if self.memory.get(n, 0) > 0 and all(map(is_number, self.values[n]))]  # fmt: skip
+        counts = [
+            n
+            for n in self.names
+            if self.memory.get(n, 0) > 0 and all(map(is_number, self.values[n]))
+        ]
         columns, one = self.coordinates(counts), np.ones((len(self.points), 1))
         if not counts:
             return np.concatenate([one, columns], 1)

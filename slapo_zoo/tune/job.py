@@ -130,8 +130,13 @@ class Forecaster:
         config, head = config_of(setting.model)
         for name, value in (setting.changes or {}).items():
             setattr(config, name, value)
-        self.planner = Planner(config, self.hardware, setting.seq_len,
-            precision_of(str(to_dtype(setting.dtype))), auto_class=head)  # fmt: skip
+        self.planner = Planner(
+            config,
+            self.hardware,
+            setting.seq_len,
+            precision_of(str(to_dtype(setting.dtype))),
+            auto_class=head,
+        )
 
     def judge(self, grid: Grid) -> tuple[list[float], dict[int, str]]:
         """Expected throughput of every point, and why some cannot be."""

@@ -24,8 +24,11 @@ from slapo_zoo.tune.space import Point, Space
 from slapo_zoo.tune.worker import run_trial
 
 RATIOS = [0.25, 0.34, 0.5, 0.67, 0.84, 0.92, 1.0]
-RATE = re.compile(r"([\d.]+(?:e[+-]?\d+)?)\s*(?:samples|rows|sequences|examples)\s*(?:/|per )\s*s"
-    r"|(?:throughput|thrpt|samples/s\w*|rows/s\w*)\s*[:=]\s*([\d.]+(?:e[+-]?\d+)?)", re.IGNORECASE)  # fmt: skip
+RATE = re.compile(
+    r"([\d.]+(?:e[+-]?\d+)?)\s*(?:samples|rows|sequences|examples)\s*(?:/|per )\s*s"
+    r"|(?:throughput|thrpt|samples/s\w*|rows/s\w*)\s*[:=]\s*([\d.]+(?:e[+-]?\d+)?)",
+    re.IGNORECASE,
+)
 
 
 def load_config(path: Path) -> Any:

@@ -50,8 +50,10 @@ def as_text(result: Result, most: int = 10) -> str:
 
 def as_json(result: Result) -> dict[str, Any]:
     """The outcome for programs: every evaluation in order, and the best."""
-    trials = [{"point": trial.point, **vars(trial.outcome), "was_known": trial.was_known}
-        for trial in result.trials]  # fmt: skip
+    trials = [
+        {"point": trial.point, **vars(trial.outcome), "was_known": trial.was_known}
+        for trial in result.trials
+    ]
     best = result.trials.index(result.best) if result.best else None
     return {"best": best, "trials": trials, "never_measured": dict(result.pruned)}
 
@@ -96,8 +98,10 @@ def draw_surface(result: Result, grid: Grid, path: Path) -> bool:
         if x in trial.point and y in trial.point:
             cells.setdefault((trial.point[x], trial.point[y]), []).append(trial.outcome.throughput)
     nan = float("nan")
-    values = [[statistics.median(cells.get((a, b), [nan])) for a in grid.values[x]]
-        for b in grid.values[y]]  # fmt: skip
+    values = [
+        [statistics.median(cells.get((a, b), [nan])) for a in grid.values[x]]
+        for b in grid.values[y]
+    ]
     figure, axes = plt.subplots(figsize=(7, 4))
     image = axes.imshow(values, origin="lower", aspect="auto")
     axes.set(xlabel=x, ylabel=y, xticks=range(len(grid.values[x])), yticks=range(len(grid.values[y])),

@@ -108,8 +108,11 @@ def differs(loss: float, job: Job) -> str:
         return ""
     most = LOOSE.get(str(job.point.get("dtype", job.dtype)), 1e-3)
     off = abs(loss - job.probe) / max(abs(job.probe), 1e-12)
-    return (f"the loss of the probe is {loss:.6g}, the plain schedule's {job.probe:.6g}"
-        if off > most else "")  # fmt: skip
+    return (
+        f"the loss of the probe is {loss:.6g}, the plain schedule's {job.probe:.6g}"
+        if off > most
+        else ""
+    )
 
 
 def timed_steps(model: Any, batch: Any, job: Job) -> list[float]:
@@ -156,8 +159,11 @@ def on_rank(job: Job) -> Outcome:
 def run(job: Job) -> Outcome:
     """On as many ranks as the point asks for; the fullest rank's memory."""
     try:
-        found = ([on_rank(job)] if job.world == 1
-            else run_local(on_rank, job.world, (job,), device=job.device))  # fmt: skip
+        found = (
+            [on_rank(job)]
+            if job.world == 1
+            else run_local(on_rank, job.world, (job,), device=job.device)
+        )
     except (RuntimeError, MemoryError) as error:
         text = f"{type(error).__name__}: {error}"
         if not any(word in text.lower() for word in NO_MEMORY):

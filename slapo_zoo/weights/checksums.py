@@ -101,8 +101,10 @@ def read_checksums(folder: Path) -> Checksums | None:
     if own is None or body.get("format") != FORMAT or own != _hex(_of_body(body)):
         raise _damaged(path, "found other contents than were written")
     try:
-        tensors = {file: {n: int(crc, 16) for n, crc in sums.items()}
-            for file, sums in body["tensors"].items()}  # fmt: skip
+        tensors = {
+            file: {n: int(crc, 16) for n, crc in sums.items()}
+            for file, sums in body["tensors"].items()
+        }
         return Checksums(body["save"], tensors, {n: int(c, 16) for n, c in body["files"].items()})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _damaged(path, f"found another form than was written: {error}") from error

@@ -60,8 +60,11 @@ def fill_from_folder(
             hf.ignored_keys(model), hf.tied_names(model),
         )  # fmt: skip
         _refuse_foreign(names, units, folder, model.base_model_prefix)
-        names = (_without_mismatched(names, expected, folder, key_of) if options.redraw_mismatched
-            else names)  # fmt: skip
+        names = (
+            _without_mismatched(names, expected, folder, key_of)
+            if options.redraw_mismatched
+            else names
+        )
         _refuse_untied(
             [tuple(key_of[name] for name in each) for each in names.doubles], folder, mesh
         )
@@ -224,10 +227,17 @@ def _refuse_foreign(
     parts = {*(unit for unit in body if unit in held), *lists}
     known = {unit.removeprefix(strip) for unit in (*body, *lists)}
     modules = {name.rpartition(".")[0] for name in (*names.source, *names.missing)}
-    missing = [name for name in names.missing
-        if name.rpartition(".")[0] in held or not parts.isdisjoint(_above(name))]  # fmt: skip
-    unexpected = [key for key in names.unexpected if key.rpartition(".")[0] in modules
-        or not known.isdisjoint(_above(key.removeprefix(strip)))]  # fmt: skip
+    missing = [
+        name
+        for name in names.missing
+        if name.rpartition(".")[0] in held or not parts.isdisjoint(_above(name))
+    ]
+    unexpected = [
+        key
+        for key in names.unexpected
+        if key.rpartition(".")[0] in modules
+        or not known.isdisjoint(_above(key.removeprefix(strip)))
+    ]
     if not missing and not unexpected:
         return
     lines = ["", *(f"missing: {name}" for name in missing[:20])]

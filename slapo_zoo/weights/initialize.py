@@ -64,8 +64,10 @@ def initialize_weights(
 
 def _tensors(module: nn.Module, whole: bool = True) -> list[tuple[str, Tensor]]:
     """Parameters and buffers with duplicates: a tie is drawn once, wherever it is wanted."""
-    return [*module.named_parameters(recurse=whole, remove_duplicate=False),
-        *module.named_buffers(recurse=whole, remove_duplicate=False)]  # fmt: skip
+    return [
+        *module.named_parameters(recurse=whole, remove_duplicate=False),
+        *module.named_buffers(recurse=whole, remove_duplicate=False),
+    ]
 
 
 def _to_cpu(module: nn.Module, whole: bool = True) -> list[tuple[dict, str, Tensor]]:

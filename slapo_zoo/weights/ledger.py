@@ -110,10 +110,12 @@ class Ledger:
     mapped: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        return (f"{self.tensors} tensors, {human(self.bytes_read)} read from "
+        return (
+            f"{self.tensors} tensors, {human(self.bytes_read)} read from "
             f"{self.files_opened} file{'' if self.files_opened == 1 else 's'} in {self.seconds:.2f} s"
             f" into {human(self.shard_bytes)}; peak anonymous +{human(self.peak_anonymous)}; "
-            f"{len(self.newly_initialized)} newly initialized, {len(self.unexpected)} unexpected")  # fmt: skip
+            f"{len(self.newly_initialized)} newly initialized, {len(self.unexpected)} unexpected"
+        )
 
 
 def human(size: float) -> str:

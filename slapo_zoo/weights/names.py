@@ -5,8 +5,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 # Older spellings, tried only where a key has no place as it is.  (pattern, replacement)
-LEGACY = ((r"([^.]*LayerNorm[^.]*)\.gamma$", r"\1.weight"),
-    (r"([^.]*LayerNorm[^.]*)\.beta$", r"\1.bias"))  # fmt: skip
+LEGACY = (
+    (r"([^.]*LayerNorm[^.]*)\.gamma$", r"\1.weight"),
+    (r"([^.]*LayerNorm[^.]*)\.beta$", r"\1.bias"),
+)
 
 # Buffers that older releases saved and that the model computes by itself.
 LEFTOVERS = (

@@ -75,24 +75,35 @@ def merge(records: Sequence[Record]) -> Record:
         if kinds[0] != kinds[1]:
             problem = f"stages have different optimizers: {kinds[0]!r:.200} and {kinds[1]!r:.200}"
             raise WeightsError(SAVE, "optimizer", problem, "make it in the same way on every rank")
-    groups = [{
-        "names": list(dict.fromkeys(name for r in records for name in r["groups"][i]["names"])),
-        "options": group["options"]} for i, group in enumerate(first["groups"])]  # fmt: skip
+    groups = [
+        {
+            "names": list(dict.fromkeys(name for r in records for name in r["groups"][i]["names"])),
+            "options": group["options"],
+        }
+        for i, group in enumerate(first["groups"])
+    ]
     state = {name: kept for record in records for name, kept in record["state"].items()}
     return {"class": first["class"], "groups": groups, "state": state}
 
 
 def optimizer_specs(record: Record, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
     """Where the tensors of a merged record go: each is sharded as its parameter."""
-    return [TensorSpec(f"{spec.name}.{key}", spec.shape, kept["$like"], spec.placement, spec.stage)
-        for spec in specs for key, kept in record["state"].get(spec.name, {}).items()
-        if _is_tensor(kept)]  # fmt: skip
+    return [
+        TensorSpec(f"{spec.name}.{key}", spec.shape, kept["$like"], spec.placement, spec.stage)
+        for spec in specs
+        for key, kept in record["state"].get(spec.name, {}).items()
+        if _is_tensor(kept)
+    ]
 
 
 def tensor_names(record: Record) -> set[str]:
     """The tensors of a merged record, by their names in the files."""
-    return {f"{name}.{key}" for name, state in record["state"].items()
-        for key, kept in state.items() if _is_tensor(kept)}  # fmt: skip
+    return {
+        f"{name}.{key}"
+        for name, state in record["state"].items()
+        for key, kept in state.items()
+        if _is_tensor(kept)
+    }
 
 
 def _is_tensor(kept: Any) -> bool:

@@ -177,9 +177,12 @@ class _Save:
 
     def _stamp(self, written: Sequence[Written], stamp: str) -> Checksums:
         """Write the id of the save into every file; return the checksums so far."""
-        sums = {spec.name: crc.joined(
-            [one.sums.get(spec.name, 0) for one in written], tensor_bytes(spec))
-            for spec in self.specs}  # fmt: skip
+        sums = {
+            spec.name: crc.joined(
+                [one.sums.get(spec.name, 0) for one in written], tensor_bytes(spec)
+            )
+            for spec in self.specs
+        }
         kept = Checksums(checksums.save_id(sums, stamp))
         for name, blank in self.layout.headers.items():
             header = checksums.stamped(blank, kept.save)

@@ -54,13 +54,16 @@ def as_data(found: Any) -> dict[str, Any]:
     steps = found.outline.schedule.history
     return {
         "program": [[pattern, str(directive)] for pattern, directive in steps],
-        "tensors": {name: {"shape": shape, "per_rank": local, "stages": stages}
-                    for name, (shape, local, stages) in found.shapes.items()},
-        "ranks": [vars(rank) for rank in found.ranks], "total_parameters": found.total_parameters,
+        "tensors": {
+            name: {"shape": shape, "per_rank": local, "stages": stages}
+            for name, (shape, local, stages) in found.shapes.items()
+        },
+        "ranks": [vars(rank) for rank in found.ranks],
+        "total_parameters": found.total_parameters,
         "collectives": [row._asdict() for row in found.traffic],
         "kernels": [vars(choice) for choice in found.outline.schedule.kernels],
         "tunable": found.outline.table.tunable,
-    }  # fmt: skip
+    }
 
 
 def _text(found: Any, title: str) -> str:

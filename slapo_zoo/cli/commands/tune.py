@@ -44,9 +44,14 @@ def tune(
     and slowness are distinguished; what a database holds is never measured again.
     """
     with stdout_for_json(as_json):
-        found = _search((target, words or [], config, symbol or [], change or []),
+        found = _search(
+            (target, words or [], config, symbol or [], change or []),
             (gpus, seq_len, dtype, device, memory, timeout, plan),
-            (search, evaluations, patience, quick_steps, steps, seed), db, output, card)  # fmt: skip
+            (search, evaluations, patience, quick_steps, steps, seed),
+            db,
+            output,
+            card,
+        )
     if as_json:
         typer.echo(json.dumps(found, indent=1))
 

@@ -203,9 +203,12 @@ def make_engine(model: Any, rows: int, options: TrainOptions) -> Any:
     if options.engine == "deepspeed":
         legal = [i for i in range(1, rows + 1) if rows % i == 0 and i <= 2 * options.pp]
         count = options.micro_batches or (max(legal) if options.pp > 1 else 1)
-        config = {"train_micro_batch_size_per_gpu": rows // count,
-            "gradient_accumulation_steps": count, "gradient_clipping": options.clip,
-            "zero_optimization": {"stage": options.zero_stage}}  # fmt: skip
+        config = {
+            "train_micro_batch_size_per_gpu": rows // count,
+            "gradient_accumulation_steps": count,
+            "gradient_clipping": options.clip,
+            "zero_optimization": {"stage": options.zero_stage},
+        }
         settings = {"config": config}
     fused = options.engine == "torch"  # the others wrap the optimizer, or flatten its parameters
     groups = functools.partial(parameter_groups, weight_decay=options.weight_decay)

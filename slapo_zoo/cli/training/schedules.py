@@ -51,5 +51,7 @@ def parameter_groups(parameters: Iterable[Any], weight_decay: float) -> list[dic
     held = list(parameters)
     matrices = [p for p in held if p.ndim >= 2]
     vectors = [p for p in held if p.ndim < 2]
-    return [{"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0}]  # fmt: skip
+    return [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]

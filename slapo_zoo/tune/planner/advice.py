@@ -36,10 +36,12 @@ class Worth:
         shares = ", ".join(
             f"{name} {share:.0%}" for name, share in self.binds.items() if share >= 0.005
         )
-        return (f"simulated ({error}): {self.tokens_per_s:.3g} tokens/s{used}, "
+        return (
+            f"simulated ({error}): {self.tokens_per_s:.3g} tokens/s{used}, "
             f"{self.gpu_hours:.3g} GPU hours for 10^9 tokens\n"
             f"the step: {shares}; links of twice the rate would save {self.faster_link:.0%}; "
-            f"{self.spare / 2**30:.1f} GiB are left")  # fmt: skip
+            f"{self.spare / 2**30:.1f} GiB are left"
+        )
 
 
 def worth(planner: Planner, found: Forecasted) -> Worth:

@@ -94,8 +94,11 @@ class Footprint(DryRun):
             loss = model(**inputs).loss
         except _Done:
             loss = None
-        return (torch.stack([x.float().mean() for x in self.traffic.losses]).sum() if loss is None
-            else loss)  # fmt: skip
+        return (
+            torch.stack([x.float().mean() for x in self.traffic.losses]).sum()
+            if loss is None
+            else loss
+        )
 
     def _survivors(self) -> tuple[list[int], list[int]]:
         """Bytes that each call has made and that wait for its backward; those of them from before it began."""

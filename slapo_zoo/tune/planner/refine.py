@@ -87,8 +87,10 @@ class Climb:
         """The faster of `best` and the layout with as little recomputation as makes it fit."""
         steps = min(self.blocks, GRAIN)
         for policy in ("", "save_matmuls"):
-            each = [replace(layout, checkpoint_ratio=i / steps, checkpoint_policy=policy * (i > 0))
-                for i in range(steps + 1)]  # fmt: skip
+            each = [
+                replace(layout, checkpoint_ratio=i / steps, checkpoint_policy=policy * (i > 0))
+                for i in range(steps + 1)
+            ]
             least = bisect_left(each, True, key=self.fits)
             if least <= steps:
                 best = min(best, self.forecast(each[least]), key=lambda f: f.step.seconds)

@@ -43,10 +43,17 @@ RUNTIMES = {
     "kernels": Runtime(fused=True, host=HOST, scores=False),
     "compiled": Runtime(fused=True),
     "megatron": Runtime(
-        fused=True, host=HOST, parts=True, accumulates=True, scatters=True, fused_optimizer=True,
-        overlapped=False, even=True, casts=False,
+        fused=True,
+        host=HOST,
+        parts=True,
+        accumulates=True,
+        scatters=True,
+        fused_optimizer=True,
+        overlapped=False,
+        even=True,
+        casts=False,
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

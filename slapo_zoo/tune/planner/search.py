@@ -227,8 +227,10 @@ class Planner:
     def ranks(self, layout: Layout) -> list[RankMemory]:
         """Memory of every pipeline rank."""
         stages, places = self.stages_of(layout), places_of(layout)
-        return [self._rank(layout, rank, [stages[i][0] for i in places.stages_of(rank)])
-            for rank in range(layout.pp)]  # fmt: skip
+        return [
+            self._rank(layout, rank, [stages[i][0] for i in places.stages_of(rank)])
+            for rank in range(layout.pp)
+        ]
 
     def most_memory(self, layout: Layout) -> float:
         """Bytes of the fullest rank; of ranks with like stages the first holds most in the usual orders."""

@@ -132,8 +132,11 @@ def stage_time(
         policy = again.of(unit.name)
         key = id(use), id(how.hardware), policy
         if key not in cache:
-            cache[key] = (how.seconds(use.forward), how.seconds(use.backward),
-                how.again(use, policy) if policy != "keep" else 0.0)  # fmt: skip
+            cache[key] = (
+                how.seconds(use.forward),
+                how.seconds(use.backward),
+                how.again(use, policy) if policy != "keep" else 0.0,
+            )
         ahead, back, repeated = cache[key]
         forward += ahead
         backward += back + repeated

@@ -59,8 +59,10 @@ class Work:
 
     def toward(self, other: "Work", share: float) -> "Work":
         """The point at `share` of the way from here to the other."""
-        products = tuple(Product(*(x + (y - x) * share for x, y in zip(a, b, strict=True)))
-            for a, b in zip(self.products, other.products, strict=True))  # fmt: skip
+        products = tuple(
+            Product(*(x + (y - x) * share for x, y in zip(a, b, strict=True)))
+            for a, b in zip(self.products, other.products, strict=True)
+        )
         numbers = (
             a + (b - a) * share for a, b in zip(_numbers(self), _numbers(other), strict=True)
         )
