@@ -39,6 +39,11 @@ def within_budget(
     if kind_of(options.schedule) not in FROM_TABLE:
         problem = "the schedule that you pass says itself what is recomputed"
         raise SlapoError(where, what, problem, 'leave it out, or use schedule="zoo"')
+    width = getattr(config.get_text_config(), "hidden_size", 0)
+    least = width * (options.compute_dtype or dtype).itemsize // mesh.tp
+    if budget < least:  # whatever the rows: said before they are asked for
+        problem = f"a block keeps {least} bytes for one token, even where it is recomputed"
+        raise SlapoError(where, what, problem, 'give gigabytes, e.g. activation_memory="8GiB"')
     # on a higher floor, and found at run time as the tables are
     planner = importlib.import_module("slapo_zoo.tune.planner.budget")
     shape = planner.require_shape(options.micro_batch_shape)

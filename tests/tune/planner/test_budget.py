@@ -87,3 +87,9 @@ def test_what_cannot_be_is_refused():
         load("much")
     with pytest.raises(SlapoError, match="one policy per block"):
         AutoScheduledModel.from_config(CONFIG, checkpoint_policy=["keep"])
+
+
+def test_a_budget_below_one_token_is_refused_before_rows_are_asked_for():
+    config = GPT2Config(architectures=["GPT2LMHeadModel"])
+    with pytest.raises(SlapoError, match="activation_memory='1KiB': a block keeps 3072 bytes"):
+        AutoScheduledModel.from_config(config, activation_memory="1KiB")
