@@ -282,12 +282,11 @@ def corpus(python: str, rest: list[str]) -> int:
 
 
 def docs(python: str, rest: list[str]) -> int:
-    """The documentation as a site, in runs/site; arguments go to mkdocs build."""
-    probe = subprocess.run([python, "-c", "import mkdocs, mkdocstrings"], capture_output=True)
+    """The documentation as a site, in runs/site; arguments go to zensical build."""
+    probe = subprocess.run([python, "-c", "import zensical, mkdocstrings"], capture_output=True)
     if probe.returncode and not os.environ.get("SLAPO_ZOO_PYTHON"):
         pip_install("-e", ".[docs]")
-    site = str(ROOT / "runs" / "site")
-    return call(python, "-m", "mkdocs", "build", "--strict", "--site-dir", site, *rest)
+    return call(python, "-m", "zensical", "build", "--strict", *rest)
 
 
 def pictures(python: str, rest: list[str]) -> int:

@@ -203,7 +203,7 @@ def plan_rows(folder: Path) -> list[dict[str, Any]]:
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
     """Load, save and plan."""
     if importlib.util.find_spec("accelerate") is None:
-        sys.exit('transformers divides models only beside accelerate: pip install -e ".[bench]"')
+        sys.exit('transformers divides models only beside accelerate: pip install -e ".[trainer]"')
     config = checkpoints.llama_1b(quick)
     largest = max(_bytes(spec) for spec in checkpoints.specs_of(config))
     rows = []

@@ -1,4 +1,4 @@
-"""The pages of docs/ as a site: what can be held without mkdocs; `ci/run.py docs` builds it strictly."""
+"""The pages of docs/ as a site: what can be held without building it; `ci/run.py docs` builds it strictly."""
 
 import importlib
 import re
