@@ -12,19 +12,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from card_plan import plan_for
+from card_plan import plan_for, with_plans
 from card_sizes import CLUSTERS, LENGTH, MOST_TOKENS, ROOM, ROWS, SIZES
 
 from slapo_zoo.cards.card import Card, read_card
 from slapo_zoo.cards.check import verify_card
 from slapo_zoo.cards.make import zoo_card
-from slapo_zoo.cards.plans import Plan, plans_of, with_plans
+from slapo_zoo.cards.plans import Plan, plans_of
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.tune.planner.hardware import HARDWARE
 from slapo_zoo.tune.planner.search import Planner
 from slapo_zoo.zoo.arguments import config_of
 from slapo_zoo.zoo.table import families, table_for
+from slapo_zoo.zoo.tuned import CARDS
 
 NODE = Mesh(tp=4, pp=2)
 # the first that a family has is trained; a model without a loss cannot be planned
@@ -36,6 +37,8 @@ def cards() -> Iterator[tuple[str, Card]]:
     """(family, card), sizes left open where the table allows; measured figures are not in it."""
     for family in families():
         config, head = config_of(family)
+        if (CARDS / family).exists():  # a published card goes on with its head
+            head = read_card(CARDS / family).program.model_class
         yield family, zoo_card(config, head, NODE, family, any_size=True)
 
 

@@ -1,6 +1,10 @@
 """The fastest layout of a cluster as an entry of a card's `tuning.json`: simulated, with the planner's error."""
 
-from slapo_zoo.cards.plans import Plan
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from slapo_zoo.cards.plans import SIMULATED, Plan, plans_of
 from slapo_zoo.tune.planner.advice import worth
 from slapo_zoo.tune.planner.hardware import GIB
 from slapo_zoo.tune.planner.search import Planner, require_feasible
@@ -40,6 +44,18 @@ def plan_for(
         step_s=_short(best.step.seconds), tokens_per_s=_short(used.tokens_per_s),
         memory_gib=_short(best.memory / GIB), mean_error=used.error,
     )  # fmt: skip
+
+
+def with_plans(tuning: Mapping[str, Any], plans: list[Plan]) -> dict[str, Any]:
+    """The document with these plans in place of those of the same devices.
+
+    What was measured for a model stays and goes before what is simulated for it.
+    """
+    old = {plan.name: plan for plan in plans_of(tuning)}
+    merged = old | {plan.name: plan for plan in plans}
+    rest = {name: value for name, value in tuning.items() if name != SIMULATED}
+    found = {name: asdict(plan) for name, plan in sorted(merged.items())}
+    return {SIMULATED: found, **rest} if found else rest
 
 
 def _short(value: float) -> float:

@@ -1,7 +1,7 @@
 """Plans of a card: the layout that the planner found fastest for some devices, in `tuning.json` under "simulated"."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
@@ -108,18 +108,6 @@ def plans_of(tuning: Mapping[str, Any]) -> list[Plan]:
         hint = "`python3 ci/run.py cards --tune` writes them; take them out of the file"
         raise CardError("tuning.json", f"{place:.200}", f"{error.message:.300}", hint)
     return [Plan(**entry) for entry in found.values()]
-
-
-def with_plans(tuning: Mapping[str, Any], plans: list[Plan]) -> dict[str, Any]:
-    """The document with these plans in place of those of the same devices.
-
-    What was measured for a model stays and goes before what is simulated for it.
-    """
-    old = {plan.name: plan for plan in plans_of(tuning)}
-    merged = old | {plan.name: plan for plan in plans}
-    rest = {name: value for name, value in tuning.items() if name != SIMULATED}
-    found = {name: asdict(plan) for name, plan in sorted(merged.items())}
-    return {SIMULATED: found, **rest} if found else rest
 
 
 def measured_knobs(tuned: Mapping[str, Any], model: str, ranks: int) -> dict[str, Any] | None:

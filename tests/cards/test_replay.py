@@ -7,6 +7,7 @@ import card_collection
 import pytest
 import torch
 import transformers
+from card_schema import build_schema
 from jsonschema import Draft202012Validator
 from jsonschema.validators import extend
 
@@ -15,7 +16,7 @@ from slapo_zoo import AutoScheduledModel, Mesh, Schedule, cards
 from slapo_zoo.cards import Program
 from slapo_zoo.cards.card import read_card
 from slapo_zoo.cards.make import make_program, zoo_card
-from slapo_zoo.cards.schema import build_schema, schema, validator
+from slapo_zoo.cards.schema import schema, validator
 from slapo_zoo.errors import CardError
 from slapo_zoo.zoo.arguments import config_of
 from slapo_zoo.zoo.outline import Outline
