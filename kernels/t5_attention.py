@@ -149,10 +149,7 @@ def _dropout(module: Any, q: Tensor, k: Tensor) -> dict[str, Any]:
     if core is None or not module.dropout:
         return new_seeds(B * H, module.dropout, q.device)
     weights = q.detach().new_empty(()).expand(B, H, S, k.shape[2])
-    if core.stream.hashes(q.device):
-        seeds = core.stream.seeds(weights, core.site, core.heads)
-        return {"seeds": seeds, "p": module.dropout}
-    return {"keep": core.stream.keep_mask(weights, module.dropout, core.site, core.heads)}
+    return core.stream.drawn(weights, module.dropout, core.site, part=(core.heads,))
 
 
 @kernel(

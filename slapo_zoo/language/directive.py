@@ -37,11 +37,13 @@ class ForwardContext:
         tokens_divided: the tokens are divided over tp.
         real_tokens: [B, S], true where a token is no padding, if padding may be left out.
         traffic: of a dry run that counts collectives.
+        is_call: a call of the model or of a part is running, or its backward.
     """
 
     tokens_divided: bool = False
     real_tokens: Tensor | None = None
     traffic: Traffic | None = None
+    is_call: bool = False
 
 
 @dataclass
@@ -70,6 +72,7 @@ class State:
     recomputing: Callable[[], Callable[[], AbstractContextManager]] = lambda: nullcontext
 
     def __post_init__(self):
+        self.random.copy = self.mesh.coord("dp")
         self.index()
 
     @contextmanager

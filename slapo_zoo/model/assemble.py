@@ -13,6 +13,7 @@ from slapo_zoo.model.data_parallel import use_hooks
 from slapo_zoo.model.dp_shard import Shards, shard_over_dp
 from slapo_zoo.model.mixin import Runtime, scheduled_class
 from slapo_zoo.model.optimizers import note_divided
+from slapo_zoo.model.parts import call_parts_alone
 from slapo_zoo.model.precision import MixedPrecision, computing_forward
 from slapo_zoo.model.same_on_all import require_same_weights
 from slapo_zoo.parallel.compat import new_group, ranks_are_threads
@@ -105,9 +106,13 @@ class Assembly(Outline):
         return model
 
     def divide(self, model: Any) -> None:
-        """Let the model read parameters that dp ranks divide, where that is asked for."""
+        """Let the model read parameters that dp ranks divide, where that is asked for; then call parts."""
+        blocks = block_paths(self.schedule, self.table)
         if self.shards is not None:
-            shard_over_dp(model, block_paths(self.schedule, self.table), self.shards)
+            shard_over_dp(model, blocks, self.shards)
+        if self.pipeline is None:  # a part of a stage is refused by its cursor
+            call_parts_alone(model, blocks)
+        model._slapo.completion.prepare(model)
 
     def _num_tokens(self) -> int | None:
         count = self.table.num_tokens

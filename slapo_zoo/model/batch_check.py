@@ -25,14 +25,8 @@ def check_batch(
 
     One all-gather of 16 bytes. Peers of tp and pp that were fed different batches would train on
     mixed rows without a word, so that is an error on all ranks; dp peers that were fed the same
-    ones only waste their time, so that is a warning.
-
-    Args:
-        mesh: of all ranks.
-        batch: the tensors of this rank.
-        step: number of this training step, from 1.
-        interval: steps between checks.
-        hooks: counts those that meet other ranks.
+    ones only waste their time, so that is a warning. The first step is number 1; `hooks` counts
+    those that meet other ranks.
     """
     if mesh.world_size == 1 or interval < 1 or (step - 1) % interval:
         return
@@ -46,12 +40,14 @@ def check_batch(
     _different_for_copies(mesh, found)
 
 
-def check_peers(mesh: Mesh, batch: Mapping[str, object], step: int, interval: int) -> None:
-    """As `check_batch`, of a forward in a loop of one's own: the tp ranks of one copy meet."""
+def check_peers(
+    mesh: Mesh, batch: Mapping[str, object], step: int, interval: int, draws: int
+) -> None:
+    """As `check_batch`, of a forward in a loop of one's own: the tp ranks of one copy meet, and draw alike."""
     tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
     if mesh.tp == 1 or not tensors or interval < 1 or (step - 1) % interval:
         return
-    mine = digest(tensors)
+    mine = digest(tensors) + draws
     each = [torch.zeros_like(mine) for _ in range(mesh.tp)]
     dist.all_gather(each, mine, group=mesh.group("tp"))
     found = torch.stack(each).tolist()
@@ -113,8 +109,8 @@ def _same_hooks(mesh: Mesh, found: Sequence[int]) -> None:
 
 def _unlike(where: str, differ: Sequence[int], first: int) -> MeshError:
     hint = (
-        "tp and pp peers take the same rows: choose them by model.mesh.coord('dp'); "
-        "model.input_check_interval = 0 switches this check off"
+        "tp and pp peers take the same rows: choose them by model.mesh.coord('dp'); and set torch's seed "
+        "anew on all or on none; model.input_check_interval = 0 switches this check off"
     )
     problem = f"ranks {list(differ)} were fed another batch than rank {first}"
     return MeshError(where, "batch", problem, hint)

@@ -8,7 +8,7 @@ does it: bucket by bucket while the backward goes on, waited for at its end; not
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -19,13 +19,15 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_zoo.errors import MeshError
+from slapo_zoo.language.directive import ForwardContext
+from slapo_zoo.model.batch_check import check_peers
 from slapo_zoo.model.input_gradients import OF_MODELS, nodes_of, trained_inputs
 from slapo_zoo.model.parameter_hooks import take_over
 from slapo_zoo.model.step_guard import StepGuard
 from slapo_zoo.model.structure import require_known_weights
 from slapo_zoo.model.weight_terms import Uses
 from slapo_zoo.parallel.collectives import all_reduce_, summed
-from slapo_zoo.parallel.gradient_buckets import FlatSum, buckets
+from slapo_zoo.parallel.gradient_buckets import Bucket, buckets
 from slapo_zoo.parallel.once import refuse_graph
 from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS
 
@@ -33,27 +35,6 @@ _OWN_GRADIENTS = (
     "torch.autograd.grad returns the gradients of this dp rank's rows, not their average over dp: average "
     "them (torch.distributed.all_reduce over model.mesh.group('dp')), or call backward()"
 )
-
-
-class Bucket:
-    """Parameters whose gradients are averaged over dp in one collective."""
-
-    def __init__(self, parameters: list[nn.Parameter]):
-        self.parameters = parameters
-        self.ready: set[int] = set()
-        self.sum: FlatSum | None = None
-        self.late = False  # some gradient was added to after the sum began
-
-    def start(self, group: Any, size: int) -> None:
-        """Begin to average what `.grad` holds now; an average of averages stays what it is."""
-        self.wait()
-        self.sum, self.late = FlatSum(self.parameters, group, 1.0 / size), False
-
-    def wait(self, somewhere: set[int] | None = None) -> None:
-        """`.grad` may be read and written again."""
-        if self.sum is not None:
-            self.sum.finish(somewhere)
-            self.sum = None
 
 
 class Completion:
@@ -64,7 +45,11 @@ class Completion:
         over_tp: whether partial gradients are summed in the backward; else at the end of a step.
         divided_parameters: an engine keeps parameters that no hook can be put on.
         paused: within `no_sync`.
+        replaced: parameters whose gradient comes summed, of a tensor that took their place (functional_call).
         missed: whether a parameter had no gradient here in the last step, and a device knows if others do.
+        divided: whether the call that ended last divided its tokens.
+        outside: what held before a backward took up what its call had set up.
+        calls: in loops by hand, in training.
         asks_hosts: some dp rank `missed`; all of them then ask each other in this step, past the device.
         beyond: parameters of no model that inputs were made of (a soft prompt), numbered.
     """
@@ -79,7 +64,9 @@ class Completion:
         self.trained: list[int] = []
         self._known: Any = WeakIdKeyDictionary()
         self.beyond: Any = WeakIdKeyDictionary()
-        self.in_step = self.missed = self.asks_hosts = False
+        self.in_step = self.missed = self.asks_hosts = self.divided = False
+        self.outside: ForwardContext | None = None
+        self.calls = 0
         self._forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Completion":
@@ -98,19 +85,18 @@ class Completion:
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[int, Bucket] = {}
         self.reached: list[nn.Parameter] = []  # of `beyond`, in this backward
-        self.next, self.task, self.modes = 0, -1, set()
+        self.next, self.task, self.modes, self.replaced = 0, -1, set(), set()
         self.done = self.came = self.kept = False
 
     def prepare(self, model: Any, own_loop: bool = False) -> None:
-        """Hook the parameters that the model has now; called before each forward that is trained on.
+        """Hook the parameters that a model has now: at the load, and before each forward that is trained on.
 
-        Args:
-            model: whose parameters they are.
-            own_loop: the backward is not that of `train_step`.
+        In a loop of one's own (`own_loop`) the backward is not that of `train_step`.
         """
-        self.task = -1  # a backward that failed has not come to its end
-        if torch._C._current_graph_task_id() < 0:
+        self.task = -1
+        if torch._C._current_graph_task_id() < 0:  # a backward that failed has not come to its end
             self.uses.found.clear()
+            self._end_of_call()
         for p in model.parameters():
             OF_MODELS.setdefault(p)
         if self.divided_parameters:
@@ -119,7 +105,8 @@ class Completion:
             return
         if self.mesh.world_size == 1 and own_loop:
             return
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        every = list(model.named_parameters())
+        named = [(n, p) for n, p in every if p.requires_grad]
         self.named = [(n, p) for n, p in named if p.is_leaf]
         if self.mesh.world_size == 1:
             take_over(self, self.named)
@@ -131,11 +118,18 @@ class Completion:
             self.guard.watch(p for _, p in named)
         self.parameters = [p for _, p in self.named]
         partial = self._partial()
-        self._hook([(n, p) for n, p in named if self.over_dp or n in partial])
+        self._hook([(n, p) for n, p in every if self.over_dp or n in partial])
         take_over(self, self.named)
 
-    def follow(self, batch: Any) -> None:
-        """A loop by hand averages over dp what its inputs were made of, too."""
+    def begin(self, model: Any, batch: Mapping[str, Any], trains: bool) -> None:
+        """A call of a model or of a part in a loop by hand: dp averages what its inputs are made of, too."""
+        if not torch.is_grad_enabled():
+            return
+        self.prepare(model, own_loop=True)
+        if trains:
+            self.calls += 1
+            number = self.runtime.schedule.state.random.step
+            check_peers(self.mesh, batch, self.calls, model.input_check_interval, number)
         if self.mesh.world_size == 1:
             return
         for p in trained_inputs(self.mesh, batch, self.beyond):
@@ -149,12 +143,14 @@ class Completion:
             return
         self.hooked = [p for _, p in named if p.is_leaf]
         for name, p in named:
-            if p in self._known:
+            if p in self._known or not p.is_floating_point() or p.is_inference():
                 continue
-            self._known[p] = True
+            self._known[p], trains = True, p.requires_grad
+            p.requires_grad_()  # a frozen one may be trained later, by a call of one module
             p.register_hook(_Incoming(self, name, p))
             if self.over_dp and p.is_leaf:
                 _first_of(p, _Accumulated(self))
+            p.requires_grad_(trains)
 
     def _partial(self) -> set[str]:
         """Names of parameters whose gradient may be a part of a sum over tp."""
@@ -167,13 +163,14 @@ class Completion:
             raise MeshError("backward", "a loop of your own", problem, "call train_step(batch)")
 
     def watch(self, output: Any) -> None:
-        """Notice when a backward arrives at an output, and how its forward divided the tokens."""
-        state = self.runtime.schedule.state
-        if self.mesh.world_size == 1 or not torch.is_grad_enabled():
+        """Notice when a backward arrives at an output of the call that ends now."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        mark = _Arrived(self, state.forward.tokens_divided)
+        state = self.runtime.schedule.state
+        self.divided = state.forward.tokens_divided
+        call = state.forward, state.random.position()
         for node in nodes_of(output):
-            node.register_prehook(mark)
+            node.register_prehook(lambda _grads: self.arrived(*call))
         rows, divided = self.runtime.plan.tensors, state.forward.tokens_divided
         if self.mesh.tp > 1 and not self.in_step:  # there a loss is seen: `weight_terms.count_once`
             self.uses.note(output, {id(p) for name, p in self.named
@@ -192,8 +189,7 @@ class Completion:
     def one_step(self, in_hooks: bool) -> Iterator[None]:
         """Around a step that sums over tp at its end, and says when to average over dp.
 
-        Args:
-            in_hooks: someone's hook takes each gradient before the step ends, as an optimizer may.
+        `in_hooks`: someone's hook takes each gradient before the step ends, as an optimizer may.
         """
         self.done, before, self.over_tp = False, self.over_tp, in_hooks
         self.in_step = True
@@ -201,6 +197,7 @@ class Completion:
             yield
         except BaseException:
             self._forget()
+            self._end_of_call()
             raise
         finally:
             self.over_tp, self.in_step = before, False
@@ -220,11 +217,14 @@ class Completion:
         self.came = self.came or is_leaf
         if (bucket := self.bucket_of.get(id(parameter))) is not None:
             bucket.wait()  # what is under way must not be written to
-        groups, term = self._groups(name) if self.over_tp else [], None
+        sums = self.over_tp and name not in self.replaced
+        groups, term = self._groups(name) if sums else [], None
         if groups and not self.in_step:
             grad, term = self.uses.split(parameter, grad)
         if self.over_dp and not self.paused and not is_leaf:
             groups, grad = [*groups, self.mesh.group("dp")], grad * (1.0 / self.mesh.dp)
+        if not is_leaf:
+            self.replaced.add(name)
         for group in groups:
             refuse_graph()
             grad = summed(grad, group)
@@ -240,18 +240,27 @@ class Completion:
         return [group for one in sums if (group := self.runtime.group(one)) is not None]
 
     def _tokens_divided(self) -> bool:
-        modes = self.modes or {self.runtime.schedule.state.forward.tokens_divided}
+        modes = self.modes or {self.divided}
         if len(modes) > 1:
             problem = "it goes through one forward that divides its tokens and one that does not"
             hint = "pad both batches to a multiple of tp (pad_to_multiple_of of the tokenizer)"
             raise MeshError("backward", "sequence_parallel=True", problem, hint)
         return next(iter(modes))
 
-    def arrived(self, divided: bool) -> None:
-        """A backward begins at an output of the model."""
+    def arrived(self, forward: ForwardContext, position: tuple[int, int, int]) -> None:
+        """A backward begins at an output of a call: what recomputes in it runs as in that call."""
         if self.task != torch._C._current_graph_task_id():
             self._open_backward()
-        self.modes.add(divided)
+        self.modes.add(forward.tokens_divided)
+        state = self.runtime.schedule.state
+        self.outside = self.outside or state.forward
+        state.forward, state.random.again = forward, position
+
+    def _end_of_call(self) -> None:
+        """The backward of a call has ended, or failed."""
+        state = self.runtime.schedule.state
+        state.forward, state.random.again = self.outside or state.forward, None
+        self.outside = None
 
     def _open_backward(self) -> None:
         self._open()
@@ -313,8 +322,9 @@ class Completion:
         for parameter in sorted(self.reached, key=self.beyond.__getitem__):
             self._average(parameter)
         self.reached = []
-        self.task, self.modes = -1, set()
-        if not self.in_step:
+        self.task, self.modes, self.replaced = -1, set(), set()
+        self._end_of_call()
+        if not self.in_step and self.mesh.world_size > 1:
             engine = self.runtime.data_parallel
             engine.own_backward_ended(self.parameters, self.mesh, self.paused)
             self.guard.complete(self.parameters, averaged=averaged)
@@ -368,14 +378,6 @@ class _Accumulated:
     def __call__(self, parameter: Any) -> None:
         if (completion := self.completion()) is not None:
             completion.accumulated(parameter)
-
-
-class _Arrived:
-    def __init__(self, completion: Completion, divided: bool):
-        self.completion, self.divided = completion, divided
-
-    def __call__(self, grads: Any) -> None:
-        self.completion.arrived(self.divided)
 
 
 def others(parameter: Any) -> bool:

@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.model.batch_check import check_peers
 from slapo_zoo.model.generation import refuse_cache, refuse_whole_heads, with_source
 from slapo_zoo.model.input_errors import explained
 from slapo_zoo.model.outputs import as_dict, refuse_outputs
 from slapo_zoo.model.own_loss import whole_output
 from slapo_zoo.model.runtime import (
     Runtime,
+    calling,
     count_rows,
     refuse_divided,
-    set_forward,
     takes_cache,
     tokens_divide,
 )
@@ -41,23 +40,25 @@ def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     mesh = model.mesh
     bound = inspect.signature(runtime.own_forward).bind_partial(model, *args)
     batch = with_source({**dict(list(bound.arguments.items())[1:]), **kwargs})
-    stream = runtime.schedule.state.random
-    if model.training:
-        rows = count_rows(batch)
-        stream.step, stream.num_rows = stream.step + 1, rows
-        stream.first_row = rows * mesh.coord("dp")
-        if runtime.schedule.state.checkpointed:
-            batch["use_cache"] = False  # a recomputation would append to the cache once more
+    stream, rows = runtime.schedule.state.random, count_rows(batch)
+    if model.training and runtime.schedule.state.checkpointed:
+        batch["use_cache"] = False  # a recomputation would append to the cache once more
     _keep_documents_apart(model, batch)
-    set_forward(model, batch, tokens_divide(model, batch))
+    divided = tokens_divide(model, batch)
     refuse_divided(model, batch, pp=mesh.pp)
     refuse_outputs(model, batch)
     wants_tuple, run = as_dict(model, batch), functools.partial(_run_own, model, runtime)
-    output = (
-        _run_whole(model, run, batch)
-        if runtime.pipeline is None
-        else _run_stages(model, run, batch)
-    )
+    completion = runtime.completion
+    draws = stream.call(model.training, rows * mesh.coord("dp"), rows)
+    with calling(model, batch, divided), draws:
+        if runtime.pipeline is None:  # whoever calls backward finds complete gradients
+            if mesh.tp > 1 and batch.get("past_key_values") is not None:
+                refuse_whole_heads(model, batch)
+            completion.begin(model, batch, model.training)
+            output = run(batch)
+            completion.watch(output)
+        else:
+            output = _run_stages(model, run, batch)
     return output.to_tuple() if wants_tuple else output
 
 
@@ -76,9 +77,7 @@ def _keep_documents_apart(model: Any, batch: dict[str, Any]) -> None:
 
 @functools.cache
 def uncompiled() -> Callable[..., Any]:
-    """`forward_of` as it is, within a whole model that is compiled: a compiler would follow one rank's
-    numbers past what ranks do together (a loss without its logits, stages), and ranks would part.
-    """
+    """`forward_of` as it is, within a whole model that is compiled: compilers follow one rank's numbers, and ranks part."""
     return torch.compiler.disable(_warned, reason="a model on several tp or pp ranks")
 
 
@@ -86,22 +85,6 @@ def _warned(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     said = "torch.compile: a whole model on tp={} pp={} runs uncompiled; compile its blocks: block.compile()"
     warnings.warn(said.format(model.mesh.tp, model.mesh.pp), stacklevel=2)
     return forward_of(model, args, kwargs)
-
-
-def _run_whole(model: Any, run: Callable[..., Any], batch: dict[str, Any]) -> Any:
-    """Without stages: whoever calls backward finds complete gradients."""
-    completion = model._slapo.completion
-    if model.mesh.tp > 1 and batch.get("past_key_values") is not None:
-        refuse_whole_heads(model, batch)
-    if torch.is_grad_enabled():
-        completion.prepare(model, own_loop=True)
-        completion.follow(batch)
-        if model.training:
-            step = model._slapo.schedule.state.random.step
-            check_peers(model.mesh, batch, step, model.input_check_interval)
-    output = run(batch)
-    completion.watch(output)
-    return output
 
 
 def _run_stages(model: Any, run: Callable[..., Any], batch: dict[str, Any]) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.language.copying import independent_copy
+from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.model import adapters
 from slapo_zoo.model.batch_check import INTERVAL
@@ -20,6 +21,7 @@ from slapo_zoo.model.forward import forward_of, uncompiled
 from slapo_zoo.model.generation import Generates
 from slapo_zoo.model.memory import Memory, memory
 from slapo_zoo.model.optimizers import note_divided
+from slapo_zoo.model.parts import call_parts_alone, features_alone
 from slapo_zoo.model.recompute import Recomputes
 from slapo_zoo.model.runtime import Runtime
 from slapo_zoo.model.saved_configs import extras_of
@@ -74,6 +76,7 @@ class Scheduled(Structure, Generates, Recomputes):
         owners = self.schedule.state.owners  # ties over stages are not seen in what is here
         new.schedule.state.owners = {id(memo[k]): v for k, v in owners.items() if k in memo}
         note_divided(new)
+        call_parts_alone(new)
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -141,7 +144,8 @@ class Scheduled(Structure, Generates, Recomputes):
                 After any error gradients and random streams are those of before.
         """
         model: Any = self
-        with rank_guard("train_step"), self._slapo.precision.step(model):
+        own_call = self.schedule.state.within(ForwardContext(is_call=True))
+        with rank_guard("train_step"), own_call, self._slapo.precision.step(model):
             options = StepOptions(micro_batches, return_logits, targets, loss_fn, scaler)
             return train_step(model, batch, options)
 
@@ -389,4 +393,4 @@ def scheduled_class(cls: type) -> type:
 
     # object.__init_subclass__ of transformers reads annotations; the name serves its look-ups.
     own = {"forward": forward, "__module__": cls.__module__, "unscheduled_class": cls}
-    return type(cls.__name__, (Scheduled, cls), own)
+    return type(cls.__name__, (Scheduled, cls), own | features_alone(cls))

@@ -3,6 +3,7 @@
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,10 +140,10 @@ def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
     return divide
 
 
-def set_forward(model: Any, batch: Mapping[str, Any], divided: bool) -> None:
-    """Tell the directives of the forward that comes: are its tokens divided, which ones are real?"""
+def calling(model: Any, batch: Mapping[str, Any], divided: bool) -> AbstractContextManager[None]:
+    """Within it, directives know of the forward that runs: are its tokens divided, which ones are real?"""
     real = None if known().real is None else batch["attention_mask"].bool()
-    model._slapo.schedule.state.forward = ForwardContext(divided, real)
+    return model._slapo.schedule.state.within(ForwardContext(divided, real, is_call=True))
 
 
 def takes_cache(runtime: Runtime) -> bool:

@@ -25,9 +25,9 @@ from slapo_zoo.model.outputs import as_dict, refuse_outputs
 from slapo_zoo.model.parameter_hooks import on_parts, run_later
 from slapo_zoo.model.runtime import (
     Runtime,
+    calling,
     count_rows,
     refuse_divided,
-    set_forward,
     takes_cache,
     tokens_divide,
 )
@@ -81,7 +81,7 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
     is_part = options.loss_fn is None and (count * mesh.dp > 1 or targets is not None)
     counts = targets if targets is not None else count_targets(name, tensors) if is_part else []
     divided = tokens_divide(model, own_loss.of_model({**tensors, **whole}))
-    runtime.schedule.state.forward = ForwardContext(divided)
+    runtime.schedule.state.forward = ForwardContext(divided, is_call=True)
     asked = ask(model, tensors, counts, rows, whole)
     runtime.completion.asks_hosts = asked.missed
     step, kept = stream.step + 1, LogitsKept() if options.return_logits else None
@@ -102,10 +102,15 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
         over = means.over(model, targets_of(name, part)) if is_part else nullcontext()
         first = int(part_rows[0]) - asked.first
         numbers = asked.of_rows(first, len(part_rows), own is not None, kept is not None)
-        with explained(model, inputs), place, over, knowing(numbers):
-            set_forward(model, inputs, divided)
+        with (
+            explained(model, inputs),
+            place,
+            over,
+            knowing(numbers),
+            calling(model, inputs, divided),
+        ):
             output = runtime.data_parallel.run(model, inputs)
-        runtime.completion.watch(output)
+            runtime.completion.watch(output)
         if kept is not None:
             kept.add(int(part_rows[0]), output)
         loss = loss_of(output, part) * runtime.precision.scale

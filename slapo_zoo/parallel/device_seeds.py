@@ -110,15 +110,9 @@ class DeviceSeeds:
         self, device: torch.device, seed: int, position: tuple[int, int, int], site: int,
         count: int, heads: Sequence[int],
     ) -> Tensor:  # fmt: skip
-        """[count * heads] seeds of a site.
+        """[count * heads] seeds of a site at a position: step, first row and rows of the micro-batch.
 
-        Args:
-            device: where they are wanted.
-            seed: of the stream.
-            position: step, first row and number of rows of the micro-batch.
-            site: number of the site.
-            count: rows of the tensor, a multiple of the micro-batch's.
-            heads: global indices, or nothing.
+        `count` are the rows of the tensor, a multiple of the micro-batch's; `heads` global indices, or nothing.
         """
         step, first_row, num_rows = position
         if detect_fake_mode() is not None:  # a dry run: what it makes must not be met again

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.parallel import random_stream
 from slapo_zoo.parallel.device_seeds import DeviceSeeds, later, split_cells
 from slapo_zoo.parallel.random_stream import RandomStream, SiteName, Where, hashed_cells
 
@@ -21,8 +23,12 @@ _SEEDS = DeviceSeeds()  # of all graphs
 
 def _stream(at: Tensor, seed: int, rows: bool, real: Tensor | None) -> RandomStream:
     step, first_row, num_rows = at.tolist()  # on the host: nothing waits
+    if num_rows == random_stream.NOWHERE:
+        problem = "compiled code beside any call of the model would draw the same masks for ever"
+        raise SlapoError("dropout", "torch.compile", problem, "call a module alone uncompiled")
+    random_stream.GRAPHS[0] += 1
     place = (first_row, num_rows) if rows else (0, 0)
-    stream = RandomStream(seed, step, *place, device_seeds=_SEEDS)
+    stream = RandomStream(seed, step, *place, device_seeds=_SEEDS, is_open=True)
     stream.real_tokens = real if rows else None
     return stream
 
@@ -41,19 +47,9 @@ def drawn_mask(
     at: Tensor, seed: int, rows: bool, real: Tensor | None, key: Tensor | None, site: str,
     heads: Sequence[int], shape: Sequence[int], p: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """RandomStream.keep_mask on a CPU for a tensor of `shape`.
+    """RandomStream.keep_mask on a CPU for a tensor of `shape`, where axis 0 are `rows` of the batch.
 
-    Args:
-        at: int64 [3], step, first row and rows of the stream.
-        seed: of the stream.
-        rows: whether axis 0 are batch rows.
-        real: as RandomStream.real_tokens.
-        key: what the hash of the site's name begins with, int64, on the host.
-        site: the rest of the name.
-        heads: as in keep_mask.
-        shape: of the mask.
-        p: as in keep_mask.
-        dtype: of the mask.
+    `at`, int64 [3], is the position of the stream; with `key`, int64, on the host, the hash of the site's name begins.
     """
     whole = torch.empty((), dtype=dtype).expand(list(shape))
     return _stream(at, seed, rows, real).keep_mask(whole, p, _whole(key, site), list(heads)).clone()

@@ -20,6 +20,7 @@ from slapo_zoo.errors import MeshError, RankError
 from slapo_zoo.parallel import compat, heartbeat
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.process_group import rank_guard
+from slapo_zoo.parallel.seeds import GeneratorOfThreads
 
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -132,11 +133,15 @@ def _set_aside() -> Iterator[None]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """The ranks share the cores: threads within an operation would only get in each other's way."""
+    """The ranks share cores: threads within an operation would be in each other's way; and torch's generator."""
     before, hook = torch.get_num_threads(), sys.excepthook
+    names: Any = torch.random
+    generator = names.default_generator
+    names.default_generator = GeneratorOfThreads(generator)
     torch.set_num_threads(1)
     try:
         yield
     finally:
+        names.default_generator = generator
         torch.set_num_threads(before)
         sys.excepthook = hook  # a process group puts "[rank0]:" before each line of a traceback

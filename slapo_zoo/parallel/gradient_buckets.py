@@ -116,3 +116,24 @@ def buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         size += p.nbytes
     if bucket:
         yield bucket
+
+
+class Bucket:
+    """Parameters whose gradients are averaged over dp in one collective."""
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        self.parameters = parameters
+        self.ready: set[int] = set()
+        self.sum: FlatSum | None = None
+        self.late = False  # some gradient was added to after the sum began
+
+    def start(self, group: Any, size: int) -> None:
+        """Begin to average what `.grad` holds now; an average of averages stays what it is."""
+        self.wait()
+        self.sum, self.late = FlatSum(self.parameters, group, 1.0 / size), False
+
+    def wait(self, somewhere: set[int] | None = None) -> None:
+        """`.grad` may be read and written again."""
+        if self.sum is not None:
+            self.sum.finish(somewhere)
+            self.sum = None

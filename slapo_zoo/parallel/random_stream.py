@@ -18,6 +18,7 @@ from torch._guards import detect_fake_mode
 
 from slapo_zoo.parallel.device_seeds import STRIDE, DeviceSeeds, later, mix, split_cells
 from slapo_zoo.parallel.known import known, places
+from slapo_zoo.parallel.seeds import advance_generator, mark_of_generator
 
 
 class SiteName:
@@ -50,13 +51,20 @@ def hash_of(site: Where) -> int:
     return site if isinstance(site, int) else zlib.crc32(str(site).encode())
 
 
+Position = tuple[int, int, int]  # step, first row, rows
+NOWHERE = -1  # rows of a graph's position where no call runs
+TURN = 40  # bits of a step; those above tell the draws of a site beside any call from each other
+MARKS = 1 << 14  # states of torch's generator that are remembered
+GRAPHS = [0]  # how often compiled code has drawn: no stream sees it
+
+
 @dataclass
 class RandomStream:
     """Where in the random sequence a model is; shared by all its sites.
 
     Args:
         seed: of the whole run, the same on all ranks.
-        step: counts training forwards (of whole batches, not of micro-batches).
+        step: counts training forwards of the whole model (of whole batches, not of micro-batches).
         first_row: global batch row of the first row in the current micro-batch.
         num_rows: rows of the current micro-batch, 0 when unknown.
     """
@@ -65,21 +73,32 @@ class RandomStream:
     step: int = 0
     first_row: int = 0
     num_rows: int = 0
+    copy: int = 0  # our dp coordinate, which tells the rows of what is drawn beside any call
     real_tokens: Tensor | None = None  # [B, S], while all that are real stand in one row
     real_at: Tensor | None = None  # [N], where they are among all B * S
     device_seeds: DeviceSeeds = field(default_factory=DeviceSeeds, repr=False)
     has_rows: bool = True  # whether axis 0 of what is dropped are batch rows
+    is_open: bool = False  # a call runs: its sites draw at one position
+    again: Position | None = None  # of the call whose backward runs
+    calls: int = 0  # so many drew that were no training forward of the whole model
     now: Tensor | None = field(default=None, repr=False, compare=False)  # `position` for a graph
+    _start: int | None = None  # mark at the start of a call that has drawn nothing yet
+    _turns: dict[int, int] = field(default_factory=dict, repr=False)  # of a site beside any call
+    _seen: dict[Any, Position] = field(default_factory=dict, repr=False)  # by mark
 
     def __setattr__(self, name: str, value: Any) -> None:
         """A position is a tensor too: see drawn_in_graphs."""
         super().__setattr__(name, value)
-        if name in ("step", "first_row", "num_rows"):
+        if name in ("step", "first_row", "num_rows", "again"):
             self._moved()
+        if name == "step":
+            self._turns = {}
 
     def _moved(self) -> None:
         if detect_fake_mode() is None:  # what a dry run makes must not be met again
-            self.now = torch.tensor(self.position(), device="cpu")
+            step, first_row, num_rows = self.position()
+            known = self.is_open or self.again or num_rows
+            self.now = torch.tensor([step, first_row, num_rows if known else NOWHERE], device="cpu")
 
     @contextmanager
     def packing(self, real: Tensor) -> Iterator[None]:
@@ -92,40 +111,94 @@ class RandomStream:
         finally:
             self.real_tokens = self.real_at = None
 
-    def position(self) -> tuple[int, int, int]:
+    def position(self) -> Position:
         """What a recomputation must restore to draw the same masks."""
-        return self.step, self.first_row, self.num_rows
+        return (not self.is_open and self.again) or (self.step, self.first_row, self.num_rows)
 
     @contextmanager
     def at(self, step: int, first_row: int, num_rows: int) -> Iterator[None]:
-        """Draw as if the model were at another position."""
-        before = self.position()
-        self._go(step, first_row, num_rows)
+        """Draw at this position, as a call does."""
+        before = (self.step, self.first_row, self.num_rows), self.is_open, self._start
+        self._go((step, first_row, num_rows), True)
         try:
             yield
         finally:
             self._go(*before)
 
-    def _go(self, step: int, first_row: int, num_rows: int) -> None:
-        self.__dict__.update(step=step, first_row=first_row, num_rows=num_rows)
+    def _go(self, place: Position, is_open: bool, start: int | None = None) -> None:
+        found = dict(zip(("step", "first_row", "num_rows"), place, strict=True))
+        self.__dict__.update(found, is_open=is_open, _start=start)
         self._moved()
+
+    @contextmanager
+    def call(self, trains: bool, first_row: int, num_rows: int) -> Iterator[None]:
+        """Around a call of the model or of a part, whose masks are its own.
+
+        From a state of torch's generator from which a call has drawn before (a recomputation, a seed
+        that was set anew) it draws as that one did. A call that draws moves the generator. One that
+        `trains` is a training forward of the whole model, which has a step of its own.
+        """
+        mark = None if torch.compiler.is_compiling() else mark_of_generator()
+        if mark in self._seen:
+            number = self._seen[mark][0]
+        elif trains:
+            number = self.step = self.step + 1
+        else:
+            number = -self.calls - 1
+        with self.at(number, first_row, num_rows):
+            self._start, graphs = mark, GRAPHS[0]
+            try:
+                yield
+            finally:
+                if self._start is not None and GRAPHS[0] != graphs:  # in compiled code alone
+                    self._begin()
+                if mark is not None and self._start is None:
+                    advance_generator()
+
+    def _begin(self) -> None:
+        """The first draw of a call."""
+        start, self._start = self._start, None
+        self.calls = max(self.calls, -self.step)
+        self._remember(start)
+        advance_generator()
+        self._remember(mark_of_generator())
+
+    def _remember(self, mark: Any, position: Position | None = None) -> None:
+        if len(self._seen) >= MARKS:
+            del self._seen[next(iter(self._seen))]
+        self._seen[mark] = position or self.position()
+
+    def place(self, site: Where, rows: int) -> Position:
+        """The position of a draw for so many rows; beside any call a site has one of its own for each."""
+        found = self._place(site, rows)
+        return found if self.has_rows else (found[0], 0, 0)
+
+    def _place(self, site: Where, rows: int) -> Position:
+        if self.is_open or detect_fake_mode() is not None:
+            if self._start is not None:
+                self._begin()
+            return self.position()
+        mark, key = mark_of_generator(), hash_of(site)
+        if mark in self._seen:  # within a call
+            return self._seen[mark]
+        found = self._seen.get((mark, key)) or self.again
+        if found is None:
+            turn = self._turns[key] = self._turns.get(key, -1) + 1
+            first_row = self.first_row if self.num_rows else self.copy * rows
+            found = self.step + (turn << TURN), first_row, self.num_rows
+        if found is not self.again:
+            self._remember((mark, key), found)
+            advance_generator()
+        return found
 
     @contextmanager
     def without_rows(self) -> Iterator[None]:
         """Draw for what has no batch rows: the same for every micro-batch, dp rank and packing."""
-        if torch.compiler.is_compiling():  # a graph must not ask for a number of the position
-            self.has_rows = False
-            try:
-                yield
-            finally:
-                self.has_rows = True
-            return
-        packed, self.real_tokens = self.real_tokens, None
+        self.has_rows = False
         try:
-            with self.at(self.step, 0, 0):
-                yield
+            yield
         finally:
-            self.real_tokens = packed
+            self.has_rows = True
 
     def keep_mask(self, x: Tensor, p: float, site: Where, heads: Sequence[int] = ()) -> Tensor:
         """A dropout mask for x, 0 or 1/(1-p), in the shape and dtype of x.
@@ -139,7 +212,7 @@ class RandomStream:
         if not self.draws_in_blocks(x.device):
             keep = hashed_cells(x, p, self.seeds(x, site, heads))
             return keep.div_(1.0 - p) if p < 1.0 else keep
-        real = self.real_tokens
+        real = self.real_tokens if self.has_rows else None
         if torch.compiler.is_compiling():
             from slapo_zoo.parallel.drawn_in_graphs import drawn_mask, in_graph
 
@@ -159,19 +232,25 @@ class RandomStream:
         """Whether masks are drawn by a generator, as on a CPU; else they are hashed where they are used."""
         return device.type == "cpu"
 
+    def drawn(
+        self, x: Tensor, p: float, site: Where, of: str = "mask", part: tuple = ()
+    ) -> dict[str, Any]:
+        """What a dropout of x takes: `keep`, or where an operator hashes the mask, its `seeds` and `p`.
+
+        x holds a `part` of "columns" or "tokens", or of "mask" the heads: see the methods that keep it.
+        """
+        if self.hashes(x.device):
+            find = self.seeds if of == "mask" else getattr(self, f"seeds_of_{of}")
+            return {"seeds": find(x, site, *part), "p": p}
+        return {"keep": getattr(self, f"keep_{of}")(x, p, site, *part)}
+
     def hashes(self, device: torch.device) -> bool:
         """Whether an operator hashes a mask from its seeds, and none lies in memory."""
         return not self.draws_in_blocks(device)
 
     def seeds(self, x: Tensor, site: Where, heads: Sequence[int] = ()) -> Tensor:
-        """The seeds of the mask of x, on its device: x is cut into as many equal runs.
-
-        Args:
-            x: [rows, ...], or [rows, len(heads), ...] when `heads` is given.
-            site: path of the module that drops.
-            heads: global indices of axis 1.
-        """
-        real, rows = self.real_tokens, x.shape[0]
+        """The seeds of the mask of x, on its device: x is cut into as many equal runs; see `keep_mask`."""
+        real, rows = self.real_tokens if self.has_rows else None, x.shape[0]
         rows = rows if real is None or heads else len(real)
         found = self.found(x.device, site, rows, heads)
         if real is None or heads or self.real_at is None:
@@ -188,8 +267,8 @@ class RandomStream:
 
             at = self.now, self.seed, self.has_rows
             return drawn_seeds(*at, *in_graph(site), rows, list(heads), device)
-        key = hash_of(site)
-        return self.device_seeds.find(device, self.seed, self.position(), key, rows, heads)
+        at, key = self.place(site, rows), hash_of(site)
+        return self.device_seeds.find(device, self.seed, at, key, rows, heads)
 
     def seeds_of_columns(self, x: Tensor, site: Where, run: tuple[int, int], size: int) -> Tensor:
         """As `keep_columns`: a seed per row of the last axis."""
@@ -201,16 +280,17 @@ class RandomStream:
         """As `keep_tokens`: seeds of this rank's run of tokens."""
         if x.ndim > 2:
             return later(self.seeds(x, site), r * (x.numel() // max(x.shape[0], 1)))
-        tokens = x.shape[0] // max(self.num_rows, 1)
+        tokens = x.shape[0] // max(self.position()[2], 1)
         found = self.seeds(x.detach().new_empty(()).expand(n * x.shape[0], x.shape[1]), site)
         return found.view(-1, n * tokens).narrow(1, r * tokens, tokens).flatten()
 
     def cells(self, count: int, site: Where, heads: Sequence[int] = ()) -> list[int]:
         """The seed of each cell of `count` rows, row by row; arguments as above."""
-        key = (self.seed, self.step, hash_of(site))
+        step, first_row, num_rows = self.place(site, count)
+        key = (self.seed, step, hash_of(site))
         # A model may flatten [rows, choices, ...] to [rows * choices, ...].
-        per_row = count // self.num_rows if self.num_rows else 1
-        rows = range(self.first_row * per_row, self.first_row * per_row + count)
+        per_row = count // num_rows if num_rows else 1
+        rows = range(first_row * per_row, first_row * per_row + count)
         return [mix(*key, row, head) for row in rows for head in heads or (0,)]
 
     def keep_columns(
@@ -226,17 +306,12 @@ class RandomStream:
     def keep_tokens(self, x: Tensor, p: float, site: Where, n: int, r: int) -> Tensor:
         """The mask of an x that holds the r-th of n runs of tokens; all are drawn, then cut.
 
-        Args:
-            x: [rows, tokens / n, ...], or [rows * tokens / n, width] where a model flattens.
-            p: probability that an element becomes 0.
-            site: path of the module that drops.
-            n: ranks that shard the tokens.
-            r: ours.
+        x is [rows, tokens / n, ...], or [rows * tokens / n, width] where a model flattens.
         """
         if x.ndim > 2:
             whole = x.new_empty(()).expand(x.shape[0], n * x.shape[1], *x.shape[2:])
             return self.keep_mask(whole, p, site).narrow(1, r * x.shape[1], x.shape[1])
-        tokens = x.shape[0] // max(self.num_rows, 1)
+        tokens = x.shape[0] // max(self.position()[2], 1)
         whole = x.new_empty(()).expand(n * x.shape[0], x.shape[1])
         keep = self.keep_mask(whole, p, site).view(-1, n * tokens, x.shape[1])
         return keep.narrow(1, r * tokens, tokens).reshape(x.shape)

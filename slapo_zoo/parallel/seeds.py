@@ -2,11 +2,14 @@
 
 import logging
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_zoo.errors import ScheduleError
 
@@ -69,6 +72,45 @@ class RngTracker:
             yield
         finally:
             self.states = before
+
+
+class GeneratorOfThreads(threading.local):
+    """Stands for torch's generator where ranks are threads that share it: each has a mark of its own."""
+
+    def __init__(self, own: torch.Generator):
+        self.own, self.mark, self.states = own, 0, WeakIdKeyDictionary()
+
+    def get_state(self) -> torch.Tensor:
+        state = self.own.get_state()
+        self.states[state] = self.mark
+        return state
+
+    def set_state(self, state: torch.Tensor) -> None:
+        self.own.set_state(state)
+        self.mark = self.states.get(state, hash(state.numpy().tobytes()))
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        self.mark = hash((seed, "seed"))
+        return self.own.manual_seed(seed)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+
+def mark_of_generator() -> int:
+    """A number that stands for the state of torch's generator of the host: alike for equal states."""
+    own: Any = torch.random.default_generator
+    is_shared = isinstance(own, GeneratorOfThreads)
+    return own.mark if is_shared else hash(own.get_state().numpy().tobytes())
+
+
+def advance_generator() -> None:
+    """Move torch's generator of the host by one draw."""
+    generator: Any = torch.random.default_generator
+    if isinstance(generator, GeneratorOfThreads):
+        generator.mark = hash((generator.mark, "drawn"))
+    else:
+        torch.empty((), dtype=torch.int64, device="cpu").random_()
 
 
 _TRACKER = RngTracker()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.model.auto import AutoScheduledModel
 from slapo_zoo.model.numerics import digest, part_of
+from slapo_zoo.model.runtime import tokens_divide
 from slapo_zoo.parallel.emulation import emulate
 from slapo_zoo.verify.specimen import Specimen, experts, silence, tensors
 from slapo_zoo.zoo.table import Table
@@ -62,7 +63,7 @@ def _rank(subject: Specimen, sizes: tuple[int, int, int], knobs: Any, rates: Any
     part = {k: v[start : start + rows] for k, v in subject.batch.items()}
     whole = model._slapo.batch_statistics or model._slapo.undivided
     loss = float(model.train().train_step(part, micro_batches=1 if whole else 2))
-    if knobs.get("sequence_parallel") and not model._slapo.schedule.state.forward.tokens_divided:
+    if knobs.get("sequence_parallel") and not tokens_divide(model, part):
         problem = "its batch has no tokens that tp ranks could divide: it was not seen to be right"
         raise SlapoError("verify", "sequence_parallel", problem, "leave sequence_parallel out")
     return outputs, loss, model.consolidated_state_dict(grads=True), _held(model)

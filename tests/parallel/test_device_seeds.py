@@ -20,7 +20,7 @@ class Hashed(RandomStream):
 
 
 def stream(**more):
-    return Hashed(**{"seed": 7, "step": 3, "first_row": 2, "num_rows": 2} | more)
+    return Hashed(**{"is_open": True, "seed": 7, "step": 3, "first_row": 2, "num_rows": 2} | more)
 
 
 def kept(seeds, x):

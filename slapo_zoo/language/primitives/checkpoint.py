@@ -132,9 +132,7 @@ def restoring(
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
     """Contexts for the first run and the recomputation, which runs as the first one did.
 
-    Args:
-        state: of the schedule.
-        kept: operations whose results are kept instead of recomputed.
+    The results of `kept` operations are kept instead of recomputed.
     """
     again = as_now(state.random, state)
     if kept is None:
@@ -145,25 +143,25 @@ def restoring(
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     first, second = create_selective_checkpoint_contexts(choose)
-    return first, _both(again(), second)  # what is gathered anew is none of the operations
+    return first, again(second)  # what is gathered anew is none of the operations
 
 
 def as_now(
     stream: RandomStream | None, state: State | None = None
-) -> Callable[[], AbstractContextManager]:
+) -> Callable[..., AbstractContextManager]:
     """Makes contexts in which code draws, divides and packs tokens as it would now.
 
-    Args:
-        stream: of the model, beside the forked generators of `get_cuda_rng_tracker`.
-        state: of the schedule: another forward may come in between.
+    Beside the stream of the model, the forked generators of `get_cuda_rng_tracker` are where they are now.
     """
-    tracker, position = get_cuda_rng_tracker(), stream and stream.position()
+    tracker, position = get_cuda_rng_tracker(), None
+    if stream is not None and (stream.is_open or stream.again):  # else torch's generator tells it
+        position = stream.position()
     forked = dict(tracker.states)
     forward = state and state.forward
     reading = state.recomputing() if state is not None else nullcontext
 
     @contextmanager
-    def again() -> Iterator[None]:
+    def again(*within: AbstractContextManager) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(tracker.at(forked))
             if stream is not None and position is not None:
@@ -171,17 +169,11 @@ def as_now(
             if state is not None and forward is not None:
                 stack.enter_context(state.within(forward))
                 stack.enter_context(reading())
+            for context in within:
+                stack.enter_context(context)
             yield
 
     return again
-
-
-@contextmanager
-def _both(*contexts: AbstractContextManager):
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
 
 
 def checkpoint(

@@ -121,7 +121,8 @@ class ForkRng(Directive):
             if torch.compiler.is_compiling():  # no graph holds a generator of torch
                 with own:
                     return forward(*args, **kwargs)
-            seed = rng.mix(stream.seed, *stream.position(), hash_path(site), rank)
+            place = stream.place(name, 1)
+            seed = rng.mix(stream.seed, *place, rng.hash_of(site.path), rank)
             if ranks_are_threads():  # they share the generator: each has it for one call at a time
                 own.state = seed
                 with own:
@@ -180,7 +181,8 @@ class OwnDropout(TorchFunctionMode):
         if not training or p == 0.0:  # as torch: no mask of ones is made
             return x
         if child and columns:
-            return dropout(x, **_drawn_columns(self.site, x, p, name, columns, child.size))
+            stream = self.site.state.random
+            return dropout(x, **stream.drawn(x, p, name, "columns", (columns, child.size)))
         return dropout(x, **_drawn(self.site, x, p, name, self.tokens))
 
     def _generated(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -216,7 +218,8 @@ class OwnDropout(TorchFunctionMode):
     def _rows(self, x: Tensor) -> Tensor:
         """Numbers that are drawn for each batch row: those of the row, whichever batch it is in."""
         stream = self.site.state.random
-        if not (x.ndim and stream.num_rows and x.shape[0] % stream.num_rows == 0):
+        num_rows = stream.position()[2]
+        if not (x.ndim and num_rows and x.shape[0] % num_rows == 0):
             return x
         self.count += 1
         return stream.uniform(x, rng.SiteName(self.name, f"#{self.count}"))
@@ -229,33 +232,12 @@ def _dropout_arguments(
     return input, p, training
 
 
-def hash_path(site: Site) -> int:
-    """The same integer for a path in every process."""
-    return rng.zlib.crc32(site.path.encode())
-
-
 def _drawn(site: Site, x: Tensor, p: float, name: rng.SiteName, tokens: bool) -> dict[str, Any]:
     """The mask of x, which holds all tokens or, while they are sharded, this rank's: see dropout_mask."""
     stream, mesh = site.state.random, site.mesh
-    hashes = stream.hashes(x.device)
     if tokens and site.state.forward.tokens_divided:
-        place = mesh.tp, mesh.coord("tp")
-        if hashes:
-            return {"seeds": stream.seeds_of_tokens(x, name, *place), "p": p}
-        return {"keep": stream.keep_tokens(x, p, name, *place)}
-    if hashes:
-        return {"seeds": stream.seeds(x, name), "p": p}
-    return {"keep": stream.keep_mask(x, p, name)}
-
-
-def _drawn_columns(
-    site: Site, x: Tensor, p: float, name: rng.SiteName, run: Run, size: int
-) -> dict[str, Any]:
-    """The mask of an x whose last axis is a run of `size` columns."""
-    stream = site.state.random
-    if stream.hashes(x.device):
-        return {"seeds": stream.seeds_of_columns(x, name, run, size), "p": p}
-    return {"keep": stream.keep_columns(x, p, name, run, size)}
+        return stream.drawn(x, p, name, "tokens", (mesh.tp, mesh.coord("tp")))
+    return stream.drawn(x, p, name)
 
 
 def _is_whole(x: Tensor, child: _Child | None, size: int) -> bool:
@@ -274,18 +256,15 @@ def _dropout(
 
     def draws(input: Tensor) -> dict[str, Any]:
         """What is drawn for an input: `keep`, or `seeds` and `p`."""
-        p, hashes = module.p, stream.hashes(input.device)
+        p = module.p
         if not directive.rows:
             with stream.without_rows():
                 return _drawn(site, input, p, path, tokens=False)
         if run is None or (directive.axis == -1 and _is_whole(input, child, size)):
             return _drawn(site, input, p, path, directive.tokens)
         if directive.axis == 1:
-            heads = range(*run)
-            if hashes:
-                return {"seeds": stream.seeds(input, path, heads), "p": p}
-            return {"keep": stream.keep_mask(input, p, path, heads)}
-        return _drawn_columns(site, input, p, path, run, size)
+            return stream.drawn(input, p, path, part=(range(*run),))
+        return stream.drawn(input, p, path, "columns", (run, size))
 
     def forward(input: Tensor) -> Tensor:
         if not module.training or module.p == 0.0:
