@@ -91,7 +91,7 @@ def in_one_piece(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int, table: Tensor | None,
     classes: Tensor | None, key_mask: Tensor | None, keep: Tensor | None, seeds: Tensor | None, p: float,
 ) -> Tensor:  # fmt: skip
-    """As `attention`, with all weights in memory, which the backward then does not make again."""
+    """Compute `attention` with all weights kept in memory, so that the backward need not recompute them."""
     scores = q @ k.transpose(-1, -2)
     scores = scores if scale == 1.0 else scores * scale
     (S, T), least = scores.shape[-2:], torch.finfo(scores.dtype).min

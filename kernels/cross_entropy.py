@@ -106,7 +106,7 @@ def gradient(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tens
 
 
 def gradient_(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tensor) -> Tensor:
-    """As `gradient`, in the place of the logits."""
+    """Write `gradient` over the logits."""
     if in_triton(logits):
         from slapo_zoo.kernels import cross_entropy_triton
 
@@ -117,7 +117,7 @@ def gradient_(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Ten
 def _gradient_into(
     out: Tensor, logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tensor
 ) -> Tensor:
-    """As `gradient`, in torch operations; `out` may be the logits."""
+    """Compute `gradient` in torch operations; `out` may be the logits."""
     if not logits.shape[1]:
         return out
     d, at = d_statistics[:, :, None], target.clamp(min=0)[:, None]

@@ -9,7 +9,7 @@ from slapo_zoo.kernels.dropout import dropout
 
 
 def serves(q: Tensor, mask: Tensor | None, causal: bool, keys: int) -> bool:
-    """Whether the kernel takes a query [B, H, S, D] and a mask of `transformers`.
+    """Return whether the kernel takes a query [B, H, S, D] and a mask of `transformers`.
 
     A mask of what is seen, the same for all heads, is served; what is added to the scores may be
     anything.

@@ -31,7 +31,7 @@ def mask_like(x: Tensor, keep: Tensor | None, seeds: Tensor | None, p: float) ->
 
 
 def dropout_of(module: Any, x: Tensor, cells: int = 0) -> dict[str, Any]:
-    """What a dropout module is about to draw for x, as the arguments `keep`, `seeds` and `p`.
+    """Return the mask that a dropout module draws for x, as the arguments `keep`, `seeds` and `p`.
 
     A schedule gives a module a forward with a random stream of its own, which says what it `draws`:
     a mask on a CPU, seeds elsewhere. Another forward is asked for its mask; a plain module on a GPU gets one
@@ -76,7 +76,7 @@ def keys_of(mask: Tensor | None, size: int) -> Tensor | None:
 
 
 def hides_only_padding(mask: Tensor | None, queries: int, size: int, causal: bool) -> bool:
-    """Whether a mask of `transformers` hides only keys that are padding and, if causal, later ones.
+    """Return whether a mask of `transformers` hides only keys that are padding and, if causal, later ones.
 
     Packed sequences have another. A mask is looked at once; all layers of a model share it.
 

@@ -57,7 +57,7 @@ def _serves(x: Tensor, weight: Tensor, in_first: bool) -> bool:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a kernel may multiply by the weight itself: nobody sees or changes the call."""
+    """Return whether a kernel may multiply by the weight itself: nobody sees or changes the call."""
     own = products.computes_as_class(vars(module).get("forward"))
     return own and not any(getattr(module, name) for name in HOOKS)
 

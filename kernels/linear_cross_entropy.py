@@ -130,7 +130,7 @@ def _mean(total: Tensor, counts: Tensor, items: Tensor | int | None) -> Tensor:
 
 
 def _torch_has_it(x: Tensor, label_smoothing: float) -> bool:
-    """Whether torch's own chunked loss is there and was not measured to be the slower one."""
+    """Return whether torch's own chunked loss is there and was not measured to be the slower one."""
     has = hasattr(torch.nn, "LinearCrossEntropyOptions") and hasattr(
         functional, "linear_cross_entropy"
     )
@@ -256,7 +256,7 @@ def _loss_and_gradient_(
 def _rows_in_cache_(
     logits: Tensor, target: Tensor, counts: Tensor, smoothing: float, scale: Tensor
 ) -> Tensor:
-    """As `_loss_and_gradient_` for a few rows, on a CPU."""
+    """Compute `_loss_and_gradient_` for a few rows, on a CPU."""
     wide = logits.to(cross_entropy.wide_dtype(logits))
     at = target.clamp(min=0)[:, None]
     picked, total = wide.gather(1, at)[:, 0], wide.sum(1) if smoothing else wide[:, 0]

@@ -105,7 +105,7 @@ class Head:
 
 
 def may_defer(module: Any, rows: Tensor) -> bool:
-    """Whether a head returns logits on demand: while it trains, on real tensors."""
+    """Return whether a head returns logits on demand: while it trains, on real tensors."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     real = not isinstance(rows, FakeTensor) and not rows.is_meta
@@ -187,7 +187,7 @@ class LogitsOnDemand(torch.Tensor):
         return self.read
 
     def changed(self) -> bool:
-        """Whether they, or the logits that they were made of, were changed in place."""
+        """Return whether they, or the logits that they were made of, were changed in place."""
         mine = self.made is not None and self.made._version != self.made_version
         return mine or (self.parent is not None and self.parent.changed())
 
@@ -225,7 +225,7 @@ class LogitsOnDemand(torch.Tensor):
         return functional.cross_entropy(self, target, **{**options, "reduction": "sum"}) / items
 
     def untouched(self) -> bool:
-        """Whether neither these logits nor those they are a view of were made: they may be changed."""
+        """Return whether neither these logits nor those they are a view of were made: they may be changed."""
         nobody = self.made is None and self.read is None
         return nobody and (self.parent is None or self.parent.untouched())
 
@@ -334,12 +334,12 @@ def _on_rows(func: Any, x: LogitsOnDemand, rest: tuple, kwargs: dict) -> Tensor 
 
 
 def _is_of_an_engine(_x: Any, hook: Any) -> bool:
-    """Whether it only wants to know when a backward begins, as FSDP2 and DeepSpeed do."""
+    """Return whether it only wants to know when a backward begins, as FSDP2 and DeepSpeed do."""
     return str(getattr(hook, "__module__", "")).startswith(_ENGINES)
 
 
 def _is_slice(index: Any) -> bool:
-    """Whether it is a view: an index tensor could change before the logits are made."""
+    """Return whether it is a view: an index tensor could change before the logits are made."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(isinstance(part, slice | int) or part is None or part is Ellipsis for part in parts)
 

@@ -18,7 +18,7 @@ MOST_COLUMNS = 8192  # a row is held in registers: of longer ones they spill
 
 
 def fits_registers(columns: int, x_bias: bool) -> bool:
-    """Whether the backward holds its sums over rows of so many columns; a bias of x is a third one."""
+    """Return whether the backward holds its sums over rows of so many columns; a bias of x is a third one."""
     return columns <= (MOST_COLUMNS // 2 if x_bias else MOST_COLUMNS)
 
 
@@ -58,7 +58,7 @@ def norm(
 
 
 def _has_sum(arguments: tuple) -> bool:
-    """Whether z differs from x."""
+    """Return whether z differs from x."""
     _, _, _, x_bias, residual, keep, seeds, p, _, _ = arguments
     dropped = keep is not None or (seeds is not None and p > 0)
     return x_bias is not None or residual is not None or dropped

@@ -35,7 +35,7 @@ def _forward(module: Any, x: Tensor) -> Tensor:
 
 
 def _recomputes(gate: Tensor, up: Tensor, down: nn.Module) -> bool:
-    """Whether the product of gate and up need not be kept for the gradient of the next weight."""
+    """Return whether the product of gate and up need not be kept for the gradient of the next weight."""
     if type(down) is not nn.Linear or not is_plain(down):
         return False
     same = gate.dtype == up.dtype == down.weight.dtype and gate.shape == up.shape

@@ -59,7 +59,7 @@ def vocab_parallel_linear_cross_entropy(
     chunk_bytes: int | None = None,
     summed: bool = False,
 ) -> Tensor:
-    """As vocab_parallel_cross_entropy of x weight' + bias, without the logits.
+    """Compute vocab_parallel_cross_entropy of x weight' + bias without the logits in memory.
 
     The forward makes the logits chunk by chunk for their statistics, the backward once more for their
     gradient: four GEMMs, O(chunk) memory and still one collective. What fits into one chunk is kept for
@@ -104,7 +104,7 @@ def _gradients(ctx: Any, d_statistics: Tensor, _: Any) -> tuple:
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, width: int) -> Tensor:
-    """Of the classes that are no padding, which lie in front."""
+    """Return the columns of real classes, which lie before the padding."""
     w = weight[:width].t()
     if x.device.type == "cpu":
         return products.mm(x, w, None if bias is None else bias[:width])

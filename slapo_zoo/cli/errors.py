@@ -49,7 +49,7 @@ def _of_the_disk(error: OSError) -> SlapoError:
 
 
 def is_full(error: OSError) -> bool:
-    """Whether a disk, or what a person may use of it, is full."""
+    """Return whether a disk, or what a person may use of it, is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -57,12 +57,12 @@ NETWORK = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 
 
 def is_of_the_network(error: BaseException) -> bool:
-    """Whether a client of HTTP raised it: no route, no name, a refused or lost connection."""
+    """Return whether a client of HTTP raised it: no route, no name, a refused or lost connection."""
     return type(error).__module__.partition(".")[0] in NETWORK
 
 
 def is_first() -> bool:
-    """Whether this process speaks for all that a launcher started."""
+    """Return whether this process speaks for all that a launcher started."""
     return os.environ.get("RANK", "0") == os.environ.get("SLURM_PROCID", "0") == "0"
 
 

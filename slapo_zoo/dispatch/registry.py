@@ -203,7 +203,7 @@ def _unlike(module: nn.Module, name: str, serves: Mapping[str, Any], passes: Seq
 
 
 def as_written(cls: type) -> bool:
-    """Whether a class of modules has the functions that its own file defines, down to its forward."""
+    """Return whether a class of modules has the functions that its own file defines, down to its forward."""
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         own = vars(base)
         if not all(_is_of(base, f) for n, f in own.items() if n == "forward" or n[:2] != "__"):
@@ -214,7 +214,7 @@ def as_written(cls: type) -> bool:
 
 
 def _is_of(cls: type, value: Any) -> bool:
-    """Whether what a class has is no function, or one that its file defines; libraries may wrap it."""
+    """Return whether what a class has is no function, or one that its file defines; libraries may wrap it."""
     function, packages = getattr(value, "__func__", value), (*KNOWN, package_of(cls))
     if not isinstance(function, FunctionType):
         return value is not vars(cls).get("forward")
@@ -232,7 +232,7 @@ def package_of(what: Any) -> str:
 
 
 def is_changed(module: Any) -> bool:
-    """Whether someone else than a schedule sees the calls of a module, or does its work."""
+    """Return whether someone else than a schedule sees the calls of a module, or does its work."""
     forward = getattr(module, "__dict__", {}).get("forward")
     while (inner := getattr(forward, "__func__", getattr(forward, "func", None))) is not None:
         forward = inner
@@ -241,7 +241,7 @@ def is_changed(module: Any) -> bool:
 
 
 def is_hooked(module: Any) -> bool:
-    """Whether someone else than a schedule wants to see its calls."""
+    """Return whether someone else than a schedule wants to see its calls."""
     hooks = [hook for kind in HOOKS for hook in getattr(module, kind, {}).values()]
     return any(not str(getattr(h, "__module__", "")).startswith("slapo_zoo") for h in hooks)
 
@@ -285,7 +285,7 @@ def force(path: str) -> Iterator[None]:
 
 
 def runs_triton(name: str, x: Tensor) -> bool:
-    """Whether the Triton path of a kernel runs for x: where it was measured not to be slower."""
+    """Return whether the Triton path of a kernel runs for x: where it was measured not to be slower."""
     if x.dtype not in TRITON_DTYPES or not HAS_TRITON:
         return False
     if INTERPRETED or x.device.type == "cpu":
@@ -298,13 +298,13 @@ def runs_triton(name: str, x: Tensor) -> bool:
 
 @lru_cache(maxsize=1024)
 def _decided(name: str, dtype: str, size: int, device: str, tables: int) -> bool:
-    """What `kernels="auto"` decided; where only the prior speaks, torch runs inside of the kernel."""
+    """Return the decision of `kernels="auto"`; where nothing was measured, torch runs inside the kernel."""
     known = any(key.startswith(f"{name}:") for key in table_of(device).dispatch)
     return known and decide(name, dtype, size, device).runs
 
 
 def in_triton(x: Tensor) -> bool:
-    """Whether an operator's body, once it was called, uses Triton for x."""
+    """Return whether an operator's body, once it was called, uses Triton for x."""
     return HAS_TRITON and x.dtype in TRITON_DTYPES and (x.is_cuda or INTERPRETED)
 
 

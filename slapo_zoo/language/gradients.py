@@ -1,4 +1,4 @@
-"""What happens to gradients after a backward: new ones are added to earlier ones; the global norm."""
+"""Gradients after a backward: add new ones to earlier ones; compute the global norm; clip."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -281,7 +281,7 @@ def _syncs(model: Any, path: str) -> list[Sync]:
 def _rule(
     path: str, state: State, placed: Placed | None, input_axis: int, syncs: list[Sync]
 ) -> tuple[tuple[Directive, ...], tuple[Directive, ...]]:
-    """What becomes of A and of B beside a base weight."""
+    """Return the directives for A and for B beside a base weight."""
     if state.mesh.tp == 1:
         return (), ()
     if placed is None:

@@ -21,7 +21,7 @@ from slapo_zoo.parallel.random_stream import drawn_from, mix
 
 @dataclass
 class ScheduleMetadata:
-    """What a schedule knows beside its program (the name and fields of the original Slapo).
+    """Metadata of a schedule beside its program (the name and fields of the original Slapo).
 
     Args:
         tie_weights: tied parameter --> the one it shares memory with, by name.

@@ -55,12 +55,12 @@ class Resumed:
 
     @property
     def data_position(self) -> Any:
-        """What this dp rank gave to `save_checkpoint`; WeightsError where that means nothing here."""
+        """Return the value that this dp rank passed to `save_checkpoint`; WeightsError at another dp size."""
         return self._own("data_position", self.data_positions)
 
     @property
     def extra(self) -> Any:
-        """What this dp rank gave to `save_checkpoint`; WeightsError where that means nothing here."""
+        """Return the value that this dp rank passed to `save_checkpoint`; WeightsError at another dp size."""
         return self._own("extra", self.extras)
 
     def _own(self, name: str, values: tuple[Any, ...]) -> Any:
@@ -120,7 +120,7 @@ def async_save_checkpoint(
     extra: Any = None,
     max_shard_size: int | str = "5GB",
 ) -> background.Saving:
-    """As `save_checkpoint`, but training goes on while a thread writes what was there at the call.
+    """Save a checkpoint in a thread: training goes on while it writes the values of the moment of the call.
 
     Until it is written, each rank holds a copy of its tensors in host memory. The next save or
     load waits for it, and so does the end of the process group. The folder must be on a file
@@ -174,7 +174,7 @@ class _Save:
         self.texts: Mapping[str, str] = {}
 
     def describe(self) -> tuple[str, Any, dict[str, str], dict[str, Any]]:
-        """What the other ranks need to know: our optimizer, generators, and place in the data."""
+        """Return this rank's record: its optimizer, generators, and place in the data."""
         mesh, record, keys = self.model.mesh, None, self.model._slapo.keys
         specs = self.model._slapo.specs
         local = consolidate.local_tensors(self.model, specs, mesh, rows=True)
@@ -216,7 +216,7 @@ class _Save:
             self.state[name] = by_copy(name, [mine[name] for mine in own], mesh, SAVE)
 
     def copy(self) -> None:
-        """What training changes from here on is not what is written."""
+        """Copy the tensors that training changes from here on."""
         self.tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.tensors.items()}
 
     def write(self, max_shard_size: int | str) -> None:

@@ -70,7 +70,7 @@ class Completion:
         self._forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Completion":
-        """Of a copied model: a parameter's copy has no hooks yet."""
+        """Copy for a copied model: a parameter's copy has no hooks yet."""
         new = Completion.__new__(Completion)
         memo[id(self)] = new
         new.__dict__.update(self.__dict__, named=[], hooked=[], parameters=[], trained=[])
@@ -209,7 +209,7 @@ class Completion:
             self._close()
 
     def last_backward(self, _outputs: Any) -> None:
-        """Of a stage that steps within `no_sync`: this one averages over dp."""
+        """Let the last backward of a stage within `no_sync` average over dp."""
         self.paused = False
 
     def incoming(self, name: str, parameter: Any, grad: Tensor, is_leaf: bool) -> Tensor | None:
@@ -299,7 +299,7 @@ class Completion:
             self.next += 1
 
     def _reach(self, parameter: nn.Parameter) -> None:
-        """What is beyond the model is averaged at the end, or before another hook takes it."""
+        """Average a gradient outside the model at the end, or before another hook takes it."""
         if others(parameter) and not (self.paused or self.in_step):
             self._average(parameter)
         elif not (self.paused or self.in_step):
@@ -381,7 +381,7 @@ class _Accumulated:
 
 
 def others(parameter: Any) -> bool:
-    """Whether hooks that are not ours take the gradient as soon as it is there."""
+    """Return whether hooks that are not ours take the gradient as soon as it is there."""
     hooks = parameter._post_accumulate_grad_hooks or {}
     return any(not isinstance(hook, _Accumulated) for hook in hooks.values())
 

@@ -1,4 +1,4 @@
-"""What a save writes now: a model may have been cast since it was loaded, or got modules of its own."""
+"""Refresh the plan before a save: a model may have been cast since the load, or have got modules."""
 
 from dataclasses import replace
 from typing import Any

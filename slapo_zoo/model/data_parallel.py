@@ -106,7 +106,7 @@ class DataParallel:
         return found | dict(model.named_buffers(remove_duplicate=False))
 
     def kept(self, model: Any) -> dict[str, Tensor]:
-        """As `tensors`, but where a rank can write its rows alone, these."""
+        """Return the tensors to save: where a rank can write its rows alone, these rows."""
         return self.tensors(model)
 
     def whole_of(self, p: Any, value: Any) -> Any:
@@ -114,11 +114,11 @@ class DataParallel:
         return value
 
     def gives(self, mesh: Mesh) -> bool:
-        """Whether a whole tensor that goes to other ranks may come from this one."""
+        """Return whether a whole tensor that goes to other ranks may come from this one."""
         return True
 
     def whole(self, model: Any, optimizer: Any = None) -> Whole:
-        """What a checkpoint is made of; a collective call over dp."""
+        """Return model and optimizer for a checkpoint, whole over dp; a collective call over dp."""
         return Whole({**dict(model.named_parameters()), **dict(model.named_buffers())}, optimizer)
 
 
@@ -171,6 +171,6 @@ def scaled(run: Callable[..., Any], scale: float) -> Callable[..., Any]:
 
 
 def _ends_once(pipeline: Any) -> bool:
-    """Whether a rank's last backward of a micro-batch is that of its only stage."""
+    """Return whether a rank's last backward of a micro-batch is that of its only stage."""
     places = pipeline.places
     return places.num_stages == places.pp and places.custom is None

@@ -71,7 +71,7 @@ def _document(request: dict[str, Any], file: Path, mesh: Mesh) -> dict[str, Any]
 
 
 class _Child:
-    """What rank 0 asks: the cache, then a process."""
+    """Proof that rank 0 asks for: from the cache, else from a process of its own."""
 
     def __init__(self, request: dict[str, Any], file: Path):
         self.file, self.cached = file, _read(file)

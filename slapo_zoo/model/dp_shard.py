@@ -78,7 +78,7 @@ class Sharded(DataParallel):
             group.sum_waiting()
 
     def own_backward_ended(self, parameters: list[nn.Parameter], mesh: Mesh, paused: bool) -> None:
-        """What is not sharded (adapters) is averaged here; whole blocks are forgotten."""
+        """Average the gradients that are not sharded (adapters), and drop the gathered blocks."""
         self.blocks.forget()
         rest = [] if paused else [p for p in parameters if not is_divided(p)]
         gradient_buckets.all_reduce_gradients(rest, mesh.group("dp") if rest else None, 1 / mesh.dp)
@@ -167,7 +167,7 @@ def _parameters_of(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 
 
 def _refuse_calls_beside(model: nn.Module, blocks: Sequence[str]) -> None:
-    """Of modules outside of blocks: those in blocks may have kernels, which call none that has a hook."""
+    """Hook the modules outside of blocks; modules in blocks may have kernels, which pass hooked modules by."""
     inside = {m for path in blocks for m in model.get_submodule(path).modules()}
     for module in {m: None for m, _, p in _parameters_of(model) if is_divided(p)}:
         if module not in inside:

@@ -1,4 +1,4 @@
-"""What a call of a scheduled model does: its own forward, with an output that is whole on every rank."""
+"""Forward of a scheduled model: that of its class, with an output that is whole on every rank."""
 
 import functools
 import inspect

@@ -34,12 +34,12 @@ class Shards(RowsOfRank):
     averages: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Shards":
-        """Of a copied model: the process groups are this process's."""
+        """Copy for a copied model: it keeps the process groups of this process."""
         return replace(self)
 
     @staticmethod
     def of(mesh: Mesh, size: int, stage: int) -> "Shards":
-        """Of the first `size` dp ranks, the next ones, ...; a collective call of all ranks."""
+        """Make the shards: the first `size` dp ranks, the next ones, and so on; a collective call of all ranks."""
         if size == mesh.dp:
             return Shards(size, mesh.coord("dp"), mesh.group("dp"), None, stage)
         rank = mesh.coord("dp") % size
@@ -58,7 +58,7 @@ class Shards(RowsOfRank):
 
     @property
     def ranks(self) -> int:
-        """Of dp, copies too."""
+        """Return the process group of dp, replicas included."""
         return self.size * (1 if self.copies is None else dist.get_world_size(self.copies))
 
     def gather(self, parts: Sequence[Tensor], shapes: Sequence[Any], dtype: Any) -> list[Tensor]:
@@ -141,7 +141,7 @@ class Group:
         return {**self.__dict__, "_begun": None, "_whole": None, "sums": [None] * len(self.sums)}
 
     def dtype_of(self, computes: torch.dtype | None) -> torch.dtype:
-        """In which whole tensors are made."""
+        """Return the dtype of the gathered parameters."""
         return self.parameters[0].dtype if self.is_wide or computes is None else computes
 
     def begin(self, dtype: torch.dtype) -> None:

@@ -16,7 +16,7 @@ CACHES = ("past_key_values", "cache_params")
 
 
 class SourceTokens(dict):
-    """What an encoder would read, in place of what it would return; beams repeat its rows."""
+    """Encoder inputs in place of encoder outputs; beams repeat their rows."""
 
 
 class LateEncoder(nn.Module):
@@ -63,7 +63,7 @@ class Generates:
     """Mixed into the class of a scheduled model."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As in `transformers`, on every rank alike; see the module for what a pipeline costs."""
+        """Generate as `transformers` does, alike on every rank; the module's docstring tells the cost over pp."""
         model: Any = self
         if model.mesh.pp > 1:
             if kwargs.get("use_cache"):

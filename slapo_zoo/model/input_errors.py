@@ -1,4 +1,4 @@
-"""What torch says of tokens that a model has no row for, in words that teach."""
+"""Explain torch's errors about tokens for which a model has no row."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What is trained beside a model: a soft prompt before `inputs_embeds`, a head of one's own in a loss.
+"""Gradients of tensors beside a model: a soft prompt before `inputs_embeds`, a head of one's own in a loss.
 
 Every rank makes the inputs, and one stage reads them: their gradient is summed over the stages, and that
 of the parameters which they are made of is averaged over dp, in `train_step` and in a loop by hand. A
@@ -65,7 +65,7 @@ class InputGradients:
         self._meet(new)
 
     def held(self) -> list[Tensor]:
-        """What a backward has given a gradient: the inputs themselves where there are stages."""
+        """Return the tensors that got a gradient: the inputs themselves where there are stages."""
         return [*(self.leaves.values() or self.beyond), *self.in_loss]
 
     def _meet(self, new: list[nn.Parameter]) -> None:

@@ -1,4 +1,4 @@
-"""What a rank holds in memory, by kind: now, or at the fullest moment of a training step."""
+"""Memory of a rank, by kind: now, or at the peak of a training step."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -58,7 +58,7 @@ class Memory:
 def memory(
     model: Any, optimizer: Any, batch: Mapping[str, Any] | None, micro_batches: int | None
 ) -> Memory:
-    """Of a scheduled model: see `Scheduled.memory`."""
+    """Return the memory of a scheduled model: see `Scheduled.memory`."""
     held = {id(p): p for p in model.parameters()}.values()
     computes = model._slapo.precision.dtype
     wide = {id(p) for path, module in model.named_modules() if computes is not None
@@ -84,7 +84,7 @@ def _whole_size(p: Any) -> int:
 
 
 def _bytes(tensors: Iterable[Any]) -> int:
-    """Of the storages behind some tensors; what shares one is counted once."""
+    """Count the bytes of the storages behind some tensors; a shared storage counts once."""
     held = (held_here(x).untyped_storage() for x in tensors if isinstance(x, Tensor))
     return sum({s._cdata: s.nbytes() for s in held}.values())
 

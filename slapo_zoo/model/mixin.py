@@ -1,4 +1,4 @@
-"""What a scheduled `transformers` model can do beyond its own class."""
+"""Methods of a scheduled `transformers` model beyond its own class."""
 
 import functools
 import tempfile
@@ -59,12 +59,12 @@ class Scheduled(Structure, Generates, Recomputes):
 
     @property
     def plan(self) -> RankPlan:
-        """What this rank does with every tensor: where it lies, over which ranks its gradient is summed."""
+        """Plan of this rank: where each tensor lies, over which ranks its gradient is summed."""
         return self._slapo.plan
 
     @property
     def ledger(self) -> Ledger:
-        """What loading read and how much memory it took."""
+        """Ledger of the load: what was read, and how much memory it took."""
         return self._slapo.ledger
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -87,14 +87,14 @@ class Scheduled(Structure, Generates, Recomputes):
 
     @property
     def accepts_loss_kwargs(self) -> Any:
-        """What a Trainer asks a model first; one that would wrap this model in DDP is told so."""
+        """Refuse a plain Trainer, which would wrap this model in DDP; a Trainer reads this property first."""
         if self.mesh.world_size > 1 and not getattr(self, "_is_accelerate_prepared", False):
             problem = "it would wrap a model that is sharded over ranks in DDP"
             raise SlapoError("transformers.Trainer", "model", problem, "take ScheduledTrainer")
         return self.unscheduled_class.accepts_loss_kwargs  # pyright: ignore[reportAttributeAccessIssue]
 
     def train(self, mode: bool = True) -> Any:
-        """As torch's; weights that are still pages of a file become memory, since training writes.
+        """Set the mode; weights that are still mapped pages of a file become memory, since training writes.
 
         Parameters stay the objects that they are; frozen ones stay pages.
         """
@@ -274,7 +274,7 @@ class Scheduled(Structure, Generates, Recomputes):
 
     @property
     def peft_config(self) -> Any:
-        """What peft keeps at a model: adapter name --> its config."""
+        """Configs of the adapters, as peft keeps them at a model: adapter name --> config."""
         if not self._slapo.peft_config:
             raise AttributeError("peft_config")
         return self._slapo.peft_config

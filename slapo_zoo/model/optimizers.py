@@ -44,7 +44,7 @@ class OptimizerWarning(UserWarning):
 
 @dataclass
 class _Swapped:
-    """What one step has put in the place of a parameter's part."""
+    """Local tensors of a parameter that one step has replaced by whole ones."""
 
     local: Tensor
     grad: Tensor

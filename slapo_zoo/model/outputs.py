@@ -1,4 +1,4 @@
-"""What a caller wants in the output object: whole on every rank, or refused by name."""
+"""Options of the output object: each is whole on every rank, or refused by name."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,13 +9,13 @@ LAYERS = ("output_hidden_states", "output_attentions")
 
 
 def asked(model: Any, batch: Mapping[str, Any], name: str) -> bool:
-    """Whether an option is on, by the call or else by the config."""
+    """Return whether an option is on, by the call or else by the config."""
     given = batch.get(name)
     return bool(getattr(model.config, name, False) if given is None else given)
 
 
 def shows_layers(model: Any, batch: Mapping[str, Any]) -> bool:
-    """Whether the hidden states of layers are wanted: each then holds all tokens."""
+    """Return whether the hidden states of layers are wanted: each then holds all tokens."""
     return asked(model, batch, LAYERS[0])
 
 

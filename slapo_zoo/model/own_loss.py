@@ -30,7 +30,7 @@ class OwnLoss:
         self.loss_fn, self.divisor, self.runtime = loss_fn, divisor, runtime
 
     def __call__(self, output: Any, part: Mapping[str, Any]) -> Tensor:
-        """Of the model's output for the rows of a part of the batch."""
+        """Compute the loss on the model's output for a micro-batch."""
         given = {name.removeprefix(FOR_LOSS): value for name, value in part.items()}
         output, began = whole_output(output), newest()
         loss = self.loss_fn(output, given)
@@ -61,12 +61,12 @@ def for_loss_alone(forward: Callable[..., Any], batch: Mapping[str, Any]) -> dic
 
 
 def of_model(part: Mapping[str, Any]) -> dict[str, Any]:
-    """What the model's forward takes."""
+    """Return the entries of a batch that the model's forward takes."""
     return {name: value for name, value in part.items() if not name.startswith(FOR_LOSS)}
 
 
 def divisor_of(targets: Sequence[Any] | None, totals: Sequence[float], parts: int) -> float:
-    """What shares of the step's loss are divided by.
+    """Return the divisor of a micro-batch's share of the step's loss.
 
     Args:
         targets: of `train_step`.

@@ -32,7 +32,7 @@ class OnWhole:
         return self.on(grad) if completion.over_tp else None
 
     def on(self, grad: Tensor) -> Tensor:
-        """What becomes of this rank's gradient."""
+        """Return this rank's gradient after the hook."""
         runtime, p = self.completion().runtime, self.parameter()  # pyright: ignore[reportOptionalMemberAccess]
         mesh, rows = runtime.schedule.mesh, is_divided(p)
         full, placed = grad, placed_in(runtime, self.name)

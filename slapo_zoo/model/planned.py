@@ -32,7 +32,7 @@ WHERE = "from_pretrained"
 
 
 class Told(NamedTuple):
-    """What rank 0 read: the tuning of the card, and whether its program is the zoo's own."""
+    """Facts that rank 0 read: the tuning of the card, and whether its program is the zoo's own."""
 
     tuning: Mapping[str, Any]
     is_own: bool
@@ -106,7 +106,7 @@ def _read(name: str) -> Told:
 
 
 def _is_own(card: Card) -> bool:
-    """Whether its program is the one that is published with this package."""
+    """Return whether its program is the one that is published with this package."""
     folder = CARDS / card.program.model_type
     return folder.is_dir() and load_card(str(folder)).program == card.program
 

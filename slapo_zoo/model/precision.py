@@ -60,7 +60,7 @@ class MixedPrecision:
             yield
 
     def recomputing(self) -> Callable[[], AbstractContextManager]:
-        """What makes contexts in which modules read what they would read now."""
+        """Return a maker of contexts in which modules read the same tensors as now."""
         block = self.blocks.again() if self.blocks else nullcontext
 
         @contextmanager

@@ -25,7 +25,7 @@ class Recomputes:
         gradient_checkpointing_func: Callable[..., Any] | None = None,
         every_n_layers: int = 1,
     ) -> None:
-        """What `transformers` calls: recompute every n-th layer, or none.
+        """Switch recomputation on or off, as `transformers` calls it: every n-th layer, or none.
 
         Layers that the schedule recomputes go on doing so.
         """
@@ -50,7 +50,7 @@ class Recomputes:
 
     @property
     def is_activation_checkpointing(self) -> bool:
-        """Whether layers recompute by `gradient_checkpointing_enable()`."""
+        """Return whether layers recompute by `gradient_checkpointing_enable()`."""
         model: Any = self
         return bool(model._slapo.recomputed)
 

@@ -62,7 +62,7 @@ def resolve_schedule(
 def _card_steps(
     options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh, trust: Trust
 ) -> Any:
-    """What a schedule card does to this model on this mesh."""
+    """Return the steps of a schedule card for this model on this mesh."""
     cls = hf.resolve_class(config, auto_class)
     order = {"pipeline_order": options.pipeline_order, "stages_per_rank": options.stages_per_rank}
     stages = StageMap.make(options.pipeline_order, mesh.pp, options.stages_per_rank).num_stages

@@ -1,4 +1,4 @@
-"""What a scheduled model remembers, and what it asks of a batch."""
+"""State of a scheduled model, and its questions about a batch."""
 
 import inspect
 import warnings
@@ -28,7 +28,7 @@ from slapo_zoo.weights.ledger import Ledger
 
 @dataclass
 class Runtime:
-    """What a scheduled model remembers.
+    """State of a scheduled model.
 
     Args:
         schedule: the program that made it.
@@ -78,7 +78,7 @@ class Runtime:
 
     @property
     def plan(self) -> RankPlan:
-        """What this rank does with every tensor."""
+        """Plan of this rank."""
         return plan_of(self.schedule.state)
 
     @property
@@ -108,7 +108,7 @@ class Runtime:
 
 
 def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
-    """Whether the tokens of a batch can be sharded over tp, where the schedule asks for it.
+    """Return whether the tokens of a batch can be sharded over tp, where the schedule asks for it.
 
     Every stack (encoder, decoder) must divide; otherwise this forward runs without sequence
     parallelism, with the same result.
@@ -147,7 +147,7 @@ def calling(model: Any, batch: Mapping[str, Any], divided: bool) -> AbstractCont
 
 
 def takes_cache(runtime: Runtime) -> bool:
-    """Whether the model's own forward has a use_cache argument."""
+    """Return whether the model's own forward has a use_cache argument."""
     return "use_cache" in inspect.signature(runtime.own_forward).parameters
 
 

@@ -25,7 +25,7 @@ OWN = ("device", "schedule", "target_options")
 
 
 def facts_of(config: Any, mesh: Mesh, options: LoaderOptions) -> dict[str, str]:
-    """What all ranks must have been given alike, as texts by name."""
+    """Return the arguments that all ranks must have been given alike, as texts by name."""
     found = software() | {"Python": platform.python_version()}
     asked = {name: value for name, value in vars(options).items() if name not in OWN}
     found |= {name: getattr(v, "__name__", None) or repr(v) for name, v in asked.items()}

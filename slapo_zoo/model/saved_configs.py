@@ -1,4 +1,4 @@
-"""What lies beside the weights of a saved model: its configs, its tokenizer, a card of its schedule."""
+"""Files beside the weights of a saved model: its configs, its tokenizer, a card of its schedule."""
 
 import copy
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from slapo_zoo.zoo.arguments import to_dtype
 
 
 def extras_of(model: Any, target: Any, published: bool, dtype: Any) -> Callable[[Path], None]:
-    """What a save writes beside the weights; with a card of the schedule where it is published."""
+    """Return the writers of the files beside the weights; with a card of the schedule where it is published."""
     write_configs = configs_of(model, target, dtype)
 
     def write(folder: Path) -> None:
@@ -24,7 +24,7 @@ def extras_of(model: Any, target: Any, published: bool, dtype: Any) -> Callable[
 
 
 def configs_of(model: Any, target: Any, dtype: Any = None) -> Callable[[Path], None]:
-    """What writes config.json and generation_config.json as they are now, as `transformers` does.
+    """Return a writer of config.json and generation_config.json as they are now, as `transformers` writes them.
 
     The tokenizer files of the loaded folder come along where the target has none.
     """

@@ -1,4 +1,4 @@
-"""What a model is loaded from: config and weights of one folder at one moment, on all ranks alike."""
+"""Source of a load: config and weights of one folder at one moment, the same on all ranks."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

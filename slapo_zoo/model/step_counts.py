@@ -1,4 +1,4 @@
-"""What a training step asks of its batch: all in one read, the only wait of the host in a step."""
+"""Counts that a training step reads from its batch, all at once: the only wait of the host in a step."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class StepCounts:
         return torch.arange(self.first, self.first + count)
 
     def of_rows(self, start: int, rows: int, own_loss: bool = False, shown: bool = False) -> Known:
-        """What is known of our rows from number `start`.
+        """Return the counts of this rank's rows from number `start`.
 
         A loss of one's own has its own targets, and an output that somebody sees all its tokens.
         """

@@ -68,7 +68,7 @@ class _Held:
         self._name, self._files = "", {}
 
     def get(self, key: str) -> Tensor | None:
-        """What this rank has of it; a collective call over the dp ranks of its stage."""
+        """Return this rank's part of a tensor; a collective call over the dp ranks of its stage."""
         name, runtime = self.source[key], self.model._slapo
         if name not in self.held or not runtime.data_parallel.gives(self.model.mesh):
             return None

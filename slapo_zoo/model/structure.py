@@ -1,4 +1,4 @@
-"""What may be done to the modules of a scheduled model after it was built, and what is refused.
+"""Changes to the modules of a scheduled model after the load: which are right, and which are refused.
 
 Wrappers that leave a module what it is (`torch.compile(block)`, activation checkpointing) do not change
 the names of its parameters. Other parameters in the place of sharded ones are refused: their ranks hold
@@ -18,7 +18,7 @@ WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
 
 
 def own_name(name: str) -> str:
-    """Of a parameter, without the wrappers around its module."""
+    """Return the name of a parameter without the wrappers around its module."""
     return WRAPPER.sub("", name) if "_" in name else name
 
 
@@ -61,7 +61,7 @@ def require_known_weights(model: Any, step: str) -> None:
 def _problem(
     module: nn.Module | None, name: str, leaf: str, wanted: tuple[int, ...], found: Any
 ) -> str:
-    """What stands in the place of a sharded parameter, or ""."""
+    """Describe what stands in the place of a sharded parameter, or return ""."""
     if module is None:  # its block is gone, or within something else
         within = [other for other in found if _is_within(name, other)]
         held = found[within[0]] if within else None
@@ -78,7 +78,7 @@ def _problem(
 
 
 def _is_within(name: str, other: str) -> bool:
-    """Whether the other name is this one with further modules on its way."""
+    """Return whether the other name is this one with further modules on its way."""
     parts, way = (re.split(r"\.(?!\d)", path) for path in (name, other))  # a number with its list
     left = iter(way)
     return parts[-1] == way[-1] and all(part in left for part in parts)
@@ -111,17 +111,17 @@ class Structure:
     _slapo: Any
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As torch's, under the names of the checkpoint where modules are wrapped."""
+        """Yield the names of the checkpoint, also where modules are wrapped; else as torch does."""
         found = super().named_parameters(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         return ((own_name(name), p) for name, p in found)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """As `named_parameters`."""
+        """Yield buffers under the names of the checkpoint, also where modules are wrapped."""
         found = super().named_buffers(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         return ((own_name(name), x) for name, x in found)
 
     def get_submodule(self, target: str) -> nn.Module:
-        """As torch's; peft asks any model for its table by BERT's name, else guesses it by its size."""
+        """Find a submodule; peft asks for the embedding table by BERT's name, else guesses it by its size."""
         try:
             return super().get_submodule(target)  # pyright: ignore[reportAttributeAccessIssue]
         except AttributeError:
@@ -131,7 +131,7 @@ class Structure:
             return model.get_input_embeddings()
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """As torch's, of what `state_dict()` of this rank gives; others are refused before a tensor changes."""
+        """Load a state dict of this rank's shapes; others are refused before a tensor changes."""
         parent: Any = super()
         own = parent.state_dict() if self.mesh.world_size > 1 else {}
         found = {name: list(getattr(x, "shape", ())) for name, x in state_dict.items()}
@@ -146,11 +146,11 @@ class Structure:
         return parent.load_state_dict(state_dict, strict, assign)
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> Any:
-        """As `transformers`; over stages they are tied when the model is built."""
+        """Tie weights as `transformers` does; over stages they are tied when the model is built."""
         return None if self.mesh.pp > 1 else super().tie_weights(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def init_weights(self, *args: Any, **kwargs: Any) -> Any:
-        """As `transformers` on one rank; several would draw alike parts, or unlike copies."""
+        """Initialise weights on one rank; several ranks would draw alike shards, or unlike replicas."""
         if self.mesh.world_size > 1:
             problem = "its ranks would draw alike parts of a tensor, or unlike copies"
             hint = "AutoScheduledModel.from_config(config, seed=...) draws what one process would"

@@ -150,7 +150,7 @@ def _trained(model: Any, count: int, device: torch.device) -> dict[str, nn.Param
 
 
 def _require_trained(trains: bool) -> None:
-    """What peft trains beside a model (prompt tuning) is none of its parameters: no step would reach it."""
+    """Refuse a step without a trained parameter: what peft trains beside a model (prompt tuning) is none of its parameters."""
     if not trains:
         problem = "no parameter takes a gradient, and no input asks for one"
         hint = "unfreeze some; a soft prompt of your own goes into inputs_embeds (docs/your_own_loop.md)"
@@ -158,7 +158,7 @@ def _require_trained(trains: bool) -> None:
 
 
 def _loss_scale(scaler: Any, device: torch.device) -> Tensor | None:
-    """What a GradScaler multiplies losses by; it learns the device too."""
+    """Return the factor of a GradScaler; the scaler learns the device too."""
     return None if scaler is None else scaler.scale(torch.ones((), device=device))
 
 
@@ -187,7 +187,7 @@ def agree_on_frozen_ties(runtime: Runtime, device: torch.device) -> None:
 
 
 def _state_of_copy(p: nn.Parameter) -> Tensor:
-    """Whether it is trained, how large some of its elements are, and minus that."""
+    """Return whether it is trained, how large some of its elements are, and minus that."""
     sample = p.detach().reshape(-1)
     size = sample[:: max(1, len(sample) // SAMPLED)].double().abs().sum()
     return torch.stack([torch.full_like(size, p.requires_grad), size, -size])
@@ -266,7 +266,7 @@ def _micro_batches(runtime: Runtime, mesh: Mesh, rows: int, asked: int | None) -
 
 
 def _require_rows(tensors: dict[str, Tensor], whole: dict, rows: int, count: int) -> None:
-    """What has no row per row of the batch is in no micro-batch; several images per row may be."""
+    """Refuse tensors that have no row for each row of the batch; several images per row are allowed."""
     other = [f"{n.removeprefix(FOR_LOSS)} {list(x.shape)}" for n, x in tensors.items()
              if len(x) % rows or (x.ndim == 1 and len(x) != rows)]  # fmt: skip
     other += [n for n in ("encoder_outputs", "past_key_values") if whole.get(n) is not None]

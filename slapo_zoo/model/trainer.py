@@ -154,7 +154,7 @@ class ScheduledTrainer(Trainer):
         """`_save` has written them, and the random streams."""
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """As above."""
+        """Do nothing: `_save` has already written the RNG state."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Weights come with the optimizer, once there is one."""

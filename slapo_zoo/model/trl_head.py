@@ -53,7 +53,7 @@ def _forward_at(temperature: float) -> Any:
 
 
 def _scored(model: Any, output: Any, logits: Any, target: Any, items: Any) -> Any:
-    """What TRL reads, per token; zero where the label is -100."""
+    """Return the values that TRL reads, per token; zero where the label is -100."""
     from trl.trainer.utils import FusedCausalLMOutput  # pyright: ignore[reportMissingImports]
 
     mask = target != -100

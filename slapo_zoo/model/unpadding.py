@@ -22,7 +22,7 @@ BY_TOKEN = (nn.Linear, nn.Dropout, nn.Identity, nn.LayerNorm, nn.ModuleDict, nn.
 
 
 def may_unpad(model: Any, batch: Mapping[str, Any]) -> bool:
-    """Whether the padding of a batch may be left out, as far as its shapes and the model tell."""
+    """Return whether the padding of a batch may be left out, as far as its shapes and the model tell."""
     state = model._slapo.schedule.state
     mask, labels = batch.get("attention_mask"), batch.get("labels")
     if not (state.unpads and model.training and isinstance(mask, Tensor) and mask.ndim == 2):
@@ -38,7 +38,7 @@ def may_unpad(model: Any, batch: Mapping[str, Any]) -> bool:
 
 
 def _runs_as_loaded(model: Any) -> bool:
-    """Whether all that hidden states pass is known, acts token by token, and is seen by nobody.
+    """Return whether all that hidden states pass is known, acts token by token, and is seen by nobody.
 
     Hooks, wrappers, another attention, and recomputation that does not know where the rows of the batch
     stand are found wherever they were put since.
@@ -55,7 +55,7 @@ def _runs_as_loaded(model: Any) -> bool:
 
 
 def _is_watched(module: Any) -> bool:
-    """Whether others see or make the calls of a module, or its attention does not ask where rows begin."""
+    """Return whether others see or make the calls of a module, or its attention does not ask where rows begin."""
     own = vars(module)
     if own.get("gradient_checkpointing") or module._compiled_call_impl or is_changed(module):
         return True

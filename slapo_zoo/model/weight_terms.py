@@ -57,7 +57,7 @@ def count_once(runtime: Any, loss: Tensor, began: int) -> None:
 
 
 def _factor(runtime: Any, row: Any, p: Any) -> float:
-    """What makes up for the sums over ranks that a gradient will go through, or will not."""
+    """Return the factor that makes up for the sums over ranks that a gradient will, or will not, go through."""
     mesh, divided = runtime.schedule.mesh, runtime.schedule.state.forward.tokens_divided
     factor = mesh.dp // p.dp_copies if is_divided(p) else 1.0
     for one in row.sums(divided, PARTIAL, REPLICAS) if row else ():
@@ -83,7 +83,7 @@ def _numbers(loss: Tensor, began: int) -> set[Any]:
 
 
 def _mixes(node: Any) -> bool:
-    """Whether what it computes of a part of a tensor is no part of a sum over the whole."""
+    """Return whether what it computes of a part of a tensor is no part of a sum over the whole."""
     name = node.name().partition("Backward")[0]
     if hasattr(node, "_saved_reduction"):
         return node._saved_reduction == 1  # a mean

@@ -165,5 +165,5 @@ class Blocks:
         self._kept = []
 
     def again(self) -> Callable[[], AbstractContextManager]:
-        """What makes contexts around a recomputation of what runs now."""
+        """Return a maker of contexts around a recomputation of what runs now."""
         return self.running[-1].recomputing if self.running else nullcontext

@@ -45,7 +45,7 @@ def together(mesh: Mesh, what: str, action: Callable[[], T]) -> list[T]:
 
 
 def once_for_all(what: str, action: Callable[[], T]) -> T:
-    """What `action` returns on rank 0, on every rank; its failure is that of all. A collective call."""
+    """Return the result of `action` on rank 0 on every rank; a failure there is raised on all. A collective call."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     if size == 1:
         return action()

@@ -133,7 +133,7 @@ class ColumnForward:
 
 
 def possible(x: Tensor) -> bool:
-    """Whether a backward by our own order will come: not in eval, a compiled graph or autocast."""
+    """Return whether a backward by our own order will come: not in eval, a compiled graph or autocast."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     return not torch.is_autocast_enabled(x.device.type)

@@ -34,7 +34,7 @@ def group_rank(group: Group) -> int:
 
 
 def _dry_run_of(group: Group, kind: str, whole: Tensor) -> bool:
-    """Whether nothing is to be sent; then the collective is noted."""
+    """Return whether nothing is to be sent; then the collective is noted."""
     if isinstance(group, ShapeOnlyGroup) and group.note is not None:
         group.note(kind, whole.nbytes)
     for observer in OBSERVERS if not isinstance(group, ShapeOnlyGroup) else ():

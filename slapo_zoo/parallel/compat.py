@@ -90,7 +90,7 @@ class _WorldPerThread:
 
 
 def ranks_are_threads() -> bool:
-    """Whether ranks share what belongs to a process, as torch's default dtype does."""
+    """Return whether ranks share what belongs to a process, as torch's default dtype does."""
     return isinstance(dist.distributed_c10d._world, _WorldPerThread)
 
 

@@ -34,7 +34,7 @@ def mix(*words: int) -> int:
 
 
 def mix_tensors(state: Tensor, *words: Tensor) -> Tensor:
-    """As `mix`, from the state of the words before, in int64 that wraps around."""
+    """Continue `mix` from the state of the words before, in int64 that wraps around."""
     for word in words:
         state = (state ^ word) * signed(FIRST)
         state = (state ^ _shifted(state, 27)) * signed(SECOND)

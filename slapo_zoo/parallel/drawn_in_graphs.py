@@ -1,4 +1,4 @@
-"""What a random stream draws, as operators: a compiled graph takes the position of the stream as its input.
+"""Custom operators for draws of a random stream: a compiled graph takes the stream's position as its input.
 
 They are functions of their arguments alone, so a graph draws anew at every step without a compilation,
 and what it recomputes in its backward is what it drew, wherever the stream has gone meanwhile.

@@ -100,7 +100,7 @@ class FlatSum:
 
 
 def _strides(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Of a parameter without gaps its own, else those of a contiguous tensor."""
+    """Return the strides of a parameter without gaps, else those of a contiguous tensor."""
     here = held_here(parameter)
     return torch.empty_like(here, device="meta").stride()
 

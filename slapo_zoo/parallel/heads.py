@@ -1,4 +1,4 @@
-"""What each head of `transformers` is trained on: one row for each ending of a class name."""
+"""Heads of `transformers` and what each is trained on: one row for each ending of a class name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What the host knows of the micro-batch under way, so that nothing has to wait for the device to say it.
+"""Counts of the running micro-batch on the host, so that nothing has to wait for the device.
 
 A training step reads these numbers once, together with the counts that its loss means need.
 """
@@ -36,7 +36,7 @@ _NOW: ContextVar[Known] = ContextVar("known", default=_NOTHING)  # in a backward
 
 
 def known() -> Known:
-    """What is known now."""
+    """Return the counts of the running micro-batch."""
     return _NOW.get()
 
 

@@ -128,7 +128,7 @@ def _start_all(
 
 
 def rank_environment(rank: int, nprocs: int, port: int) -> dict[str, str]:
-    """What torchrun would set; the last entry says that the launcher holds the store."""
+    """Return the variables that torchrun would set; the last one says that the launcher holds the store."""
     local = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": nprocs, "RANK": rank, "WORLD_SIZE": nprocs}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     values = local | address | {"TORCHELASTIC_USE_AGENT_STORE": True}
@@ -149,7 +149,7 @@ def start_rank(
 
 
 def prepare_rank(threads: int) -> None:
-    """What every rank's process does first."""
+    """Set up a rank's process."""
     gc.freeze()  # a group of the parent that is freed here would wait for threads that it left behind
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl+C too, and stops us
     torch.set_num_threads(threads)

@@ -16,7 +16,7 @@ _KINDS: list[str] = [OTHER]
 
 @contextmanager
 def counted_as(kind: str) -> Iterator[None]:
-    """What is made within it is of this kind."""
+    """Count tensors that are made within the context as this kind."""
     _KINDS.append(kind)
     try:
         yield

@@ -43,7 +43,7 @@ class RowsOfRank:
         return part
 
     def shape_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """Of what we keep of a parameter that is whole; one without an axis stays whole."""
+        """Return the shape of this rank's rows of a whole parameter; one without an axis stays whole."""
         shape = tuple(parameter.shape)
         return (self.mine(shape)[1], *shape[1:]) if shape else shape
 
@@ -75,7 +75,7 @@ def marked_as(tensor: Any, part: Any, first: int | None = None) -> Any:
 
 
 def runs_within(runs: Sequence[tuple[int, int]], first: int, count: int) -> list[tuple[int, int]]:
-    """What of the runs lies in so many places from `first`, counted along them.
+    """Cut the runs to `count` places from `first`, counted along the runs.
 
     >>> runs_within([(0, 4), (10, 14)], 3, 3)
     [(3, 4), (10, 12)]
@@ -113,7 +113,7 @@ def put_part(full: Tensor, part: Tensor, placement: Placement, n: int, r: int) -
 
 
 def is_divided(tensor: Tensor) -> bool:
-    """Whether a tensor is sharded over dp: FSDP2's are DTensors, those of `dp_shard=` are marked."""
+    """Return whether a tensor is sharded over dp: FSDP2's are DTensors, those of `dp_shard=` are marked."""
     return hasattr(tensor, "full_tensor") or hasattr(tensor, "whole_shape")
 
 

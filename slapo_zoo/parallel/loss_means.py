@@ -45,7 +45,7 @@ def count_targets(class_name: str, batch: Mapping[str, Any]) -> list[Tensor]:
 
 
 def targets_of(class_name: str, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What each loss term of a head compares with, by the name of its labels."""
+    """Map the name of each loss term's labels to what the term compares with."""
     found = {name: batch[name] for name in LABELS if batch.get(name) is not None}
     return {name: shifted(class_name, x) if name == "labels" else x for name, x in found.items()}
 
@@ -130,7 +130,7 @@ class GlobalMeans(TorchFunctionMode):
         return loss
 
     def _divisor(self, func: Any, x: Tensor, y: Tensor, options: Mapping[str, Any]) -> float:
-        """What this mean divides by where the whole batch is in one piece."""
+        """Return the divisor of this mean for the whole batch in one piece."""
         k = min(self.found, len(self.counts) - 1) if self.in_own else self.found
         if k >= len(self.counts):
             raise _refusal(f"found more means than labels ({len(self.counts)})")
@@ -181,7 +181,7 @@ class GlobalMeans(TorchFunctionMode):
 
 
 def _is_linear(name: str, args: Sequence[Any]) -> bool:
-    """Whether a function of shares of a loss gives the share of what it makes of the whole loss."""
+    """Return whether a function of shares of a loss gives the share of what it makes of the whole loss."""
     kinds = [getattr(x, _SHARE, None) for x in args if isinstance(x, Tensor) or x != 0]
     if name in _SUMS:
         return all(kinds)

@@ -15,7 +15,7 @@ from slapo_zoo.errors import SlapoError
 
 
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Of the backward of a Function or an operator, (ctx, *grads) --> gradients."""
+    """Wrap the backward of a Function or an operator, (ctx, *grads) --> gradients."""
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Any) -> Any:

@@ -26,7 +26,7 @@ LOOK_S = 1.0
 
 
 class _Waiting:
-    """What one process group has: ranks may be threads of one process, each with a group of its own."""
+    """State of one process group: ranks may be threads of one process, each with a group of its own."""
 
     def __init__(self) -> None:
         self.group, self.steps = None, Counter[str]()

@@ -47,7 +47,7 @@ class _State:
 
 
 def is_distributed_launch() -> bool:
-    """Whether torchrun, the deepspeed launcher, srun or `run_local` started us."""
+    """Return whether torchrun, the deepspeed launcher, srun or `run_local` started us."""
     return os.environ.keys() >= OF_TORCHRUN or bool(slurm_environment())
 
 
@@ -132,7 +132,7 @@ def shutdown_distributed(failed: bool = False) -> None:
 
 
 def rank_error(rank: int, exc: BaseException, what: str) -> RankError:
-    """What the other ranks and the parent process say about the failure `exc` of `rank`."""
+    """Return the error that other ranks and the parent process raise for the failure `exc` of `rank`."""
     if isinstance(exc, RankError):
         return exc
     problem, hint = (
@@ -191,7 +191,7 @@ def rank_guard(what: str) -> Iterator[None]:
 
 
 def is_lost_peer(exc: BaseException | None) -> bool:
-    """Whether an error, or what it was raised from, is a collective that lost a peer."""
+    """Return whether an error, or what it was raised from, is a collective that lost a peer."""
     seen: set[int] = set()  # causes may form a circle
     while exc is not None and id(exc) not in seen:
         seen.add(id(exc))
@@ -204,7 +204,7 @@ def is_lost_peer(exc: BaseException | None) -> bool:
 
 
 def lost_peer(exc: BaseException, what: str) -> RankError:
-    """What is known of a rank whose connection ended or that let us wait, without guessing why."""
+    """Describe a rank whose connection ended or that did not answer, without guessing why."""
     silent, heart = heartbeat.silent_ranks(SILENT_S), heartbeat.current()
     text, who = (
         str(exc).partition("\n")[0],

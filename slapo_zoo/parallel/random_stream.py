@@ -112,7 +112,7 @@ class RandomStream:
             self.real_tokens = self.real_at = None
 
     def position(self) -> Position:
-        """What a recomputation must restore to draw the same masks."""
+        """Return the position that a recomputation restores to draw the same masks."""
         return (not self.is_open and self.again) or (self.step, self.first_row, self.num_rows)
 
     @contextmanager
@@ -229,7 +229,7 @@ class RandomStream:
 
     @staticmethod
     def draws_in_blocks(device: torch.device) -> bool:
-        """Whether masks are drawn by a generator, as on a CPU; else they are hashed where they are used."""
+        """Return whether masks are drawn by a generator, as on a CPU; else they are hashed where they are used."""
         return device.type == "cpu"
 
     def drawn(
@@ -245,7 +245,7 @@ class RandomStream:
         return {"keep": getattr(self, f"keep_{of}")(x, p, site, *part)}
 
     def hashes(self, device: torch.device) -> bool:
-        """Whether an operator hashes a mask from its seeds, and none lies in memory."""
+        """Return whether an operator hashes a mask from its seeds, and none lies in memory."""
         return not self.draws_in_blocks(device)
 
     def seeds(self, x: Tensor, site: Where, heads: Sequence[int] = ()) -> Tensor:
@@ -271,13 +271,13 @@ class RandomStream:
         return self.device_seeds.find(device, self.seed, at, key, rows, heads)
 
     def seeds_of_columns(self, x: Tensor, site: Where, run: tuple[int, int], size: int) -> Tensor:
-        """As `keep_columns`: a seed per row of the last axis."""
+        """Return the seeds of `keep_columns`: one per row of the last axis."""
         found = self.seeds(whole := x.detach().new_empty(()).expand(*x.shape[:-1], size), site)
         rows = whole.numel() // max(size, 1) // max(len(found), 1)
         return later(split_cells(found, rows, size), run[0])
 
     def seeds_of_tokens(self, x: Tensor, site: Where, n: int, r: int) -> Tensor:
-        """As `keep_tokens`: seeds of this rank's run of tokens."""
+        """Return the seeds of `keep_tokens`: those of this rank's run of tokens."""
         if x.ndim > 2:
             return later(self.seeds(x, site), r * (x.numel() // max(x.shape[0], 1)))
         tokens = x.shape[0] // max(self.position()[2], 1)
@@ -362,7 +362,7 @@ def hashed_cells(x: Tensor, p: float, seeds: Sequence[int] | Tensor) -> Tensor:
 
 
 def is_kept(counter: Tensor, key: Tensor, p: float) -> Tensor:
-    """Whether dropout keeps element `counter` of the cell with seed `key`; the two broadcast."""
+    """Return whether dropout keeps element `counter` of the cell with seed `key`; the two broadcast."""
     return hashed_bits(counter, key) >= int(p * 0x1000000)
 
 

@@ -106,7 +106,7 @@ class TensorPlan(TensorSpec):
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank does with every tensor; prints as a table.
+    """Plan of one rank: a row per tensor; prints as a table.
 
     Args:
         mesh: sizes of the mesh dims, and the rank.

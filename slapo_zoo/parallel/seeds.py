@@ -123,7 +123,7 @@ def get_cuda_rng_tracker() -> RngTracker:
 
 
 def is_random_seed_set() -> bool:
-    """Whether `set_random_seed` was called."""
+    """Return whether `set_random_seed` was called."""
     return bool(_SEEDS)
 
 

@@ -1,4 +1,4 @@
-"""What srun says about a process, in the names that torchrun uses."""
+"""Translate srun's variables of a process into those of torchrun."""
 
 import os
 import re

@@ -20,7 +20,7 @@ POLL_S = 0.02
 
 
 def is_restartable() -> bool:
-    """Whether torchrun started us, and holds the store itself."""
+    """Return whether torchrun started us, and holds the store itself."""
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return kept and "TORCHELASTIC_RUN_ID" in os.environ
 

@@ -117,7 +117,7 @@ def _on_local(func: Any, x: VocabLogits, rest: tuple, kwargs: dict) -> tuple[Ten
 
 
 def _beside(x: VocabLogits, other: Any) -> Any:
-    """What stands beside the local columns for an operand of logits [..., V]; None where it needs all.
+    """Cut an operand of logits [..., V] to the local columns; None where all columns are needed.
 
     A tensor with a gradient is left to gathered logits: its gradient would be that of some columns.
     """
@@ -138,7 +138,7 @@ def _beside(x: VocabLogits, other: Any) -> Any:
 
 
 def keeps_last_axis(index: Any, ndim: int) -> bool:
-    """Whether an index leaves the last axis whole and in place."""
+    """Return whether an index leaves the last axis whole and in place."""
     index = index if isinstance(index, tuple) else (index,)
     if not index or index[-1] is Ellipsis or index[-1] == slice(None):
         return True
@@ -150,7 +150,7 @@ def keeps_last_axis(index: Any, ndim: int) -> bool:
 
 
 def _parallel(x: VocabLogits, target: Tensor, weight: Any = None, *_: Any, **kwargs: Any) -> bool:
-    """Whether a call of cross_entropy is the common form: [N, V] against class indices."""
+    """Return whether a call of cross_entropy is the common form: [N, V] against class indices."""
     return x.dim() == 2 and target.dtype == torch.int64 and weight is None
 
 

@@ -278,7 +278,7 @@ class Numbers(Tensor):
     """A parameter of such a unit: its shape, dtype and device, and no data; torch adds one to real tensors silently."""
 
     def register_hook(self, hook: Any) -> RemovableHandle:
-        """Of a user: it runs where the parameter is."""
+        """Register a user's hook: it runs where the parameter is."""
         return RemovableHandle(OrderedDict())
 
     @classmethod
@@ -298,7 +298,7 @@ class Numbers(Tensor):
 
 
 def _elsewhere(unit: str, name: str, found: Any) -> Any:
-    """What a forward may look at of a unit that another stage holds."""
+    """Stand-in for a unit that another stage holds: what a forward may read of it."""
     if isinstance(found, nn.Module):
         return Part(f"{unit}.{name}", found, Cursor())
     if isinstance(found, Tensor) and found.is_meta:

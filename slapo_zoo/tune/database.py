@@ -81,7 +81,7 @@ class Database:
 
 @dataclass(frozen=True)
 class Scope:
-    """What a measurement holds for: it is used again only where all of this is the same.
+    """Conditions of a measurement: it is used again only where all of them are the same.
 
     Args:
         device: name of the device and how many.

@@ -29,7 +29,7 @@ class StageForecast:
 
 
 def forecast(planner: Planner, layout: Layout) -> tuple[Forecasted, list[StageForecast]]:
-    """What a layout takes, and which stage takes it."""
+    """Forecast of a layout: its memory and time, and the stage that binds."""
     found, places = planner.forecast(layout), places_of(layout)
     names = [unit.name for unit in planner.profile(layout.tp, layout.sequence_parallel).units]
     edges = itertools.pairwise([0, *planner.cuts(layout.stages), len(names)])

@@ -42,7 +42,7 @@ class Grid:
         return self.number.get(_key(point))
 
     def nearest(self, wanted: Sequence[float], among: Iterable[int]) -> int:
-        """Of some points the one whose indices are nearest."""
+        """Return the point whose indices are nearest."""
         chosen = np.fromiter(among, dtype=int)
         spans = np.array([max(len(self.values[n]) - 1, 1) for n in self.names])
         off = np.abs(self.index[chosen] - np.asarray(wanted)) / spans
@@ -149,7 +149,7 @@ class Grid:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value lies on a scale."""
+    """Return whether a value lies on a scale."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

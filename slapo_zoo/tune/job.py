@@ -25,7 +25,7 @@ from slapo_zoo.zoo.tuned import machine_name, model_name
 
 @dataclass(frozen=True)
 class Setting:
-    """What all points of a search share.
+    """Settings that all points of a search share.
 
     Args:
         model: a family, a folder or a Hub id.
@@ -111,7 +111,7 @@ def points_for(setting: Setting, symbols: Mapping[str, list[Any]]) -> list[Point
 
 
 def default_symbols(model: str) -> dict[str, list[Any]]:
-    """What is tried when nobody says: rows, and what the family's table says may be tuned."""
+    """Return the default space: rows, and the knobs that the family's table lists."""
     config, _ = config_of(model)
     tunable = table_for(config.model_type).tunable
     found: dict[str, list[Any]] = {"batch_size": [1, 2, 4, 8, 16, 32]}
@@ -122,7 +122,7 @@ def default_symbols(model: str) -> dict[str, list[Any]]:
 
 
 class Forecaster:
-    """What the planner expects of each point: memory, and relative throughput."""
+    """Return the planner's forecast of each point: memory, and relative throughput."""
 
     def __init__(self, setting: Setting, hardware: Hardware | None = None):
         device = hardware or HARDWARE["cpu" if setting.device == "cpu" else "a100"]
@@ -187,7 +187,7 @@ class Workers:
 
 
 def scope_of(setting: Setting) -> Scope:
-    """What the measurements of a search hold for."""
+    """Return the conditions of the measurements of a search."""
     config, _ = config_of(setting.model)
     for name, value in (setting.changes or {}).items():
         setattr(config, name, value)

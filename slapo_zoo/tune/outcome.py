@@ -1,4 +1,4 @@
-"""What became of one measurement, and how the ways to fail are distinguished."""
+"""Outcome of one measurement, and the ways to fail."""
 
 import signal
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ class Outcome:
 
     @property
     def is_measured(self) -> bool:
-        """Whether there is a throughput."""
+        """Return whether there is a throughput."""
         return self.kind in (OK, SLOW)
 
     def to_dict(self) -> dict[str, Any]:

@@ -123,5 +123,5 @@ def measure_script(
 
 
 def hash_of(*paths: Path) -> str:
-    """Of the files that decide what a measurement means."""
+    """Hash the files that decide what a measurement means."""
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in paths)).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""What a person sees of a search: the best so far, a table, CSV, and pictures."""
+"""Display of a search: the best so far, a table, CSV, and pictures."""
 
 import csv
 import statistics

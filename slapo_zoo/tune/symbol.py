@@ -33,7 +33,7 @@ class Symbol:
         return self.vals[self.fixed_idx]
 
     def is_fixed(self) -> bool:
-        """Whether a value was chosen."""
+        """Return whether a value was chosen."""
         return self.fixed_idx != -1
 
     def fix_at(self, idx: int) -> None:

@@ -1,4 +1,4 @@
-"""What a worker does: build a model at one point, check what it computes, time its training steps."""
+"""Work of a tuner's worker: build a model at one point, check what it computes, time its training steps."""
 
 import json
 import os
@@ -151,7 +151,7 @@ def limit_memory(job: Job) -> None:
 
 
 def on_rank(job: Job) -> Outcome:
-    """What each rank does."""
+    """Run the trial on each rank."""
     limit_memory(job)
     return measure(job)
 

@@ -52,7 +52,7 @@ class Limits:
 
 @dataclass
 class Result:
-    """What a run of the tuner found.
+    """Result of a run of the tuner.
 
     Args:
         trials: in order.

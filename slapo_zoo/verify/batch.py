@@ -13,7 +13,7 @@ RESERVED = 3  # token ids below are special
 
 
 def has_loss(class_name: str) -> bool:
-    """Whether the labels of a head are known."""
+    """Return whether the labels of a head are known."""
     return bool(head_of(class_name).labels)
 
 

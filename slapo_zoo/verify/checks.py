@@ -46,7 +46,7 @@ def predicted(subject: Subject) -> dict[str, int] | None:
 def collective_counts(
     into: Comparison, found: Sequence[RankResult], want: Mapping[str, int] | None
 ) -> None:
-    """What ran is what `slapo-zoo show` and `schedule.explain` say."""
+    """Check that the collectives that ran are those of `slapo-zoo show` and `schedule.explain`."""
     if want is None:
         return
     for tp_coord in sorted({result.coords[0] for result in found}):

@@ -66,7 +66,7 @@ class Tolerance:
         self.truth, self.plains, self._others = truth, list(plains), iter(others)
 
     def another(self) -> bool:
-        """Whether one more plain run tells now how far rounding leads."""
+        """Return whether one more plain run tells now how far rounding leads."""
         self.plains += (more := list(islice(self._others, 1)))
         return bool(more)
 
@@ -178,7 +178,7 @@ def _same_names(into: Comparison, check: str, found: Iterable[str], want: Iterab
 
 
 def replicas(into: Comparison, found: Sequence[RankResult], check: str = "replicas") -> None:
-    """What several ranks hold is the same on all, bit for bit, after the step."""
+    """Check that replicas are the same on all ranks, bit for bit, after the step."""
     for name in sorted({n for result in found for n in result.digests}):
         seen: dict[str, tuple[int, str]] = {}
         for rank, result in enumerate(found):

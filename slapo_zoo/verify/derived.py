@@ -52,14 +52,14 @@ class Proof:
     seconds: float = 0.0
 
     def words(self) -> list[str]:
-        """What was proven, and what stays whole and why."""
+        """Return the lines of a report: what was proven, and what stays unsharded and why."""
         tp, pp, dp = self.sizes
         divided = f", tp divides {self.share:.0%} of the parameters" if tp > 1 else ""
         found = [f"proven on tp={tp}, pp={pp}, dp={dp}: outputs, loss and every gradient{divided}"]
         return found + [f"{n} stays whole: {why}" for n, why in self.left_whole.items() if why]
 
     def document(self) -> dict[str, Any]:
-        """As plain data, for the cache."""
+        """Return plain data for the cache."""
         return {
             "table": to_document(self.table), "left_whole": self.left_whole, "share": self.share,
             "sizes": self.sizes, "seconds": self.seconds, "software": software(),
@@ -132,7 +132,7 @@ class Search:
         return stacks if len(stacks) > 1 else []
 
     def _ways_to_sum(self) -> tuple[bool, ...]:
-        """Whether the loss is the sum of its micro-batches', and where nothing asks for that, or not."""
+        """Return whether the loss is the sum of its micro-batches', and where nothing asks for that, or not."""
         return (False, True) if self.sizes[1:] == (1, 1) else (False,)
 
     def candidates(self) -> list[Make]:
@@ -142,7 +142,7 @@ class Search:
         return [*plan, *structural, self._gathered]
 
     def _has_plan(self) -> bool:
-        """Whether there is one that serves the given config too, with its dropouts."""
+        """Return whether there is one that serves the given config too, with its dropouts."""
         if not plan_of(self.subject.config):
             return False
         with suppress(SlapoError):
@@ -176,7 +176,7 @@ class Search:
         return probe(self.subject, table, sizes, **self.knobs)
 
     def _wrong_anyway(self) -> bool:
-        """Whether the fault stays when every module is whole."""
+        """Return whether the fault stays when every module is whole."""
         self.left_whole = dict.fromkeys(self.groups, "")
         return bool(self._probe(self._gathered, self.sizes))
 

@@ -1,4 +1,4 @@
-"""What every module got and returned in one training step, and the gradients of what it returned."""
+"""Record inputs, outputs and gradients of every module in one training step."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

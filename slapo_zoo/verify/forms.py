@@ -64,7 +64,7 @@ def _joined(parts: Sequence[Tensor], axis: int, want: Tensor) -> Tensor | None:
 
 
 def _fit(parts: Sequence[Tensor], axis: int) -> bool:
-    """Whether the parts differ in one axis only."""
+    """Return whether the parts differ in one axis only."""
     shapes = {tuple(s for i, s in enumerate(p.shape) if i != axis) for p in parts}
     return len(shapes) == 1
 

@@ -20,7 +20,7 @@ TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 
 
 def probe(subject: Specimen, table: Table | None, sizes: tuple[int, int, int], **knobs: Any) -> str:
-    """What differs between the scheduled and the plain model, or "".
+    """Describe what differs between the scheduled and the plain model, or return "".
 
     Args:
         subject: the plain one.
@@ -127,7 +127,7 @@ def _error(found: Tensor, want: Tensor) -> str:
 
 
 def _off(found: Tensor, want: Tensor, tolerance: float, scale: float = 1.0) -> bool:
-    """Whether a tensor is further off than its own size, and that of all, allows."""
+    """Return whether a tensor is further off than its own size, and that of all, allows."""
     if found.shape != want.shape:
         return True
     if not want.numel():

@@ -1,4 +1,4 @@
-"""What a verification found: for programs (verify.json) and for people."""
+"""Report of a verification: for programs (verify.json) and for people."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -47,7 +47,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether everything that was measured is right."""
+        """Return whether everything that was measured is right."""
         return not self.findings and self.error is None
 
     def document(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ LEARNING_RATE, EPS, DECAY, MAX_NORM = 1e-3, 1e-5, 0.1, 1.0
 
 @dataclass
 class Result:
-    """What one run computed; tensors are full ones under their HuggingFace names."""
+    """Result of one run; tensors are full ones under their HuggingFace names."""
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     loss: float = 0.0

@@ -1,4 +1,4 @@
-"""What keeps a run from going astray: collectives that are checked before they run, dropout put out."""
+"""Guards of a run: collectives are checked before they run, dropout is switched off."""
 
 import zlib
 from collections.abc import Iterator

@@ -56,7 +56,7 @@ class Specimen:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the loss and every gradient are; some classes give NaN for padding."""
+        """Return whether the loss and every gradient are; some classes give NaN for padding."""
         return math.isfinite(self.loss) and all(g.isfinite().all() for g in self.grads.values())
 
 
@@ -192,7 +192,7 @@ def own_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def experts(config: Any) -> dict[str, str]:
-    """What a load is told about experts."""
+    """Return the arguments of a load for models with experts."""
     found = getattr(config, "_experts_implementation", None)
     return {"experts_implementation": "eager"} if found == "eager" else {}
 
@@ -211,5 +211,5 @@ def tensors(output: Any) -> dict[str, Tensor]:
 
 
 def accepts(cls: Any, name: str) -> bool:
-    """Whether the forward of a class has an argument."""
+    """Return whether the forward of a class has an argument."""
     return name in inspect.signature(cls.forward).parameters

@@ -1,4 +1,4 @@
-"""What is verified: a model of a config, a mesh, a schedule, and the batch that they run on."""
+"""Subject of a verification: a model of a config, a mesh, a schedule, and the batch that they run on."""
 
 import copy
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ LEAST_TOKENS = 12
 
 @dataclass(frozen=True)
 class Subject:
-    """What is verified.
+    """Subject of a verification.
 
     Args:
         config: of `transformers`.
@@ -73,7 +73,7 @@ class Subject:
 
     @property
     def tokens(self) -> int:
-        """Of a row of text: what sequence parallelism divides into two and more on every rank."""
+        """Return the number of tokens of a row: every rank gets two or more under sequence parallelism."""
         tp = (self.like or self).sizes[0]
         return -(-LEAST_TOKENS // (2 * tp)) * 2 * tp
 

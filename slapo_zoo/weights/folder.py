@@ -53,7 +53,7 @@ class CheckpointFolder:
         return self._file(self._name(key)).view(key)
 
     def piece(self, key: str, part: Tensor) -> Tensor | None:
-        """What lies in one piece in a view, under a storage of its own, from which a tensor may live.
+        """Return a contiguous region as a view with a storage of its own, so that a tensor may keep it alive.
 
         None unless the file is privately mapped.
         """

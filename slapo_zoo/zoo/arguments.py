@@ -1,4 +1,4 @@
-"""What the arguments of the loader mean here: the mesh, the folder, the dtype, the device."""
+"""Resolve the arguments of the loader: the mesh, the folder, the dtype, the device."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -184,7 +184,7 @@ def checkpoint_config(name: str) -> Any:
 
 
 def _no_folder(name: str) -> str:
-    """What is wrong with a name that can only be a folder, or ""."""
+    """Describe the problem of a name that can only be a folder, or return ""."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return "" if (folder / "config.json").exists() else "found no config.json"

@@ -47,7 +47,7 @@ class Choice:
 
 
 def device_name(device: torch.device | str) -> str:
-    """What a dispatch table is called by: "cpu", or the name of the GPU."""
+    """Return the key of a dispatch table: "cpu", or the name of the GPU."""
     kind = torch.device(device)
     return torch.cuda.get_device_name(kind) if kind.type == "cuda" else kind.type
 
@@ -71,7 +71,7 @@ def asked_names(asked: Any) -> list[str] | None:
 
 
 def kernels_of(value: Any) -> Any:
-    """What `from_pretrained` takes for a symbol's value: "a+b" --> ["a", "b"], "" --> none at all.
+    """Turn a symbol's value into an argument of `from_pretrained`: "a+b" --> ["a", "b"], "" --> none at all.
 
     >>> kernels_of("geglu+rms_norm"), kernels_of(""), kernels_of("auto")
     (['geglu', 'rms_norm'], 'reference', 'auto')
@@ -83,7 +83,7 @@ def kernels_of(value: Any) -> Any:
 def choose(
     sch: Schedule, asked: Any, device: str, attention: str | None = None, tuned: Any = None
 ) -> list[Choice]:
-    """What `kernels=` means for a model: every kernel that serves a module of it.
+    """Resolve `kernels=` for a model: every kernel that serves a module of it.
 
     Args:
         sch: the schedule; nothing is changed.
@@ -141,7 +141,7 @@ def _verdict(
 
 
 def measured(sch: Schedule, kernel: Kernel, device: str) -> tuple[bool, str]:
-    """Whether a kernel was measured, or is estimated, not to lose on a device for a model's size."""
+    """Return whether a kernel was measured, or is estimated, not to lose on a device for a model's size."""
     dtype, size = _dtype(sch), _size(sch.model.config, kernel)
     found = decide(kernel.name, str(dtype).removeprefix("torch."), size, device)
     instead = kernel.falls_back(dtype, size, device) if kernel.name not in PRIOR else ""
@@ -153,7 +153,7 @@ def _dtype(sch: Schedule) -> torch.dtype:
 
 
 def _size(config: Any, kernel: Kernel) -> int:
-    """What a kernel's table calls the size: the width; for attention that of a head."""
+    """Return the size that a kernel's table is looked up by: the width; for attention that of a head."""
     width = getattr(config, "hidden_size", None) or 1024
     if not any(name.endswith("Attention") for name in kernel.serves):
         return width

@@ -112,7 +112,7 @@ def column_joined(axis: int = 0) -> Rule:
 
 
 def row_inside(axis: int = 1) -> Rule:
-    """As `row`, where each rank goes on with its own channels: the gradient is summed too."""
+    """Row parallel where each rank goes on with its own channels: the gradient is summed too."""
     return (Shard("weight", axis, uneven=True), Sync("fwd_post", "all_reduce_twice"))
 
 
@@ -154,5 +154,5 @@ dropout_of_all: Rule = (ForkRng(rows=False),)  # of what all batch rows share
 
 
 def dropout_after(child: str, size: str) -> Rule:
-    """As `dropout_tokens`, and the F.dropout after a child drops its result, which is sharded."""
+    """Dropout of whole tokens, and of the sharded result of a child that F.dropout follows."""
     return (ForkRng(tokens=True, after=child, axis=-1, size=_dim(size)),)

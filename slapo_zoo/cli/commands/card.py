@@ -82,7 +82,7 @@ def diff(
     other: Annotated[str, typer.Argument(help="Another card.")],
     as_json: arguments.AsJson = False,
 ) -> None:
-    """What one card does beside another, as a unified diff of their programs."""
+    """Compare two cards, as a unified diff of their programs."""
     from slapo_zoo.cards.use import load_card
     from slapo_zoo.errors import CardError
 

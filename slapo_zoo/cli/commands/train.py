@@ -93,7 +93,7 @@ def _train(options: TrainOptions) -> list[float]:
 
 
 def _flags(context: typer.Context) -> dict[str, Any]:
-    """What was given on the command line, by the names of the options."""
+    """Return the options that were given on the command line, by name."""
     given = {}
     for name, value in context.params.items():
         source = context.get_parameter_source(name)

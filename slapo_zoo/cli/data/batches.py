@@ -42,7 +42,7 @@ class Batches:
         return count if most is None else min(count, most)
 
     def part_in_order(self, number: int, dp_coord: int = 0, dp: int = 1) -> dict[str, Tensor]:
-        """As `part`, of the rows as they lie; a short last batch is filled with rows of no labels."""
+        """Return the rows in the order of the data; a short last batch is filled with rows without labels."""
         begin = number * self.batch_size
         numbers = list(range(begin, min(begin + self.batch_size, len(self.rows))))
         batch = self.task.collate(self.rows[numbers], generator_of(self.seed, number, EVALUATION))

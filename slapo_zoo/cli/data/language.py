@@ -67,7 +67,7 @@ class Masked(Language):
 
     @property
     def frame(self) -> tuple[list[int], list[int]]:
-        """What stands before and after the text of a row."""
+        """Return the special tokens before and after the text of a row."""
         if self.tokenizer.cls_token_id is None or self.tokenizer.sep_token_id is None:
             return [], []
         return [self.tokenizer.cls_token_id], [self.tokenizer.sep_token_id]

@@ -109,7 +109,7 @@ def _library() -> Any:
 
 @contextmanager
 def _explained(name: str, split: str) -> Any:
-    """What the library says of a file or a name, as our error."""
+    """Turn an error of the library about a file or a name into a SlapoError."""
     try:
         yield
     except DataError:
@@ -141,7 +141,7 @@ def _errors() -> tuple[type[Exception], ...]:
 
 
 def columns_of(task: type[Task], given: Mapping[str, str], found: Sequence[str]) -> dict[str, str]:
-    """What the task reads --> the column of the data that holds it."""
+    """Map each field that the task reads to the column of the data that holds it."""
     chosen = {}
     if unknown := sorted(set(given) - set(task.roles)):
         hint = f"this task reads {', '.join(task.roles)}"
@@ -186,7 +186,7 @@ def without_gaps(data: Any, columns: Mapping[str, str]) -> Any:
 
 
 def has_all(row: Columns, names: Sequence[str]) -> bool:
-    """Whether no column of a row is empty."""
+    """Return whether no column of a row is empty."""
     return all(row[name] is not None for name in names)
 
 

@@ -66,7 +66,7 @@ class Packed:
 
     @property
     def tokens(self) -> int:
-        """Of all documents."""
+        """Return the tokens of all documents."""
         return int(self.starts[-1])
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ class Packed:
         return np.concatenate(parts)
 
     def _places(self, begin: int) -> np.ndarray:
-        """Of each token in its document, or in the part of it that the row holds."""
+        """Return the position of each token in its document, or in the part of the document that the row holds."""
         first, last = np.searchsorted(self.ends, [begin, begin + self.row], "right")
         return places_of(self.ends[first:last] - begin, self.row)
 
@@ -105,7 +105,7 @@ def places_of(ends: np.ndarray, length: int) -> np.ndarray:
 
 
 def checksum(rows: Rows) -> int:
-    """Of all rows, or of so many of a large set that another one is noticed."""
+    """Hash all rows, or a sample of a large data set that tells it from another one."""
     numbers = np.unique(np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows))).astype(np.int64))
     found = 0
     for name, column in sorted(rows[numbers.tolist()].items()):

@@ -1,4 +1,4 @@
-"""What a model learns from a row: which columns it reads, how they become tokens, and batches."""
+"""Tasks: which columns a model reads, how they become tokens, and batches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

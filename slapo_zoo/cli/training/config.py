@@ -135,7 +135,7 @@ def _value(key: str, value: Any, where: str) -> Any:
 
 
 def _default(key: str) -> str:
-    """What to do about a value: how it is where the key is left out."""
+    """Suggest a value: the default of the key."""
     default = getattr(TrainOptions(""), key)
     return f"the default is {default!r}" if default not in (None, "") else described()[key]
 

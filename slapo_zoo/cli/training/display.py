@@ -1,4 +1,4 @@
-"""What a person sees of a training run: a progress bar, a line per step, the ledgers."""
+"""Display of a training run: a progress bar, a line per step, the ledgers."""
 
 import math
 import time
@@ -60,7 +60,7 @@ def _bar(console: Console) -> progress.Progress:
 
 @contextmanager
 def silence() -> Iterator[OnStep]:
-    """What the ranks other than the first show."""
+    """Display of the ranks other than the first: nothing."""
     yield lambda step, record: None
 
 

@@ -1,4 +1,4 @@
-"""What a run reads: the task of the model, its tokenizer, and the batches of training and evaluation."""
+"""Inputs of a run: the task of the model, its tokenizer, and the batches of training and evaluation."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ TASKS: dict[str, type[Task]] = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads.
+    """Inputs of a run.
 
     Args:
         batches: of the training.

@@ -105,7 +105,7 @@ def check_output(folder: Path, option: str = "--output") -> None:
 
 
 def check_parent(path: Path, option: str) -> None:
-    """What is there of a path can be written to."""
+    """Check that the existing part of a path can be written to."""
     found = next(one for one in [path, *path.absolute().parents] if one.exists())
     if not os.access(found, os.W_OK) or (found != path and not found.is_dir()):
         hint = "check its rights, or name another place"
@@ -113,7 +113,7 @@ def check_parent(path: Path, option: str) -> None:
 
 
 def check_places(options: TrainOptions) -> None:
-    """What is written has a place of its own: a save replaces its folder, or refuses what else is in it."""
+    """Check that each output has a path of its own: a save replaces its folder, or refuses other files in it."""
     named = {name: getattr(options, name) for name in (*WRITTEN, "data", "eval_data")}
     places = {name: Path(path).resolve() for name, path in named.items() if path is not None}
     for name, other in itertools.permutations(places, 2):
@@ -257,7 +257,7 @@ def check_pairs(options: TrainOptions) -> None:
 
 
 def check_evaluation(options: TrainOptions) -> None:
-    """What needs an evaluation, of other rows, or a checkpoint has one."""
+    """Check that every key that needs an evaluation, other rows or a checkpoint has one."""
     if options.evaluates and options.engine != "torch":
         problem = f"found --engine {options.engine}, expected torch"
         raise ConfigError("train", "eval_data", problem, "evaluate what it saves by another run")

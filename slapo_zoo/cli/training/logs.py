@@ -1,4 +1,4 @@
-"""What is kept of every step: a JSON line in a file, and the trackers of Accelerate by name."""
+"""Logs of every step: a JSON line in a file, and the trackers of Accelerate by name."""
 
 import json
 import math
@@ -42,7 +42,7 @@ class Meter:
         self.begin = time.perf_counter()
 
     def measured(self, batch: Mapping[str, Tensor]) -> dict[str, float | None]:
-        """Of the step that has ended: its loss was read, so the device has done it.
+        """Record the step that has ended: its loss was read, so the device has done it.
 
         `bubble` is that of all stages, so every rank asks together. `mfu` counts 6 operations a parameter and token (arXiv:2204.02311, without attention).
         """

@@ -66,7 +66,7 @@ class Training:
 
     @property
     def is_over(self) -> bool:
-        """Whether all steps are done, or the evaluations get no better."""
+        """Return whether all steps are done, or the evaluations get no better."""
         patience = self.options.patience
         tired = patience is not None and self.best.since >= patience
         return self.done >= self.options.steps or tired
@@ -191,7 +191,7 @@ def check_finite(step: int, loss: float, norm: float, options: TrainOptions) -> 
 
 
 def is_due(training: Training) -> bool:
-    """Whether a checkpoint is written now."""
+    """Return whether a checkpoint is written now."""
     return training.is_over or training.done % training.options.save_every == 0
 
 

@@ -1,4 +1,4 @@
-"""What a training run is asked to do: one object, whether from a file, from flags or from Python."""
+"""Options of a training run: one object, from a file, from flags or from Python."""
 
 import re
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What to train, on what, and how; also the keys of `slapo-zoo train --config`.
+    """Options of a training run; also the keys of `slapo-zoo train --config`.
 
     Args:
         model: checkpoint folder or Hub id.
@@ -104,12 +104,12 @@ class TrainOptions:
 
     @property
     def evaluates(self) -> bool:
-        """Whether there is something to evaluate on."""
+        """Return whether there is something to evaluate on."""
         return bool(self.eval_data or self.eval_split or self.eval_share)
 
 
 def described() -> dict[str, str]:
-    """What each option says, as the documentation of the class has it."""
+    """Return the help of each option, from the docstring of the class."""
     text = str(TrainOptions.__doc__).partition("Args:")[2]
     return dict(re.findall(r"^ {8}(\w+): (.+)$", text, re.MULTILINE))
 

@@ -42,7 +42,7 @@ def learning_rates(options: TrainOptions) -> Callable[[int], float]:
 
 
 def _with_warm_up(name: str, warmup_steps: int) -> str:
-    """What is called constant in transformers ignores a warm-up in silence."""
+    """Return the name that honours a warm-up: transformers' "constant" ignores one in silence."""
     return "constant_with_warmup" if name == "constant" and warmup_steps else name
 
 

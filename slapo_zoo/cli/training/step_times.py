@@ -31,7 +31,7 @@ ALLOWED = {torch.float32: 1e-3}  # by the loss; other dtypes 3e-2
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to time; as the options of `slapo-zoo bench`."""
+    """Options of `slapo-zoo bench`: which steps to time."""
 
     model: str
     tp: int
@@ -80,7 +80,7 @@ def measure(options: BenchOptions) -> StepTimes | None:
 
 
 def time_steps(options: BenchOptions) -> StepTimes:
-    """What one rank does.
+    """Run the benchmark on one rank.
 
     Raises:
         MeshError: the rows are longer than the model allows.

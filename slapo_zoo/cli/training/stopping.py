@@ -81,7 +81,7 @@ def _restore(before: Mapping[Any, Any]) -> None:
 
 
 def is_local_rank() -> bool:
-    """Whether `run_local` started this process."""
+    """Return whether `run_local` started this process."""
     return is_distributed_launch() and multiprocessing.parent_process() is not None
 
 

@@ -186,7 +186,7 @@ class OwnDropout(TorchFunctionMode):
         return dropout(x, **_drawn(self.site, x, p, name, self.tokens))
 
     def _generated(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What torch's own generator may draw; where threads share it, it goes on from `state`."""
+        """Hold torch's own generator for one draw; where threads share the generator, it goes on from `state`."""
         if self.state is None or getattr(func, "__name__", "") not in DRAWS:
             return func(*args, **kwargs)
         with rng.drawn_from(self.state):
@@ -241,7 +241,7 @@ def _drawn(site: Site, x: Tensor, p: float, name: rng.SiteName, tokens: bool) ->
 
 
 def _is_whole(x: Tensor, child: _Child | None, size: int) -> bool:
-    """Whether one module that drops a sharded axis drops something else this time."""
+    """Return whether one module that drops a sharded axis drops something else this time."""
     if child is None:
         return x.shape[-1] == size
     ran, child.ran = child.ran, False
@@ -255,7 +255,7 @@ def _dropout(
     size = directive._size(site)  # a plain one, for graphs
 
     def draws(input: Tensor) -> dict[str, Any]:
-        """What is drawn for an input: `keep`, or `seeds` and `p`."""
+        """Return the mask for an input: `keep`, or `seeds` and `p`."""
         p = module.p
         if not directive.rows:
             with stream.without_rows():

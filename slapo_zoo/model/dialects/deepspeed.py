@@ -233,7 +233,7 @@ class _Zero(Zero):
 
 @register_dialect("log_parser", "deepspeed")
 def parse_log(path: str | os.PathLike[str]) -> tuple[float, float, float, int]:
-    """What a log of DeepSpeed says: (parameters of a rank, samples/s, GB at most, error code).
+    """Parse a log of DeepSpeed: (parameters of a rank, samples/s, GB at most, error code).
 
     A figure that it does not name is 0. Error codes: 0 none, 1 out of memory, 2 no throughput.
     """

@@ -62,7 +62,7 @@ class PipelineTarget(TargetEngine):
 
 
 class Step:
-    """What the stage layer needs of the step that runs."""
+    """State of the running step that the stage layer reads."""
 
     run: Callable[..., Any]
     parts: list[dict[str, Tensor]]
@@ -118,7 +118,7 @@ def _loss(output: Tensor, number: Tensor) -> Tensor:
 
 
 class StageLayer(nn.Module):
-    """What DeepSpeed calls for one micro-batch of our stage.
+    """Layer that DeepSpeed calls for one micro-batch of this stage.
 
     rewrite:  (what crosses the cut before us, number)  -->  (what crosses the next, number), or loss
     """

@@ -1,4 +1,4 @@
-"""What all engines share: one call per optimizer step, and checkpoints that each of them reads."""
+"""Base of all engines: one call per optimizer step, and checkpoints that every engine reads."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -58,7 +58,7 @@ class TargetEngine:
         return self._norm
 
     def save_checkpoint(self, folder: Any, **options: Any) -> None:
-        """As `slapo_zoo.save_checkpoint`: any engine on any mesh goes on from it."""
+        """Save a checkpoint from which any engine on any mesh resumes (see `slapo_zoo.save_checkpoint`)."""
         save_checkpoint(self.model, folder, self.optimizer, **options)
 
     def load_checkpoint(self, folder: Any, scheduler: Any = None) -> Resumed:
@@ -81,7 +81,7 @@ class TargetEngine:
 
 
 def is_scheduled(sch: Any) -> bool:
-    """Whether it is a model of AutoScheduledModel, and no bare schedule."""
+    """Return whether it is a model of AutoScheduledModel, and no bare schedule."""
     return hasattr(sch, "_slapo")
 
 

@@ -190,7 +190,7 @@ def import_megatron() -> Any:
 
 @register_dialect("log_parser", "megatron")
 def parse_log(path: str | os.PathLike[str]) -> tuple[float, float, float, int]:
-    """What a log of Megatron-LM says: (parameters of a rank, samples/s, GB at most, error code).
+    """Parse a log of Megatron-LM: (parameters of a rank, samples/s, GB at most, error code).
 
     A figure that it does not name is 0. Error codes: 0 none, 1 out of memory, 2 no throughput.
     """

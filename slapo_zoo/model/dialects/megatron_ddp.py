@@ -63,7 +63,7 @@ def _step_here(optimizer: Any, device: torch.device) -> None:
 
 
 def is_config(optimizer: Any) -> bool:
-    """Whether it is an OptimizerConfig of Megatron."""
+    """Return whether it is an OptimizerConfig of Megatron."""
     return hasattr(optimizer, "use_distributed_optimizer")
 
 

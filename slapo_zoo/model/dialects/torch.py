@@ -192,7 +192,7 @@ class _Fsdp2(DataParallel):
 
 
 class _Fsdp2Stages(_Fsdp2):
-    """What lies around the blocks stays gathered through the step of a stage.
+    """Keep the parameters outside the blocks gathered through the step of a stage.
 
     A stage that is not the last leaves the model's forward in the middle, so the hook at its end,
     which would gather those parameters again for the backward, is not called.

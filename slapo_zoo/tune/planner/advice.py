@@ -1,4 +1,4 @@
-"""What a simulated step is worth, and what binds it: for people who have to choose or to pay."""
+"""Worth of a simulated step, and what binds it: for people who have to choose or to pay."""
 
 from dataclasses import dataclass, replace
 
@@ -9,7 +9,7 @@ FASTER = 2.0  # links and network, to see whether they bind
 
 @dataclass(frozen=True)
 class Worth:
-    """What a step is worth.
+    """Worth of a step.
 
     Args:
         tokens_per_s: of the whole cluster.
@@ -45,7 +45,7 @@ class Worth:
 
 
 def worth(planner: Planner, found: Forecasted) -> Worth:
-    """What a forecast step is worth.
+    """Return the worth of a forecast step.
 
     Args:
         planner: that made it.

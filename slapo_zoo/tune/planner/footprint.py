@@ -143,7 +143,7 @@ class Footprint(DryRun):
         }  # fmt: skip
 
     def _work(self) -> tuple[float, ...]:
-        """What was done until now; a phase ends here, so what it made is written."""
+        """Return the work done until now; a phase ends here, so its results count as written."""
         self.meter.settle()
         self.meter.comm = sum(RING[t.kind] * t.bytes for t in self.traffic.transfers)
         self.meter.collectives = len(self.traffic.transfers)
@@ -237,7 +237,7 @@ class Footprint(DryRun):
 def parameter_bytes(
     model: Any, units: list[str]
 ) -> tuple[dict[str, tuple[int, int]], list[tuple[int, frozenset[str]]]]:
-    """Of every unit the bytes of its own parameters and of the largest; and what several share."""
+    """Return, for every unit, the bytes of its own parameters and of the largest one; and the shared ones."""
     holders: dict[int, tuple[int, set[str]]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         unit = next((u for u in units if name == u or name.startswith(f"{u}.")), units[0])

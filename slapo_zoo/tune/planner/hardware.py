@@ -13,7 +13,7 @@ CPU_SCRATCH = 4.0  # fitted to what `ci/bench.py memory` measured
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the planner knows of a cluster.
+    """Description of a cluster for the planner.
 
     Args:
         name: of the device.

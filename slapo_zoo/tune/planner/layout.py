@@ -48,7 +48,7 @@ class Layout:
 
     @property
     def stages(self) -> int:
-        """Of the whole pipeline."""
+        """Number of stages of the whole pipeline."""
         return self.pp * self.stages_per_rank
 
     def knobs(self) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def in_flight(order: str, pp: int, virtual: int, micro_batches: int, rank: int) 
 
 @lru_cache(maxsize=512)
 def _played(order: str, pp: int, virtual: int, micro_batches: int) -> list[tuple[int, ...]]:
-    """Of every rank, from the order itself."""
+    """Count the micro-batches in flight on every rank, from the order itself."""
     places = places_of(Layout(pp=pp, pipeline_order=order, stages_per_rank=virtual))
     found = []
     for rank, actions in enumerate(places.actions(micro_batches)):

@@ -99,7 +99,7 @@ class StageMemory:
 def stage_memory(
     profile: Profile, begin: int, end: int, rows: int, again: Recompute
 ) -> StageMemory:
-    """Of the units begin..end of a profile, as one stage."""
+    """Return the memory of units begin..end of a profile, as one stage."""
     units, uses = profile.units[begin:end], profile.uses(rows)[begin:end]
     shared = [(size, names & {u.name for u in units}) for size, names in profile.shared]
     shared = [(size, names) for size, names in shared if names]
@@ -174,7 +174,7 @@ def rank_memory(
     stages: Sequence[StageMemory], in_flight: Sequence[float], layout: Layout, precision: Precision,
     runtime: Runtime, hardware: Hardware,
 ) -> RankMemory:  # fmt: skip
-    """Of a rank that holds some stages.
+    """Return the peak memory of a rank that holds some stages.
 
     Args:
         stages: that it holds.

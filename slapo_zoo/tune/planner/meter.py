@@ -1,4 +1,4 @@
-"""What a device does, counted operation by operation in a dry run: products, bytes, kernels.
+"""Meter of a device's work, operation by operation in a dry run: products, bytes, kernels.
 
 Bytes are counted twice. *Eager*: every operation reads its inputs and writes its outputs. *Fused*: a chain
 of element-wise operations is one kernel, so what only the chain uses never reaches memory; a reduction

@@ -17,7 +17,7 @@ CHOICES = ("keep", "save_matmuls", "offload", "recompute", "sharded")
 
 
 class Mixture(NamedTuple):
-    """What some blocks take.
+    """Time and memory of some blocks.
 
     Args:
         bytes: that they keep on the device.

@@ -1,4 +1,4 @@
-"""What every unit of a model takes on one tp rank, for any number of rows: one dry run, scaled then.
+"""Cost of every unit of a model on one tp rank, for any number of rows: one dry run, then scaled.
 
 A model of many equal blocks runs with three blocks of each kind: the first, which may do more (a
 mask, a position bias), the last, whose backward comes first and finds no gradient to add to, and one that
@@ -61,7 +61,7 @@ class Unit:
     is_block: bool = False
 
     def at(self, rows: int) -> Use:
-        """What it takes for a micro-batch of so many rows."""
+        """Return the cost of the unit for a micro-batch of `rows` rows."""
         return self.few.toward(self.many, (rows - ROWS[0]) / (ROWS[1] - ROWS[0]))
 
 
@@ -85,7 +85,7 @@ class Profile:
     cache: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     def uses(self, rows: int) -> list[Use]:
-        """Of every unit, for a micro-batch of so many rows."""
+        """Return the cost of every unit for a micro-batch of `rows` rows."""
         if rows not in self.cache:
             alike = {(id(unit.few), id(unit.many)): unit for unit in self.units}
             found = {key: unit.at(rows) for key, unit in alike.items()}
@@ -183,7 +183,7 @@ class Family:
         return Profile(self._whole(units), shared, seq_len, itemsize, self.total_parameters)
 
     def _whole(self, units: list[Unit]) -> list[Unit]:
-        """As many blocks as the model has."""
+        """Repeat the profiled blocks up to the depth of the model."""
         named = {unit.name: unit for unit in units}
         if not self.is_small:
             return units
@@ -270,38 +270,38 @@ class _Masks(RandomStream):
         self.on_cpu, self.in_bytes = on_cpu, in_bytes
 
     def draws_in_blocks(self, device: torch.device) -> bool:
-        """As RandomStream.draws_in_blocks, of the device that is planned for."""
+        """Answer RandomStream.draws_in_blocks for the device that is planned for."""
         return self.on_cpu
 
     def hashes(self, device: torch.device) -> bool:
-        """As RandomStream.hashes: the runtimes that are simulated keep their masks."""
+        """Answer RandomStream.hashes: the simulated runtimes keep their masks."""
         return False
 
     def cells(self, count: int, site: str, heads: Any = ()) -> list[int]:
-        """As RandomStream.cells."""
+        """Return dummy seeds in place of RandomStream.cells."""
         return [0] * (count * max(len(heads), 1))
 
     @staticmethod
     def draw_cells(x: Tensor, p: float, seeds: list[int]) -> Tensor:
-        """As RandomStream.draw_cells."""
+        """Return a mask of the shape of RandomStream.draw_cells."""
         return x.new_empty(x.shape)
 
     def uniform(self, x: Tensor, site: str) -> Tensor:
-        """As RandomStream.uniform."""
+        """Return numbers of the shape of RandomStream.uniform."""
         return torch.empty_like(x)
 
     def keep_mask(self, x: Tensor, p: float, site: str, heads: Any = ()) -> Tensor:
-        """As RandomStream.keep_mask."""
+        """Return a mask of the shape of RandomStream.keep_mask."""
         return torch.empty_like(x, dtype=torch.uint8 if self.in_bytes else None)
 
     def keep_columns(self, x: Tensor, p: float, site: str, run: Any, size: int) -> Tensor:
-        """As RandomStream.keep_columns."""
+        """Return a mask of the shape of RandomStream.keep_columns."""
         if self.in_bytes:
             return x.new_empty((*x.shape[:-1], run[1] - run[0]), dtype=torch.uint8)
         return x.new_empty((*x.shape[:-1], size))[..., run[0] : run[1]]
 
     def keep_tokens(self, x: Tensor, p: float, site: str, n: int, r: int) -> Tensor:
-        """As RandomStream.keep_tokens."""
+        """Return a mask of the shape of RandomStream.keep_tokens."""
         if self.in_bytes:
             return self.keep_mask(x, p, site)
         if x.ndim > 2:
@@ -355,7 +355,7 @@ def dry_run(
 
 
 def _in_parts(run: DryRun, blocks: set[str], tp: int) -> list[Use]:
-    """What is whole on every rank before the first block, kept as a part."""
+    """Keep a shard of what is whole on every rank before the first block."""
     first = next(i for i, name in enumerate(run.names) if name in blocks)
     if run.names[first + 1] not in blocks:
         return run.uses

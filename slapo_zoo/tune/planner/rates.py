@@ -13,7 +13,7 @@ FUSED_ATTENTION = 0.6  # rate of a fused attention beside a large product
 
 
 def product_seconds(hardware: Hardware, dtype: str, product: Product) -> float:
-    """Of one batch of matrix products, or of a fused attention: as computed, or as moved.
+    """Return the seconds of one batch of matrix products, or of a fused attention: by flops or by bytes.
 
     On a GPU whole waves of tiles run, one tile on each multiprocessor; the best tile is taken. Before a
     tile's first product and after its last a multiprocessor fills and drains, as if the sum were longer.
@@ -52,7 +52,7 @@ def collective_seconds(
     hardware: Hardware, ranks: int, moved: float, count: float, stride: int = 1,
     cards: int | None = None,
 ) -> float:  # fmt: skip
-    """Of `count` collectives over a group.
+    """Return the seconds of `count` collectives over a group.
 
     Args:
         hardware: the cluster.

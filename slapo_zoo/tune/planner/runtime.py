@@ -84,7 +84,7 @@ class Precision:
 
     @property
     def has_masters(self) -> bool:
-        """Whether the optimizer steps copies of the weights, and not the weights."""
+        """Return whether the optimizer steps copies of the weights, and not the weights."""
         return self.optimizer > 2 * self.update
 
     @property

@@ -80,7 +80,7 @@ class Found:
     parameters: int
 
     def tokens_per_s(self, found: Forecasted) -> float:
-        """Of the whole cluster."""
+        """Return the tokens per second of the whole cluster."""
         return self.rows * self.seq_len / found.step.seconds
 
 
@@ -171,7 +171,7 @@ class Planner:
     def _mixed(
         self, fits: Sequence[Forecasted], over: Sequence[Layout], limit: float
     ) -> list[Forecasted]:
-        """What memory binds, with a policy of its own for each block of each stage."""
+        """Yield the layouts that memory binds, with a policy for each block of each stage."""
         bound: dict[Any, Forecasted] = {}
         for one in sorted(fits, key=lambda f: f.step.seconds)[:STARTS]:
             at = one.layout
@@ -214,7 +214,7 @@ class Planner:
                 yield from layouts(tp, gpus, batch, blocks, sequence_parallel=divided, **more)
 
     def forecast(self, layout: Layout) -> Forecasted:
-        """What a layout takes."""
+        """Return the forecast of a layout."""
         stages, times = zip(*self.stages_of(layout), strict=True)
         places, ranks = places_of(layout), self.ranks(layout)
         fullest = max(range(layout.pp), key=lambda rank: ranks[rank].total)

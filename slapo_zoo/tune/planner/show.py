@@ -1,4 +1,4 @@
-"""What a search of layouts found: as tables, as JSON, and the winner as a file that others load."""
+"""Results of a search of layouts: as tables, as JSON, and the winner as a file that others load."""
 
 from collections.abc import Collection
 from dataclasses import asdict

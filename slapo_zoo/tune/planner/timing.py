@@ -35,7 +35,7 @@ class How:
     tp: int = 1
 
     def seconds(self, work: Work) -> float:
-        """Of a phase of a unit: on the device, or of the host that launches it; and its collectives."""
+        """Return the seconds of a phase of a unit: on the device, or of the host that launches it; and its collectives."""
         hardware, dtype = self.hardware, self.precision.dtype
         moved, launches = work.moved, work.ops
         if self.runtime.fused:
@@ -82,7 +82,7 @@ class StageTime:
 
     @property
     def seconds(self) -> float:
-        """Of forward and backward."""
+        """Return the seconds of forward and backward."""
         return self.forward_s + self.backward_s
 
 
@@ -124,7 +124,7 @@ class StepTime:
 def stage_time(
     profile: Profile, begin: int, end: int, rows: int, again: Recompute, how: How
 ) -> StageTime:
-    """Of the units begin..end of a profile, as one stage."""
+    """Return the time of units begin..end of a profile, as one stage."""
     share = (how.tp - 1) / how.tp
     forward = backward = flops = comm = 0.0
     cache = profile.cache
@@ -148,7 +148,7 @@ def stage_time(
 
 
 def step_time(stages: Sequence[StageTime], layout: Layout, parameters: float, how: How) -> StepTime:
-    """Of all stages in their order.
+    """Return the time of all stages in their order.
 
     Args:
         stages: of the whole pipeline; stage i is on rank i % pp.

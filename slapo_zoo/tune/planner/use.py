@@ -1,4 +1,4 @@
-"""What one unit of a model costs in a training step, as plain numbers that scale with the rows."""
+"""Cost of one unit of a model in a training step, as plain numbers that scale with the rows."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """What a device does in one phase of a unit.
+    """Work of a device in one phase of a unit.
 
     Args:
         products: matrix products and attentions.
