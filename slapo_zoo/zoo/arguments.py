@@ -1,5 +1,6 @@
 """Resolve the arguments of the loader: the mesh, the folder, the dtype, the device."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,7 @@ def config_of(name: str) -> tuple[Any, str | None]:
     if name in CONFIG_MAPPING and not Path(name).exists():
         given = table_for(name).defaults if name in families() else {}
         config = CONFIG_MAPPING[name](**given)
-        return config, usual_head(config)
+        return config, usual_head(config, heads=OF_FAMILIES)
     if problem := _no_folder(name):
         raise SlapoError(
             "config",
@@ -170,8 +171,7 @@ def config_of(name: str) -> tuple[Any, str | None]:
     near = nearest(name, families())
     hint = "pass a family (slapo-zoo list), a folder or a model id"
     hint += f"; nearest families: {', '.join(near)}" if near else ""
-    config = _read_config(name, hint)
-    return config, None if config.architectures else usual_head(config)
+    return _read_config(name, hint), None
 
 
 def checkpoint_config(name: str) -> Any:
@@ -216,15 +216,18 @@ def _ask_the_hub(name: str) -> None:
 
 
 HEADS = (
-    "PreTraining", "Seq2SeqLM", "SpeechSeq2Seq", "CausalLM", "MaskedLM", "ImageClassification",
+    "PreTraining", "ImageClassification", "SpeechSeq2Seq", "Seq2SeqLM", "CausalLM", "MaskedLM",
 )  # fmt: skip
+OF_FAMILIES = HEADS[:3]  # what a bare family has; its published cards are for these
 
 
-def usual_head(config: Any) -> str | None:
-    """Return the first head with a loss that the model type has; None where it has none of HEADS."""
+def usual_head(config: Any, head: str | None = None, heads: Sequence[str] = HEADS) -> str | None:
+    """Return the head, or the first one with a loss where neither it nor the config names one."""
     import transformers
 
-    for name in (f"AutoModelFor{head}" for head in HEADS):
+    if head or config.architectures:
+        return head
+    for name in (f"AutoModelFor{kind}" for kind in heads):
         mapping = getattr(transformers, name)._model_mapping
         if type(config) in mapping and head_of(mapping[type(config)].__name__).labels:
             return name

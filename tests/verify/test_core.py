@@ -17,7 +17,7 @@ from slapo_zoo.verify.report import Report, VerifyError
 from slapo_zoo.verify.runs import cast, tensors_of
 from slapo_zoo.verify.shrink import expressive, shrink
 from slapo_zoo.verify.subject import Subject
-from slapo_zoo.zoo.arguments import config_of
+from slapo_zoo.zoo.arguments import config_of, usual_head
 from slapo_zoo.zoo.table import families
 
 LAYOUTS = {
@@ -44,7 +44,9 @@ def test_no_false_alarm(family, layout):
         with pytest.raises(ArchitectureError, match="no axis of tokens"):
             verify(config, head, sizes, **knobs)
         return
-    report = verify(config, hf.resolve_class(config, head).__name__, sizes, **knobs)
+    report = verify(
+        config, hf.resolve_class(config, usual_head(config, head)).__name__, sizes, **knobs
+    )
     assert report.ok, str(report)
     unmeasured = {check for check, found in report.checks.items() if found == "unmeasured"}
     assert unmeasured <= OPTIONAL
@@ -56,7 +58,9 @@ def test_no_false_alarm(family, layout):
 def test_luck_is_no_fault(family, seed):
     """One rank's rounding is lucky in one gradient; one rank's ReLU gets 1e-7, the other's -1e-7."""
     config, head = config_of(family)
-    report = verify(config, hf.resolve_class(config, head).__name__, (2, 1, 1), seed=seed)
+    report = verify(
+        config, hf.resolve_class(config, usual_head(config, head)).__name__, (2, 1, 1), seed=seed
+    )
     assert report.ok, str(report)
 
 
@@ -96,7 +100,10 @@ def test_the_small_config_keeps_proportions(cls, fields, heads):
 def test_every_family_shrinks(family):
     config, head = config_of(family)
     small = shrink(config, Mesh(4), num_stages=2)
-    assert hf.count_parameters(small, hf.resolve_class(config, head).__name__) < 3e6
+    assert (
+        hf.count_parameters(small, hf.resolve_class(config, usual_head(config, head)).__name__)
+        < 3e6
+    )
 
 
 @pytest.mark.parametrize("family", families())
@@ -107,7 +114,7 @@ def test_every_small_model_runs_in_float64(family):
     for name, value in expressive(small).items():
         setattr(small, name, value)
     small._experts_implementation = "eager"
-    cls = hf.resolve_class(small, hf.resolve_class(config, head).__name__)
+    cls = hf.resolve_class(small, hf.resolve_class(config, usual_head(config, head)).__name__)
     model = cls._from_config(small, attn_implementation="eager").double().eval()
     batch = cast(example(model, 4, 16, seed=100, tp=4), torch.float64)
     with torch.no_grad():
@@ -120,7 +127,7 @@ def test_every_small_model_runs_in_float64(family):
 def test_collectives_are_predicted_whatever_the_main_input_is(family):
     config, head = config_of(family)
     small = shrink(config, Mesh(2))
-    cls = hf.resolve_class(small, hf.resolve_class(config, head).__name__)
+    cls = hf.resolve_class(small, hf.resolve_class(config, usual_head(config, head)).__name__)
     counts = predicted(Subject(small, cls, (2, 1, 1), knobs={"sequence_parallel": True}))
     assert counts["all_gather"] > 0
     assert counts["reduce_scatter"] > 0

@@ -25,12 +25,12 @@ def derive(
     """
     from slapo_zoo.hf import models as hf
     from slapo_zoo.verify.derived import derive as prove
-    from slapo_zoo.zoo.arguments import config_of
+    from slapo_zoo.zoo.arguments import config_of, usual_head
     from slapo_zoo.zoo.derivation.source import to_source
 
     with stdout_for_json(as_json):
         config, head = config_of(model)
-        cls = hf.resolve_class(config, auto_class or head)
+        cls = hf.resolve_class(config, auto_class or usual_head(config, head))
         with waiting(f"derive {model} tp={tp} pp={pp}"):
             proof = prove(config, cls, (tp, pp, 1))
     source = to_source(proof.open_table, proof.per_rank)

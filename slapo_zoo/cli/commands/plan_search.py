@@ -21,11 +21,12 @@ def make_planner(model: str, seq_len: int | None, device: tuple[str, str | None,
     from slapo_zoo.tune.planner.hardware import find_hardware, with_memory
     from slapo_zoo.tune.planner.search import Planner
     from slapo_zoo.weights.load import parse_size
-    from slapo_zoo.zoo.arguments import config_of
+    from slapo_zoo.zoo.arguments import config_of, usual_head
     from slapo_zoo.zoo.table import table_for
 
     hardware, memory, precision, runtime = device
     config, head = config_of(model)
+    head = usual_head(config, head)
     table_for(config.model_type)
     found = with_memory(find_hardware(hardware), parse_size(memory, "--memory"))
     planner = Planner(config, found, row_length(config, seq_len), precision, runtime, head)

@@ -36,12 +36,12 @@ def verify(
         from slapo_zoo.cards.verify_subprocess import verify_apart
         from slapo_zoo.hf import models as hf
         from slapo_zoo.verify.core import known_schedule
-        from slapo_zoo.zoo.arguments import config_of
+        from slapo_zoo.zoo.arguments import config_of, usual_head
 
         config, head = config_of(model)
         own = schedule in (None, "zoo", "auto") and known_schedule(config, schedule or "zoo")
         program = None if own else load_card(str(schedule)).program
-        named = hf.resolve_class(config, auto_class or head).__name__
+        named = hf.resolve_class(config, auto_class or usual_head(config, head)).__name__
         cls = program.model_class if program else named
         knobs: dict[str, Any] = {} if program else {"sequence_parallel": sequence_parallel}
         if program is None:
