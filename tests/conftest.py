@@ -23,8 +23,23 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.slow)
 
 
+def _count_outcomes(terminalreporter):
+    """How the cells of loops ended: tests/loops/test_cells.py."""
+    counts = {}
+    for kind in ("passed", "failed", "xfailed", "xpassed"):
+        for report in terminalreporter.stats.get(kind, []):
+            ended = dict(report.user_properties).get("outcome")
+            if ended:
+                counts[ended] = counts.get(ended, 0) + 1
+    if sum(counts.values()) >= 20:
+        order = ("equal", "refused", "WRONG", "traceback", "hang")
+        told = ", ".join(f"{counts.get(kind, 0)} {kind}" for kind in order)
+        terminalreporter.section(f"{sum(counts.values())} cells of loops: {told}")
+
+
 def pytest_terminal_summary(terminalreporter):
     """The grid that ran: cells passed of cells run, families by layouts."""
+    _count_outcomes(terminalreporter)
     counts, refused = {}, 0
     for report in (
         r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, [])

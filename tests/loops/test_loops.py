@@ -2,10 +2,16 @@
 
 import pytest
 
+from loop_families import TEXT_SIX
 from loop_runs import assert_cell, folder_of, scheduled
-from loops import FAMILIES, LAYOUTS, LOOPS
+from loops import LAYOUTS, LOOPS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
+
+
+NAMES = [
+    name for name, loop in LOOPS.items() if loop.families == TEXT_SIX
+]  # the rest: test_cells.py
 
 
 def check(ranks, name, family, layout, root):
@@ -23,8 +29,8 @@ def check(ranks, name, family, layout, root):
 
 def diagonal():
     """Every loop on one mesh, those beside the plain losses on two; every family."""
-    families, layouts, cells = list(FAMILIES), list(LAYOUTS), []
-    for i, name in enumerate(LOOPS):
+    families, layouts, cells = TEXT_SIX, list(LAYOUTS), []
+    for i, name in enumerate(NAMES):
         for j in range(1 if name.startswith(("hand", "loss_fn")) else 2):
             cells.append((name, families[(i + j) % 6], layouts[(i + i // 6 + 3 * j) % 6]))
     return cells
@@ -45,9 +51,9 @@ def test_a_loop(ranks, name, family, layout, root):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TEXT_SIX)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", LOOPS, ids=lambda x: x.replace(" ", "-"))
+@pytest.mark.parametrize("name", NAMES, ids=lambda x: x.replace(" ", "-"))
 def test_every_loop(ranks, name, family, layout, root):
     check(ranks, name, family, layout, root)
 

@@ -67,14 +67,20 @@ class Job:
     filters: list
 
 
+def forkserver():
+    """What makes processes that have imported `warm`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["warm"])
+    with patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parent)):
+        ensure_running()  # the server knows our PYTHONPATH, not our sys.path
+    return context
+
+
 class RankPool:
     """Warm workers, forked when first needed."""
 
     def __init__(self):
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["warm"])
-        with patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parent)):
-            ensure_running()  # the server knows our PYTHONPATH, not our sys.path
+        self._context = forkserver()
         self._workers = []
         self._numbers = itertools.count()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
