@@ -115,7 +115,8 @@ class Completion:
         if [id(p) for _, p in named] != self.trained:
             require_known_weights(model, "forward")
             self.trained = [id(p) for _, p in named]
-            self.guard.watch(p for _, p in named)
+            rows = self.runtime.plan.tensors.values()
+            self.guard.watch(named, {row.name for row in rows if row.placement is not None})
         self.parameters = [p for _, p in self.named]
         partial = self._partial()
         self._hook([(n, p) for n, p in every if self.over_dp or n in partial])

@@ -148,5 +148,5 @@ def part_of(model: Any, name: str) -> str:
 
 def digest(tensor: Tensor) -> str:
     """A hash of the bytes of a tensor."""
-    data = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(data).hexdigest()

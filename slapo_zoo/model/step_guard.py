@@ -1,4 +1,4 @@
-"""Before an optimizer steps: did every rank do the same to its gradients since they were complete?
+"""Before an optimizer steps: do ranks that hold the same have the same gradients, and did all do the same to them?
 
 `torch.nn.utils.clip_grad_norm_` sees one rank's part of the model and takes its norm for the global one;
 torch's GradScaler sees an overflow in one rank's part only. Both would let ranks come apart in silence.
@@ -6,13 +6,14 @@ torch's GradScaler sees an overflow in one rank's part only. Both would let rank
 
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -39,7 +40,7 @@ GRAD_SCALER = inspect.getfile(torch.amp.GradScaler)
 class StepGuard:
     """Remembers a few elements of complete gradients; compares what became of them over all ranks.
 
-    It takes one all-gather of 18 numbers and one wait of the host.
+    It takes one all-gather of 36 numbers and one wait of the host.
 
     Attributes:
         interval: steps between looks, after the first; 0: none.
@@ -50,19 +51,25 @@ class StepGuard:
     def __init__(self, mesh: Mesh):
         self.mesh, self.interval, self.steps, self.looks, self.backwards = mesh, ALWAYS, 0, 0, 0
         self.probes: list[tuple[nn.Parameter, Tensor]] = []
+        self.whole: Any = WeakIdKeyDictionary()  # parameter that each tp rank holds whole --> name
+        self.marks: dict[str, Tensor] = {}  # of the gradients of these
         self.trained: Tensor | None = None  # ranks that have something to train; None: all
         self.fresh, self.needed, self.divides = False, True, mesh.tp * mesh.pp > 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StepGuard":
         return StepGuard(self.mesh)
 
-    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Look before an optimizer steps on one of these."""
+    def watch(
+        self, named: Iterable[tuple[str, nn.Parameter]], divided: Container[str] = ()
+    ) -> None:
+        """Look before an optimizer steps on one of these, of which tp ranks hold parts of `divided`."""
         if not _HOOKS:
             _HOOKS.append(register_optimizer_step_pre_hook(_before_step))
         mine = ref(self)
-        for p in parameters:
+        for name, p in named:
             _GUARDS[p] = mine
+            if name not in divided:
+                self.whole[p] = name
 
     def complete(
         self, parameters: list[nn.Parameter], trained: Tensor | None = None, averaged: bool = False
@@ -74,6 +81,7 @@ class StepGuard:
         self.divides = self.mesh.tp * self.mesh.pp > 1 or any(is_divided(p) for p in held)
         some = held[:: max(1, len(held) // PROBES)][:PROBES]
         self.probes = [(p, _sample(p)) for p in some]
+        self.marks = self._marks_of(parameters) if self._is_due(self.steps + 1) else {}
         self.trained, self.fresh = trained, True
         if averaged and self.mesh.dp > 1 and not any(is_divided(p) for p in parameters):
             self._look_at_copies(parameters[:: max(1, len(parameters) // PROBES)][:PROBES])
@@ -81,11 +89,7 @@ class StepGuard:
     def _look_at_copies(self, some: list[nn.Parameter]) -> None:
         """Raise MeshError on the dp ranks whose weights came apart."""
         self.backwards += 1
-        if (
-            not some
-            or self.interval < 1
-            or (self.backwards > ALWAYS and self.backwards % self.interval)
-        ):
+        if not some or not self._is_due(self.backwards):
             return
         mine = torch.stack([p.detach().reshape(-1)[:ELEMENTS].double().norm() for p in some])
         rows = [torch.empty_like(mine) for _ in range(self.mesh.dp)]
@@ -100,12 +104,29 @@ class StepGuard:
             )
             raise agreed(MeshError("backward", "copies of the model", problem, hint))
 
+    def _is_due(self, step: int) -> bool:
+        return self.interval >= 1 and (step <= ALWAYS or not step % self.interval)
+
+    def _marks_of(self, parameters: Sequence[nn.Parameter]) -> dict[str, Tensor]:
+        """Name --> [2]: a number that tells gradients apart, and their size; a missing one is 0."""
+        if self.mesh.tp == 1:
+            return {}
+        named = {self.whole[p]: p for p in parameters if p in self.whole and not is_divided(p)}
+        grads = [p.new_zeros(1) if p.grad is None else p.grad.detach().reshape(-1)[:ELEMENTS]
+                 for p in named.values()]  # fmt: skip
+        if not grads:
+            return {}
+        padded = pad_sequence([x.float() for x in grads], batch_first=True).double()
+        places = torch.arange(1, padded.shape[1] + 1, device=padded.device, dtype=torch.float64)
+        found = torch.stack([padded @ places.cos(), padded.norm(dim=1)], 1)
+        return dict(zip(named, found, strict=True))
+
     def before_step(self) -> None:
         """MeshError on all ranks where they scaled their gradients by different factors."""
         if not self.fresh:
             return
         self.fresh, self.steps = False, self.steps + 1
-        if self.interval < 1 or (self.steps > ALWAYS and self.steps % self.interval):
+        if not self._is_due(self.steps):
             return
         if self.trained is not None and int(self.trained) < self.mesh.pp * self.mesh.dp:
             return  # a stage without a trained parameter has no optimizer that would ask
@@ -114,11 +135,38 @@ class StepGuard:
         with rank_guard("optimizer.step, which all ranks take or none"):
             dist.all_gather(each, mine)
         rows = torch.stack(each).tolist()
-        found = [[f if is_one else None for f, is_one in row[:PROBES]] for row in rows]
-        if listed := self._unlike(found, max(row[PROBES][0] for row in rows)):
+        alike = max(row[PROBES][0] for row in rows)
+        self._require_same(rows, LOOSELY * alike / ALIKE)
+        found = [[f if is_one else None for f, is_one, *_ in row[:PROBES]] for row in rows]
+        if listed := self._unlike(found, alike):
             problem = f"the ranks scaled their gradients by {listed}: by norms of their own parts"
             hint = "call model.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_"
             raise MeshError("optimizer.step", "gradients", problem, hint)
+
+    def _require_same(self, rows: Sequence[Sequence[Sequence[float]]], loosely: float) -> None:
+        """MeshError on all ranks where tp ranks have other gradients of what each of them holds whole."""
+        tp = self.mesh.tp
+        blocks = [rows[i : i + tp] for i in range(0, len(rows), tp)]
+        if not any(
+            _apart([row[i][2:] for row in block], loosely)
+            for block in blocks
+            for i in range(PROBES)
+        ):
+            return
+        none = torch.zeros(0, 2, dtype=torch.float64, device=next(iter(self._devices())))
+        mine = torch.stack([*self.marks.values()]) if self.marks else none
+        each = [torch.empty_like(mine) for _ in range(tp)]
+        dist.all_gather(each, mine, group=self.mesh.group("tp"))
+        every = torch.stack(each, 1).tolist()  # [parameters, tp, 2]
+        named = zip(self.marks, every, strict=True)
+        names = [name for name, marks in named if _apart(marks, loosely)]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        problem = "each tp rank holds it whole, and they have different gradients of it"
+        hint = (
+            "sum over tp what each rank has a part of: sum_gradient; slapo-zoo verify tells where"
+        )
+        what = f"{names[0]}{more}" if names else "parameters of another stage"
+        raise agreed(MeshError("optimizer.step", what, problem, hint))
 
     def look_beside(self, parameters: list[nn.Parameter]) -> None:
         """MeshError on the ranks of a stage where what no model has (a head) got unlike gradients.
@@ -143,12 +191,15 @@ class StepGuard:
                 raise _unlike_beside(beside, mesh_dim)
 
     def _factors(self) -> Tensor:
-        """[PROBES + 1, 2]: by which factor each probe was scaled, and whether it is one for its elements.
+        """[PROBES + 1, 4]: by which factor each probe was scaled, and whether it is one for its elements;
+        beside it the sums of every eighth of `marks`.
 
         The last row says how much rounding of the gradients' dtype may change a factor.
         """
         device = self.probes[0][1].device if self.probes else next(iter(self._devices()))
-        found = torch.zeros(PROBES + 1, 2, dtype=torch.float64, device=device)
+        found = torch.zeros(PROBES + 1, 4, dtype=torch.float64, device=device)
+        for i, mark in enumerate(self.marks.values()):
+            found[i % PROBES, 2:] += mark
         alike = max([ALIKE, *(4 * torch.finfo(p.dtype).eps for p, _ in self.probes)])
         found[PROBES] = alike
         for i, (p, then) in enumerate(self.probes):
@@ -159,7 +210,7 @@ class StepGuard:
             rest = (now - factor * then).norm()
             is_one = (rest <= alike * now.norm()) & (factor > 0) & torch.isfinite(factor)
             is_one &= (then != 0).sum() >= FEWEST
-            found[i] = torch.stack([torch.where(is_one, factor, 0.0), is_one.double()])
+            found[i, :2] = torch.stack([torch.where(is_one, factor, 0.0), is_one.double()])
         return found
 
     def _unlike(self, found: list[list[float | None]], alike: float) -> str:
@@ -185,6 +236,12 @@ def _one_of(row: list[float | None], alike: float) -> float | None:
     """The factor of all probes of a rank, if it is one."""
     known = [factor for factor in row if factor is not None]
     return known[0] if known and max(known) - min(known) <= alike * max(known) else None
+
+
+def _apart(marks: Sequence[Sequence[float]], loosely: float) -> bool:
+    """Whether gradients of these marks differ by more than rounding; those that overflow do not count."""
+    values, sizes = zip(*marks, strict=True)
+    return max(values) - min(values) > loosely * max(sizes)
 
 
 def _sample(p: nn.Parameter) -> Tensor:

@@ -47,14 +47,16 @@ class Blame:
         truth: events of the fp64 run of the whole batch.
         plain: the same in fp32, for its own error.
         partial: paths whose gradients are terms of a sum, as the schedule says.
+        experts: paths within which a rank calls its own experts: what is inside has no like elsewhere.
     """
 
     def __init__(
         self, found: Sequence[RankResult], truth: Mapping[Event, Seen],
         plain: Mapping[Event, Seen], partial: frozenset[str] = frozenset(),
+        experts: frozenset[str] = frozenset(),
     ):  # fmt: skip
         self.found, self.truth, self.plain, self.partial = found, truth, plain, partial
-        self.order = list(truth)
+        self.order = [e for e in truth if not any(e.path.startswith(p + ".") for p in experts)]
         self.makers: dict[int, Event] = {}
         for event in self.order:
             if event.when == "out":
@@ -114,6 +116,8 @@ class Blame:
         want, own = _plain(want), _plain(own)
         for ranks, parts, rows in self._parts(event, gradient):
             place = _rows(want, self.rows, rows)
+            if gradient and place is want and rows[1] not in (0, self.rows):
+                continue  # of no batch row: each micro-batch has a term of its gradient
             scale = max(float(want.abs().max()) if want.numel() else 0.0, 1e-3 * self.largest_grad * gradient)  # fmt: skip
             error = float((own - want).abs().max()) if want.numel() else 0.0
             allowed = SLACK * error + FLOOR * scale

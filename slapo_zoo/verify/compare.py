@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slapo_zoo.verify.runs import LEARNING_RATE, RankResult, Result
 
+ALIKE, ACCUMULATED = 1e-3, "accumulated gradients"  # relative
 FLOOR = 8 * torch.finfo(torch.float32).eps
 
 
@@ -32,11 +33,19 @@ class Finding:
 
 @dataclass
 class Comparison:
-    """All findings, and the largest error of each check in units of what is allowed."""
+    """All findings, and the largest error of each check in units of what is allowed.
+
+    Args:
+        findings: what is wrong.
+        worst: check --> its largest error.
+        counts: check --> comparisons made.
+        factor: that every gradient is multiplied by, where it is one and not 1.
+    """
 
     findings: list[Finding]
     worst: dict[str, float]
     counts: dict[str, int]
+    factor: float | None = None
 
     @staticmethod
     def empty() -> "Comparison":
@@ -134,8 +143,33 @@ def compare(into: Comparison, found: Sequence[RankResult], near: Tolerance) -> N
 def _gradients(into: Comparison, near: Tolerance, result: RankResult) -> None:
     largest = largest_of(near.truth.grads)
     _same_names(into, "gradients", result.grads, near.truth.grads)
+    into.factor = _common_factor(result.grads, near.truth.grads)
+    for name in result.twice:
+        error = _distance(result.twice[name], 2 * result.grads[name].double())
+        if not error <= ALIKE * largest and all(f.what != ACCUMULATED for f in into.findings):
+            problem = f"{name} is off by {error:.2e} after a second step on the same batch"
+            into.note("gradients", ACCUMULATED, problem)
     for name in sorted(near.truth.grads.keys() & result.grads.keys()):
         near.check(into, "gradients", name, result.grads[name], lambda r, n=name: r.grads[n], largest)  # fmt: skip
+
+
+def _common_factor(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float | None:
+    """What every gradient is multiplied by, if it is one number beside 1."""
+    pairs = [
+        (found[n].double().flatten(), g.double().flatten()) for n, g in want.items() if n in found
+    ]
+    if any(x.shape != y.shape for x, y in pairs):
+        return None
+    largest = max((float(y.norm()) for _, y in pairs), default=0.0)
+    big = [(x, y) for x, y in pairs if y.norm() > ALIKE * largest]
+    factors = [float(x @ y / (y @ y)) for x, y in big]
+    one = all(
+        (x - f * y).norm() <= ALIKE * x.norm() for f, (x, y) in zip(factors, big, strict=True)
+    )
+    same = one and max(factors, default=1.0) - min(factors, default=1.0) <= ALIKE * max(
+        factors, default=1.0
+    )
+    return factors[0] if same and abs(factors[0] - 1.0) > 10 * ALIKE else None
 
 
 def _weights(into: Comparison, near: Tolerance, result: RankResult) -> None:
@@ -178,17 +212,22 @@ def _same_names(into: Comparison, check: str, found: Iterable[str], want: Iterab
 
 
 def replicas(into: Comparison, found: Sequence[RankResult], check: str = "replicas") -> None:
-    """Check that replicas are the same on all ranks, bit for bit, after the step."""
+    """Check that replicas are the same on all ranks, bit for bit, after the step; gradients that differ first."""
+    wrong: list[tuple[bool, str, int, int]] = []
     for name in sorted({n for result in found for n in result.digests}):
-        seen: dict[str, tuple[int, str]] = {}
+        seen: dict[str, tuple[int, Any, Any]] = {}
         for rank, result in enumerate(found):
             if name not in result.digests:
                 continue
             digest, part = result.digests[name]
-            first, want = seen.setdefault(part, (rank, digest))
+            grad = result.grad_digests.get(name)
+            first, want, like = seen.setdefault(part, (rank, digest, grad))
             into.did(check)
             if digest != want:
-                into.note(check, name, f"differs from that of rank {first}", rank)
+                wrong.append((grad == like, name, rank, first))
+    for same_gradient, name, rank, first in sorted(wrong):
+        also = "" if same_gradient else ", as its gradient does"
+        into.note(check, name, f"differs from that of rank {first}{also}", rank)
     for rank, result in enumerate(found):
         into.did("ties")
         for name in result.untied:

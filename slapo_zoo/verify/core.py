@@ -21,7 +21,7 @@ from slapo_zoo.parallel.random_stream import drawn_from
 from slapo_zoo.pipeline.orders import StageMap
 from slapo_zoo.verify import checks
 from slapo_zoo.verify.blame import Blame, Divergence, directives_at, parent_of
-from slapo_zoo.verify.compare import Comparison, Tolerance, compare, replicas
+from slapo_zoo.verify.compare import Comparison, Finding, Tolerance, compare, replicas
 from slapo_zoo.verify.report import Report, figures
 from slapo_zoo.verify.runs import RankResult, plain, recorded, scheduled
 from slapo_zoo.verify.shrink import dropouts, shrink
@@ -187,7 +187,7 @@ class _Verification:
         elif changes := self._with_dropout():
             runs = [one_rank_run(recorded, self.subject, changes, dtype) for dtype in DTYPES]
             divergence = self._blame(changes, [run.events for run in runs], [])
-        divergence = divergence or self._by_names()
+        divergence = self._beyond_modules(divergence) or self._by_names()
         if divergence is None:
             return _Outcome(self.comparison)
         return _Outcome(self.comparison, divergence, self._touching(divergence.suspects))
@@ -195,24 +195,44 @@ class _Verification:
     def _blame(self, changes: Any, events: Sequence[Any], wrong: list[str]) -> Divergence | None:
         found = on_mesh(recorded, self.subject, changes)
         truth, plain = events
-        return Blame(found, truth, plain, self._partial_gradients()).first(wrong)
+        partial, experts = self._landed("sync_op_or_fn"), self._landed("count")
+        return Blame(found, truth, plain, partial, experts).first(wrong)
+
+    def _beyond_modules(self, divergence: Divergence | None) -> Divergence | None:
+        """What each module computes is right, and something beyond them is wrong: it is named first."""
+        found = [f for f in self.comparison.findings if f.check != "dropout"]
+        gradients = {f.what for f in found if f.check == "gradients"}
+        factor, before = self.comparison.factor, divergence.suspects if divergence else ()
+        if divergence is not None and divergence.phase == "forward":
+            return divergence
+        if any(f.what == "loss" for f in found):
+            return Divergence("loss", "beyond the modules", "its value", 0, ("loss", *before))
+        if factor is not None:
+            what, problem = "every gradient", f"{factor:.4g} times what it should be"
+            return Divergence(what, "beyond the modules", problem, 0, (what, *before))
+        if gradients == {"norm"} and not self._drifts():
+            return Divergence("norm", "beyond the modules", "of right gradients", 0, ("norm",))
+        return None if gradients == {"norm"} else divergence
+
+    def _drifts(self) -> list[Finding]:
+        """Copies of a parameter that got other gradients."""
+        end = "as its gradient does"
+        return [f for f in self.comparison.findings if f.problem.endswith(end)]
 
     def _by_names(self) -> Divergence | None:
         """Every module agrees without dropout: the findings themselves name a parameter."""
-        for finding in self.comparison.findings:
+        for finding in (*self._drifts(), *self.comparison.findings):
             if "." in finding.what:
-                path = finding.what.rpartition(".")[0]
+                path = parent_of(finding.what)
                 return Divergence(path, finding.check, finding.what, finding.rank or 0, (path,))
         return None
 
-    def _partial_gradients(self) -> frozenset[str]:
-        schedule = self.subject.outline().schedule
+    def _landed(self, kind: str) -> frozenset[str]:
+        """Paths of directives of a kind: what leaves gradients partial, what has experts."""
+        schedule, meant = self.subject.outline().schedule, ("all_reduce_twice", "num_experts")
         steps = zip(schedule.landed, schedule.history, strict=True)
         return frozenset(
-            path
-            for paths, (_, d) in steps
-            if getattr(d, "sync_op_or_fn", None) == "all_reduce_twice"
-            for path in paths
+            path for paths, (_, d) in steps if getattr(d, kind, None) in meant for path in paths
         )
 
     def _touching(self, paths: Sequence[str]) -> list[tuple[str, str]]:

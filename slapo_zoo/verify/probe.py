@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.model.auto import AutoScheduledModel
-from slapo_zoo.model.numerics import digest, part_of
 from slapo_zoo.model.runtime import tokens_divide
 from slapo_zoo.parallel.emulation import emulate
+from slapo_zoo.verify.runs import digests
 from slapo_zoo.verify.specimen import Specimen, experts, silence, tensors
 from slapo_zoo.zoo.table import Table
 
@@ -66,13 +66,7 @@ def _rank(subject: Specimen, sizes: tuple[int, int, int], knobs: Any, rates: Any
     if knobs.get("sequence_parallel") and not tokens_divide(model, part):
         problem = "its batch has no tokens that tp ranks could divide: it was not seen to be right"
         raise SlapoError("verify", "sequence_parallel", problem, "leave sequence_parallel out")
-    return outputs, loss, model.consolidated_state_dict(grads=True), _held(model)
-
-
-def _held(model: Any) -> dict[str, tuple[str, str]]:
-    """Name --> the hash of this rank's gradient, and which part of the tensor it is."""
-    own = model.named_parameters()
-    return {n: (digest(p.grad), part_of(model, n)) for n, p in own if p.grad is not None}
+    return outputs, loss, model.consolidated_state_dict(grads=True), digests(model, grads=True)
 
 
 def _compare(subject: Specimen, ranks: list[Any], wanted: dict[str, Tensor]) -> str:

@@ -48,13 +48,17 @@ class RankResult(Result):
         coords: of tp, pp and dp.
         digests: local parameter --> hash of its bytes after the step, and which part it is.
         untied: names that should share memory and do not.
+        grad_digests: the same of its gradient, before clipping.
         collectives: kind --> how many over tp in the step.
+        twice: gradients after a second step on the same batch.
     """
 
     coords: tuple[int, int, int] = (0, 0, 0)
     digests: dict[str, tuple[str, str]] = field(default_factory=dict)
+    grad_digests: dict[str, tuple[str, str]] = field(default_factory=dict)
     untied: list[str] = field(default_factory=list)
     collectives: dict[str, int] = field(default_factory=dict)
+    twice: dict[str, Tensor] = field(default_factory=dict)
 
 
 def cast(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -162,7 +166,7 @@ def scheduled(
             model.eval()
             result.outputs = tensors_of(model(**whole))
         if has_loss(subject.cls.__name__):
-            _train(model, subject, whole, result)
+            _train(model, subject, whole, result, save is not None)
     if save is not None:
         model.save_pretrained(save)
     return result
@@ -193,12 +197,21 @@ def _coords(model: Any) -> tuple[int, int, int]:
     return tp, pp, dp
 
 
-def _train(model: Any, subject: Subject, whole: dict[str, Tensor], result: RankResult) -> None:
+def _train(
+    model: Any, subject: Subject, whole: dict[str, Tensor], result: RankResult, twice: bool = False
+) -> None:  # fmt: skip
     batch = subject.part(whole, model.mesh.coord("dp"))
     optimizer = optimizer_of(model.train())
     with counted(model.mesh, result.collectives):
         result.loss = float(model.train_step(batch, micro_batches=subject.micro_batches))
     result.grads = model.consolidated_state_dict(grads=True)
+    result.grad_digests = digests(model, grads=True)
+    if twice:
+        kept = [(p, p.grad.clone()) for p in model.parameters() if p.grad is not None]
+        model.train_step(batch, micro_batches=subject.micro_batches)
+        result.twice = model.consolidated_state_dict(grads=True)
+        for p, grad in kept:
+            p.grad = grad
     result.norm = float(model.clip_grad_norm_(MAX_NORM))
     optimizer.step()
     result.weights = model.consolidated_state_dict()
@@ -206,10 +219,11 @@ def _train(model: Any, subject: Subject, whole: dict[str, Tensor], result: RankR
     result.untied = untied(model)
 
 
-def digests(model: Any) -> dict[str, tuple[str, str]]:
-    """A hash of the bytes of every parameter that this rank holds, and which part it is."""
+def digests(model: Any, grads: bool = False) -> dict[str, tuple[str, str]]:
+    """A hash of the bytes of every parameter (or gradient) that this rank holds, and which part it is."""
     named = model.named_parameters(remove_duplicate=False)
-    return {name: (digest(p), part_of(model, name)) for name, p in named}
+    held = ((name, p.grad if grads else p) for name, p in named)
+    return {name: (digest(x), part_of(model, name)) for name, x in held if x is not None}
 
 
 def untied(model: Any) -> list[str]:

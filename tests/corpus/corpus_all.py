@@ -2,5 +2,6 @@
 
 import loop_bugs
 import schedule_bugs
+import step_bugs
 
-BUGS = [*schedule_bugs.BUGS, *loop_bugs.BUGS]
+BUGS = [*schedule_bugs.BUGS, *step_bugs.BUGS, *loop_bugs.BUGS]

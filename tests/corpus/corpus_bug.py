@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from corpus_training import Training
@@ -20,31 +19,31 @@ CHECKERS = {
 LAYOUTS = {
     "tp2": ((2, 1, 1), {}), "sp2": ((2, 1, 1), {"sequence_parallel": True}), "tp4": ((4, 1, 1), {}),
     "pp2": ((1, 2, 1), {}), "dp2": ((1, 1, 2), {}), "tp2-pp2": ((2, 2, 1), {}),
-    "tp2-dp2": ((2, 1, 2), {}), "pp2-dp2": ((1, 2, 2), {}), "one": ((1, 1, 1), {}),
+    "tp2-dp2": ((2, 1, 2), {}), "pp2-dp2": ((1, 2, 2), {}), "sp2-dp2": ((2, 1, 2), {"sequence_parallel": True}),
 }  # fmt: skip
 Edit = Callable[[list[Any]], list[Any]]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong; one of these.
+    """What is wrong.
 
     Args:
         edits: of the right steps of a schedule.
         patch: puts something else in the place of a function of ours.
         training: a loop of a user's own.
-        file: changes a saved folder.
+        is_file: it shows in what is saved or read.
     """
 
     edits: tuple[Edit, ...] = ()
     patch: Callable[[], AbstractContextManager[Any]] = nullcontext
     training: type[Training] = Training
-    file: Callable[[Path], None] | None = None
+    is_file: bool = False
 
     @property
     def kind(self) -> str:
         """What it is a fault of."""
-        if self.file is not None:
+        if self.is_file:
             return FILE
         return SCHEDULE if self.edits else LOOP
 

@@ -3,8 +3,8 @@
 import re
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 import transformers
-from corpus_bug import CHECKERS, FILE, LAYOUTS, LOOP, Bug, Fault
+from corpus_bug import CHECKERS, FILE, LAYOUTS, LOOP, SCHEDULE, Bug, Fault
 from corpus_training import Trained, config_of, distance, on_rank, plain, quiet
 
 from mutants import mutate
@@ -23,7 +23,7 @@ from slapo_zoo.language.missing_sums import missing_sums
 from slapo_zoo.verify.context import Verify
 from slapo_zoo.verify.core import alone_on_one_rank, verify
 from slapo_zoo.verify.report import Report, VerifyError
-from slapo_zoo.verify.subject import Subject, write_weights
+from slapo_zoo.verify.subject import Subject, changes_for_comparison, write_weights
 
 RIGHT = Fault()
 LATEST = 5  # modules that a report may name before the one that is to blame
@@ -81,28 +81,40 @@ def right_subject(bug: Bug, root: Path) -> Subject:
 
 
 @cache
-def _reference(cls: str, config: Any, dropout: float, layout: str, root: Path) -> Trained:
-    """Plain `transformers`; with dropout our right schedule on one rank, which draws as all meshes do."""
+def _reference(
+    cls: str, config: Any, dropout: float, layout: str, right: Any, root: Path
+) -> Trained:
+    """Plain `transformers`; with dropout, or a loop that it does not know, our right one on one rank."""
     bug = Bug("", (), "", "", cls, RIGHT, "", "", layout, config, dropout)
     subject = right_subject(bug, root)
-    if not dropout:
+    if not dropout and right is None:
         return plain(subject)
     whole = alone_on_one_rank(subject)
-    return on_rank(whole, RIGHT.training, dropout, False, False)
+    return on_rank(whole, right or RIGHT.training, dropout, False, False)
 
 
 def damage(bug: Bug, root: Path) -> float:
     """How far a training with the bug, all checks off, is from plain `transformers`."""
-    want = _reference(bug.cls, bug.config, bug.dropout, bug.layout, root)
+    right = bug.fault.training.right
+    want = _reference(bug.cls, bug.config, bug.dropout, bug.layout, right, root)
     with quiet():
         return distance(_trained(bug, subject_of(bug, root), False), want)
 
 
 def _trained(bug: Bug, subject: Subject, guarded: bool, watched: bool = False) -> list[Trained]:
     arguments = (subject, bug.fault.training, bug.dropout, guarded, watched)
-    off = mock.patch("slapo_zoo.model.step_guard._require_own_scaler", return_value=None)
-    with bug.fault.patch(), nullcontext() if guarded else off:
+    with bug.fault.patch(), nullcontext() if guarded else _checks_off():
         return emulate(on_rank, *arguments, mesh=subject.sizes, timeout_s=TIMEOUT_S)
+
+
+@contextmanager
+def _checks_off() -> Iterator[None]:
+    """Without those that no interval switches off."""
+    with (
+        mock.patch("slapo_zoo.model.step_guard._require_own_scaler", return_value=None),
+        mock.patch("slapo_zoo.model.resume._Load._check_integrity"),
+    ):
+        yield
 
 
 def _texts(run: Callable[[], Any]) -> tuple[str, ...]:
@@ -154,7 +166,9 @@ def _context(bug: Bug, root: Path) -> tuple[str, ...]:
 
 
 def _in_context(subject: Subject) -> Any:
-    model = subject.cls.from_pretrained(subject.folder, dtype=torch.float32)
+    changes = changes_for_comparison(subject.config)
+    with no_progress_bars():
+        model = subject.cls.from_pretrained(subject.folder, dtype=torch.float32, **changes)
     inputs = {k: v for k, v in subject.batch().items() if k != "labels"}
     sch = create_schedule(model)
     try:
@@ -166,17 +180,20 @@ def _in_context(subject: Subject) -> Any:
 
 
 CHECKS: dict[str, Callable[[Bug, Path], tuple[str, ...]]] = {
-    "build": _build, "guard": _guard, "verify": _verify, "Verify": _context, "watch": _watch,
+    "build": _build, "load": _guard, "guard": _guard, "verify": _verify, "Verify": _context, "watch": _watch,
 }  # fmt: skip
-NONE_OF = {LOOP: {"build", "Verify"}, FILE: {"build", "Verify", "watch"}}
+NONE_OF = {
+    SCHEDULE: {"load"},
+    LOOP: {"build", "load", "Verify"},
+    FILE: {"build", "guard", "Verify", "watch"},
+}
 
 
 def asked_of(bug: Bug) -> list[str]:
     """The checkers that can see a bug of its kind: a loop of a user's own is none of `verify`'s business."""
-    left_out = set(NONE_OF.get(bug.fault.kind, ()))
-    if bug.fault.training is not RIGHT.training:
-        left_out.add("verify")
-    return [name for name in CHECKERS if name in CHECKS and name not in left_out]
+    own_loop = bug.fault.training is not RIGHT.training and bug.fault.patch is nullcontext
+    left_out = NONE_OF[bug.fault.kind] | ({"verify"} if own_loop else set())
+    return [name for name in CHECKERS if name not in left_out]
 
 
 def look(bug: Bug, checker: str, root: Path) -> Found:
@@ -188,6 +205,11 @@ def look(bug: Bug, checker: str, root: Path) -> Found:
 
 
 def first_to_find(bug: Bug, root: Path) -> Found:
-    """The first checker that finds a bug, in the order in which a user meets them."""
-    looks = (look(bug, checker, root) for checker in asked_of(bug))
-    return next((found for found in looks if found.checker), Found())
+    """The first checker that finds a bug and names it, in the order in which a user meets them."""
+    found = Found()
+    for checker in asked_of(bug):
+        seen = look(bug, checker, root)
+        if seen.checker and bug.named and seen.says(bug.named):
+            return seen
+        found = found if found.checker else seen
+    return found

@@ -54,7 +54,12 @@ class Training:
     Args:
         model: of AutoScheduledModel.
         subject: tells the batches.
+
+    Attributes:
+        right: the loop without a bug, where it is another one than plain `transformers` trains by.
     """
+
+    right: type["Training"] | None = None
 
     def __init__(self, model: Any, subject: Subject):
         self.model, self.subject = model, subject
@@ -82,6 +87,9 @@ class Training:
         """One step of the optimizer."""
         self.optimizer.step()
 
+    def between(self, step: int) -> None:
+        """Before a step."""
+
     def grads(self) -> dict[str, torch.Tensor]:
         """Whole gradients."""
         return self.model.consolidated_state_dict(grads=True)
@@ -90,6 +98,7 @@ class Training:
         """All steps."""
         found = Trained()
         for step in range(STEPS):
+            self.between(step)
             self.optimizer.zero_grad()
             found.losses.append(self.backward(step))
             if not step:

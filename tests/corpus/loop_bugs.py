@@ -1,11 +1,17 @@
-"""Published bugs that are faults of a loop: what is fed, counted, scaled, clipped and summed."""
+"""Published bugs that are faults of a user's own loop: what is fed, clipped, stepped and saved."""
 
-from unittest import mock
+import json
+from itertools import combinations
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from corpus_bug import Bug, Fault
 from corpus_training import Training
 
+from slapo_zoo import load_checkpoint, save_checkpoint
+from slapo_zoo.parallel.agreement import once_for_all, together
+from slapo_zoo.parallel.random_stream import drawn_from
 from slapo_zoo.verify.runs import LEARNING_RATE, MAX_NORM
 
 GPT2, BERT, LLAMA, T5 = (
@@ -22,14 +28,90 @@ class ClipsItsOwnPart(Training):
 
 
 class ClipsOnOneRank(Training):
-    """Only the first tp rank scales what all of them hold."""
+    """Only the first tp rank scales what all of them hold whole."""
 
     def clip(self):
-        norm = torch.tensor(4.0)
+        norm = super().clip()
+        rows = self.model._slapo.plan.tensors
+        whole = [p for n, p in self.model.named_parameters() if rows[n].placement is None]
         if self.model.mesh.coord("tp") == 0:
-            whole = [p for n, p in self.model.named_parameters() if "norm" in n]
-            torch.nn.utils.clip_grads_with_norm_(whole, MAX_NORM, norm)
-        return float(norm)
+            torch.nn.utils.clip_grads_with_norm_(whole, MAX_NORM, torch.tensor(4.0))
+        return norm
+
+
+class WithLora(Training):
+    """Adapters beside a frozen model."""
+
+    def __init__(self, model, subject):
+        from peft import LoraConfig
+
+        model.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "o_proj"]))
+        with drawn_from(0):
+            for name, p in model.named_parameters():
+                if "lora_B" in name and name not in divided(model):
+                    torch.nn.init.normal_(p, std=0.1)
+        super().__init__(model, subject)
+
+    def grads(self):
+        return {}
+
+
+class LoraDrawnByRank(WithLora):
+    """Each tp rank draws its own first values."""
+
+    def __init__(self, model, subject):
+        super().__init__(model, subject)
+        for name, p in model.named_parameters():
+            if "lora_" in name and name not in divided(model):
+                p.data.mul_(1.0 + 0.5 * model.mesh.coord("tp"))
+
+
+WithLora.right = WithLora
+
+
+class Resumed(Training):
+    """Saves after the first step and goes on from there."""
+
+    folder: Path
+
+    def between(self, step):
+        if not step:
+            return
+        with TemporaryDirectory(prefix=f"rank-{self.model.mesh.world_size}-") as own:
+            folder = Path(once_for_all("between", lambda: own)) / "saved"
+            save_checkpoint(self.model, folder, self.optimizer, step=1)
+            once_for_all("between", lambda: self.damage(folder))
+            load_checkpoint(self.model, folder, self.optimizer)
+            together(self.model.mesh, "between", lambda: None)
+
+    def damage(self, folder):
+        """Nothing."""
+
+
+class OptimizerOfAnother(Resumed):
+    """Two tensors of the optimizer are in each other's place."""
+
+    def damage(self, folder):
+        (path,) = folder.glob("optimizer*.safetensors")
+        data = bytearray(path.read_bytes())
+        start = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:start])
+        names = [n for n in sorted(header) if "exp_avg" in n]
+        wide = [n for n in names if "exp_avg_sq" not in n and len(header[n]["shape"]) == 2]
+        one, other = next(
+            (a, b) for a, b in combinations(wide, 2) if header[a]["shape"] == header[b]["shape"]
+        )
+        here, there = (slice(*(start + i for i in header[n]["data_offsets"])) for n in (one, other))
+        data[here], data[there] = data[there], data[here]
+        path.write_bytes(data)
+
+
+Resumed.right = Resumed
+
+
+def divided(model):
+    """Names of which this rank holds a part."""
+    return {row.name for row in model._slapo.plan.tensors.values() if row.placement is not None}
 
 
 def other_rows(mesh_dim):
@@ -90,17 +172,6 @@ def loop(training):
     return Fault(training=training)
 
 
-def instead(target, make):
-    """A fault of a function of ours: `make(right)` stands in its place."""
-    module, _, name = target.rpartition(".")
-
-    def patch():
-        owner = mock._importer(module)  # a module, or a class in one
-        return mock.patch.object(owner, name, make(getattr(owner, name)))
-
-    return Fault(patch=patch)
-
-
 BUGS = [
     Bug("clipping by the norm of a rank's own part", ("huggingface/trl#5713", "meta-pytorch/torchtune#2420", "huggingface/transformers#36296"),
         "TRL and torchtune with tp or ep > 1", "each rank clips by the norm of what it holds: ranks scale by different factors",
@@ -120,4 +191,13 @@ BUGS = [
     Bug("one tp rank skips a step on overflow", ("hpcaitech/ColossalAI#1175",),
         "ColossalAI fp16 over pipeline ranks", "ranks see an overflow in their own part only, and step or skip by themselves",
         GPT2, loop(ScalesAlone), "guard", "GradScaler"),
+    Bug("one tp rank clips what all hold", ("deepspeedai/DeepSpeed#1801", "TrainCheck (OSDI'25), BLOOM-176B"),
+        "BLOOM's training, bf16 optimizer of DeepSpeed", "gradients of layer norms were clipped on the first tp rank alone: replicas diverged for weeks",
+        GPT2, loop(ClipsOnOneRank), "guard", "clip_grad_norm_", always=True),
+    Bug("tp ranks draw their own LoRA factors", ("InfiniTensor/InfiniTrain#150",),
+        "InfiniTrain, LoRA under tp", "a factor that ranks hold whole begins with other values on each: losses diverge",
+        LLAMA, loop(LoraDrawnByRank), "watch", "lora_A"),
+    Bug("optimizer state of another tensor after a resume", ("huggingface/transformers#48569",),
+        "Trainer under tp", "the optimizer comes back with the wrong state without a word",
+        GPT2, Fault(training=OptimizerOfAnother, is_file=True), "load", "exp_avg", always=True),
 ]  # fmt: skip
