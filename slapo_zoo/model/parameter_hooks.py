@@ -84,13 +84,16 @@ def take_over(completion: Any, named: Iterable[tuple[str, nn.Parameter]]) -> Non
             hooks.update(sorted(made.items(), key=lambda each: isinstance(each[1], OnWhole)))
 
 
-def run_later(completion: Any, parameters: Iterable[nn.Parameter]) -> None:
-    """Run the hooks that have waited for a step's whole gradients, unless they ran in the backward."""
+def run_later(completion: Any, parameters: Iterable[nn.Parameter], scale: float) -> None:
+    """Run the hooks that have waited for a step's whole gradients, unless they ran in the backward.
+
+    Hooks see gradients without the loss scale of fp16; an infinite one that a hook makes is an overflow.
+    """
     for p in parameters if not completion.over_tp else ():
         for hook in list((p._backward_hooks or {}).values()):
             if isinstance(hook, OnWhole) and p.grad is not None:
                 with torch.no_grad():
-                    p.grad.copy_(hook.on(p.grad))
+                    p.grad.copy_(hook.on(p.grad / scale) * scale)
 
 
 def _is_foreign(hook: Any) -> bool:

@@ -114,7 +114,7 @@ def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
     parallelism, with the same result.
     """
     runtime: Runtime = model._slapo
-    if runtime.schedule.state.sequence_parallel:
+    if runtime.schedule.state.sequence_parallel and model.mesh.pp == 1:  # stages refuse any change
         require_known_order(model)
     if not runtime.schedule.state.sequence_parallel or shows_layers(model, batch):
         return False

@@ -127,8 +127,8 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
         _reduce(model, runtime, parameters)
         loss = loss / runtime.precision.scale
         held = [*parameters.values(), *beside.held()]
+        run_later(runtime.completion, parameters.values(), runtime.precision.scale)
         runtime.precision.unscale(held, mesh)
-        run_later(runtime.completion, parameters.values())
     loss, trained = _share(loss if scale is None else loss / scale, mesh, bool(parameters))
     _require_trained(trains or bool(trained))
     averaged = not runtime.completion.paused

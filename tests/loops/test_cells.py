@@ -64,6 +64,7 @@ NOT_YET: dict[str, dict[str, str]] = {
     },
     "D5: checkpoints of others beside dp_shard": {
         "checkpoint in each block": "bert:dp2-shard gpt2:dp2-shard",
+        "checkpoint around each block": "bert:dp2-shard",
         "reentrant checkpoint in each block": "roberta:dp2-shard qwen3:dp2-shard",
     },
     "rounding of two decoders, or a sum": {

@@ -62,15 +62,15 @@ def of_class(cls, model, patch):
 
 def of_instances(cls, model, patch):
     for module in model.modules():
-        if type(module) is cls:
+        if isinstance(module, cls):
             module.forward = doubled(cls.forward).__get__(module)
 
 
 def of_subclass(cls, model, patch):
-    own = type(cls.__name__, (cls,), {"forward": doubled(cls.forward), "__module__": "recipe"})
+    changed = {"forward": doubled(cls.forward), "__module__": "recipe"}
     for module in model.modules():
-        if type(module) is cls:
-            module.__class__ = own
+        if isinstance(module, cls):
+            module.__class__ = type(cls.__name__, (type(module),), changed)
 
 
 def applicable(model):

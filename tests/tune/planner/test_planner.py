@@ -177,7 +177,7 @@ def test_less_memory_means_fewer_layouts_and_reasons():
     none = planner.search(4, 32)
     assert not none.feasible
     assert all("needs" in why and "GiB of" in why for _, why in none.refused)
-    with pytest.raises(MeshError, match="found no way to divide"):
+    with pytest.raises(MeshError, match="no layout of 7 devices divides 3 rows"):
         planner.search(7, 3)
 
 
