@@ -142,7 +142,7 @@ def in_dry_run(state: State, traffic: Traffic) -> Iterator[None]:
     before = state.mesh
     modes, position = {m: m.training for m in state.model.modules()}, state.random.position()
     state.mesh = replace(state.mesh, dry_run=True)
-    forward = ForwardContext(state.sequence_parallel, traffic=traffic)
+    forward = ForwardContext(state.sequence_parallel, traffic=traffic, is_call=True)
     state.model.train()
     try:
         drawing = torch.random.fork_rng(devices=[]), state.random.at(*position)

@@ -103,8 +103,7 @@ class Block:
 
     def _require_call(self, module: nn.Module) -> None:
         """MeshError where a block is called beside any call: nothing would say how gradients are summed."""
-        call = self.blocks.state.forward
-        if torch.is_grad_enabled() and not call.is_call and call.traffic is None:
+        if torch.is_grad_enabled() and not self.blocks.state.forward.is_call:
             problem = "it is called alone, and dp ranks hold rows of its parameters"
             hint = (
                 "call the model, or the module that holds its blocks; or load it without dp_shard="

@@ -28,8 +28,6 @@ NOT_YET: dict[str, dict[str, str]] = {
         "packed rows by hand": "qwen3:dp2-shard qwen3:tp2-dp2 llama:one gpt2:one gpt2:tp2",
     },
     "B1: a part alone, shards": {
-        "layer alone after a step": "bert:dp2-shard llama:dp2-shard",
-        "layer alone": "gpt2:dp2-shard qwen3:dp2-shard",
         "embeddings amid training": "clip:dp2-shard",
     },
     "B1: gradients of a part alone": {
