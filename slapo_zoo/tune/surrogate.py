@@ -78,7 +78,8 @@ def fits(
 
     Where peaks were measured, memory is estimated from them (`Grid.memory_terms`), and the limit lies
     between the highest peak and the least estimate of what failed. Without, every law of memory that
-    agrees with what ran and what failed has its say.
+    agrees with what ran and what failed has its say. Until a point fails, all are taken to fit: a limit
+    that nothing met would keep the search from the points that take most, and those are often the fastest.
 
     Args:
         grid: the space.
@@ -86,13 +87,15 @@ def fits(
         peaks: their bytes; 0 where unknown.
         failed: numbers of points that ran out of memory.
     """
+    if not failed:
+        return np.ones(len(grid.points))
     surely, never = (np.zeros(len(grid.points), dtype=bool) for _ in range(2))
     for i in ran:
         surely |= grid.takes_less(i)
     for i in failed:
         never |= grid.takes_more(i)
     chance = _by_laws(grid, ran, failed)
-    if len(ran) >= 3 and all(peaks) and failed:
+    if len(ran) >= 3 and all(peaks):
         chance = _by_peaks(grid.memory_terms(), list(ran), peaks, list(failed), chance)
     chance[surely], chance[never] = 1.0, 0.0
     return chance**CAUTION
@@ -107,7 +110,7 @@ def _by_laws(grid: Grid, ran: Sequence[int], failed: Sequence[int]) -> np.ndarra
     rows, kept = grid.memory_parts()
     memory = rows[None] * (1.0 + KEPT[:, None] * kept[None])  # [laws, points]
     low = memory[:, list(ran)].max(1) if len(ran) else np.zeros(len(KEPT))
-    high = memory[:, list(failed)].min(1) if len(failed) else 1.25 * memory.max(1)
+    high = memory[:, list(failed)].min(1)
     agree = np.maximum(high - low, 0.0) / high  # how many limits lie between
     if not agree.any():
         return np.full(len(rows), 0.5)

@@ -13,6 +13,6 @@ def test_the_model_search_comes_near_the_top():
         (rows,) = importlib.import_module("benchmarks.surface").run(quick=True).values()
     finally:
         sys.path.remove(CI)
-    shares = {row["what"]: row["after 20"] for row in rows}
+    shares = {row["what"]: row["after 10"] for row in rows}
     assert shares.keys() == {"model", "coordinate", "random"}
-    assert shares["model"] >= 0.97
+    assert shares["model"] >= 0.97 > shares["random"]  # and as docs/tuning.md says
