@@ -149,7 +149,7 @@ def shard_over_dp(model: Any, blocks: Sequence[str], shards: Shards) -> None:
     _refuse_calls_beside(model, blocks)
     groups = {unit: [Group(shards, held, kind[2]) for kind, held in kinds.items()]
               for unit, kinds in units.items()}  # fmt: skip
-    alone = Blocks(computes, runtime.schedule.state)
+    alone = Blocks(computes, runtime.schedule.state.keeps)
     for position, path in enumerate(blocks if shards.stage == 3 else ()):
         if path in groups:
             block, held = model.get_submodule(path), groups.pop(path)

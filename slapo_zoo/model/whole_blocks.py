@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from slapo_zoo.errors import MeshError
-from slapo_zoo.language.directive import State
-from slapo_zoo.language.offload import Kept, unpack
+from slapo_zoo.language.offload import Kept, Pack, unpack
 from slapo_zoo.model.gathered import Group
 from slapo_zoo.parallel.local_tensors import is_divided
 
@@ -72,7 +71,6 @@ class Block:
     def before(self, module: nn.Module, args: Any) -> None:
         """Modules read whole tensors, and autograd keeps none of them."""
         self._require_own(module)
-        self._require_call(module)
         computes = self.blocks.computes
         whole = [group.traced(group.dtype_of(computes)) for group in self.groups]
         self.blocks.keep(self, self.position + 1)
@@ -88,7 +86,7 @@ class Block:
 
         hooks = saved_tensors_hooks(pack, unpack)
         self._running.append(hooks)
-        self.blocks.state.keeps.append(pack)
+        self.blocks.keeps.append(pack)
         self.blocks.running.append(self)
         hooks.__enter__()
 
@@ -101,23 +99,12 @@ class Block:
                 hint = "change the plain model, save it, and load that; or leave dp_shard out"
                 raise MeshError("forward", type(module).__name__, problem, hint)
 
-    def _require_call(self, module: nn.Module) -> None:
-        """MeshError where a block is called beside any call: nothing would say how gradients are summed."""
-        if torch.is_grad_enabled() and not self.blocks.state.forward.is_call:
-            problem = "it is called alone, and dp ranks hold rows of its parameters"
-            hint = (
-                "call the model, or the module that holds its blocks; or load it without dp_shard="
-            )
-            raise MeshError(
-                "forward", f"{type(module).__name__} of a model with dp_shard=", problem, hint
-            )
-
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """The whole tensors are forgotten."""
         if self._running:  # else it failed before it began
             self._running.pop().__exit__(None, None, None)
             self.blocks.running.pop()
-            self.blocks.state.keeps.pop()
+            self.blocks.keeps.pop()
             self._take()
 
     def _put(self, whole: Sequence[Sequence[Tensor]]) -> None:
@@ -146,11 +133,11 @@ class Blocks:
 
     Args:
         computes: dtype in which the model computes; None: in that of its parameters.
-        state: of the schedule: a block that runs says in its `keeps` how its weights are kept.
+        keeps: where a block that runs says how its weights are kept.
     """
 
-    def __init__(self, computes: torch.dtype | None, state: State):
-        self.computes, self.state = computes, state
+    def __init__(self, computes: torch.dtype | None, keeps: list[Pack]):
+        self.computes, self.keeps = computes, keeps
         self.at: dict[int, Block] = {}
         self.running: list[Block] = []
         self._kept: list[Block] = []

@@ -20,6 +20,10 @@ NOT_YET: dict[str, dict[str, str]] = {
     "B9: autograd.grad into .grad": {
         "autograd.grad into .grad": "bert:dp2 vit:pp2 qwen3:pp2",
     },
+    "B1: a block alone, shards": {
+        "layer alone after a step": "bert:dp2-shard llama:dp2-shard",
+        "layer alone": "gpt2:dp2-shard qwen3:dp2-shard",
+    },
     "C1: one rank reads logits": {
         "one rank reads logits": "bert:tp2 bert:tp2-sp llama:tp2-sp gpt2:tp2",
     },

@@ -102,7 +102,7 @@ def test_command(folder, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["plan", str(folder), "--weights", "--tp", "2", "--pp", "2", "--dp", "8"])
     assert caught.value.code == 0
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())  # a long path breaks the line
     assert "32 ranks" in out
     assert "0 tensors are in no file" in out
     assert "micro-batch" not in out  # asked for by name, it is planned alone
