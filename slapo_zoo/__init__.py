@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from slapo_zoo.model.dialects import get_dialect_cls as get_dialect_cls
     from slapo_zoo.model.dialects import init_target_engine as init_target_engine
     from slapo_zoo.model.dialects import register_dialect as register_dialect
+    from slapo_zoo.model.module_cards import apply_card as apply_card
+    from slapo_zoo.model.module_cards import publish_card as publish_card
     from slapo_zoo.model.numerics import NumericsError as NumericsError
     from slapo_zoo.model.numerics import NumericsWarning as NumericsWarning
     from slapo_zoo.model.numerics import NumericsWatch as NumericsWatch
@@ -114,6 +116,8 @@ _HOME = {
     "get_dialect_cls": "model.dialects",
     "init_target_engine": "model.dialects",
     "register_dialect": "model.dialects",
+    "apply_card": "model.module_cards",
+    "publish_card": "model.module_cards",
     "NumericsError": "model.numerics",
     "NumericsWarning": "model.numerics",
     "GradScaler": "model.scaler",

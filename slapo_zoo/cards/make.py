@@ -1,20 +1,19 @@
 """A program for others, from a scheduled model on meta."""
 
 import copy
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from slapo_zoo.cards.card import Card
-from slapo_zoo.cards.program import Program
+from slapo_zoo.cards.program import MODULE, Program
 from slapo_zoo.cards.schema import PUBLISHABLE
 from slapo_zoo.errors import CardError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.language.directive import Directive
 from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.language.structure import structure_hash
 from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.zoo.expressions import Named, names_in, parse
@@ -38,22 +37,13 @@ def zoo_card(
     outline = Outline(config, auto_class, mesh, torch.float32, **knobs)
     program = make_program(outline.schedule, outline.model.config, outline.cls, any_size)
     base = base_model if base_model.count("/") == 1 else config.model_type
-    sizes = {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.dp}
-    return Card(program, sizes, base, software=software())
+    return Card(program, mesh.sizes, base, software=software())
 
 
 def structure_of(config: Any, cls: type) -> str:
     """The structure of the unscheduled model of a config."""
     seam = table_for(config.model_type).seam
     return structure_hash(hf.build_on_meta(cls, copy.deepcopy(config), torch.float32, seam))
-
-
-def structure_hash(model: nn.Module) -> str:
-    """Over the paths and classes of all modules, and the names and whole shapes of parameters."""
-    lines = [f"{path} {type(module).__name__}" for path, module in model.named_modules()]
-    named = model.named_parameters(remove_duplicate=False)
-    lines += [f"{name} {tuple(p.shape)}" for name, p in named]
-    return "sha256:" + hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
 def make_program(schedule: Schedule, config: Any, cls: type, any_size: bool = False) -> Program:
@@ -72,15 +62,9 @@ def make_program(schedule: Schedule, config: Any, cls: type, any_size: bool = Fa
         CardError: a step holds a live object, or a primitive that no card may name.
     """
     used = set[str]()
-    table = table_for(config.model_type)
-    chosen = {(c.pattern, c.kernel) for c in schedule.kernels if c.accepted and c.by_device}
-    steps = tuple(
-        (pattern, directive.name, _written(pattern, directive, used))
-        for pattern, directive in schedule.history
-        if (pattern, directive.arguments().get("new")) not in chosen
-    )
-    numbers = _numbers(table, config, used)
-    constraints = [f"stages == {len(schedule.state.cuts) + 1}"]
+    steps = _steps(schedule, used)
+    numbers = _numbers(table_for(config.model_type), config, used)
+    constraints = [_stages(schedule)]
     if any_size and type(getattr(config, "num_hidden_layers", None)) is int:
         constraints.append(f"num_hidden_layers == {config.num_hidden_layers}")
     if "num_heads" in used:
@@ -90,6 +74,31 @@ def make_program(schedule: Schedule, config: Any, cls: type, any_size: bool = Fa
         config.model_type, cls.__name__, structure, numbers, tuple(constraints), steps
     )  # fmt: skip
     return Program.parse(program.to_bytes())  # what we publish is what we accept
+
+
+def module_program(schedule: Schedule) -> Program:
+    """Return the history of a schedule of any module as a program, for modules of the same structure alone.
+
+    Raises:
+        CardError: a step holds a live object, or a primitive that no card may name.
+    """
+    cls, steps = type(schedule.model).__name__, _steps(schedule, set())
+    program = Program(MODULE, cls, schedule.structure, {}, (_stages(schedule),), steps)
+    return Program.parse(program.to_bytes())
+
+
+def _stages(schedule: Schedule) -> str:
+    return f"stages == {len(schedule.state.cuts) + 1}"
+
+
+def _steps(schedule: Schedule, used: set[str]) -> tuple[tuple[str, str, Mapping[str, Any]], ...]:
+    """Write every directive of the history, but those that this device chose; `used` gets the names of numbers in them."""
+    chosen = {(c.pattern, c.kernel) for c in schedule.kernels if c.accepted and c.by_device}
+    return tuple(
+        (pattern, directive.name, _written(pattern, directive, used))
+        for pattern, directive in schedule.history
+        if (pattern, directive.arguments().get("new")) not in chosen
+    )
 
 
 def _written(pattern: str, directive: Directive, used: set[str]) -> Mapping[str, Any]:

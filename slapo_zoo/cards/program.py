@@ -14,6 +14,7 @@ from slapo_zoo.language.schedule import FORMAT, Step, from_json
 from slapo_zoo.zoo import expressions as arithmetic
 
 MESH_NUMBERS = ("tp", "pp", "dp", "stages")
+MODULE = "module"  # the model type of a program for a module outside of `transformers`
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Program:
     """A schedule as data: nothing in it is executed, every name is looked up in a closed set.
 
     Args:
-        model_type: family, as in the config of `transformers`.
+        model_type: family, as in the config of `transformers`; or MODULE.
         model_class: head class.
         structure: hash of the module tree it was made for, or None: any that meets the constraints.
         numbers: name --> integer arithmetic over numbers of the mesh, earlier ones and, where there
@@ -87,7 +88,9 @@ class Program:
         """
         if config.model_type != self.model_type:
             problem = f"it was made for {self.model_type!r}, the model is {config.model_type!r}"
-            raise CardError("card", "model_type", problem, "choose a card of the model's family")
+            mine = "choose a card of the model's family"
+            hint = "slapo_zoo.apply_card(module, card)" if self.model_type == MODULE else mine
+            raise CardError("card", "model_type", problem, hint)
         numbers = self._numbers(config, mesh)
         for text in self.constraints:
             if not _ask(arithmetic.holds, text, numbers):

@@ -1,17 +1,21 @@
-"""The schedule of a live model as a card on the Hub."""
+"""The schedule of a live model or module as a card, in a folder or on the Hub."""
 
 import tempfile
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from slapo_zoo.cards import files
 from slapo_zoo.cards.card import Card
 from slapo_zoo.cards.hub import push
-from slapo_zoo.cards.make import make_program
+from slapo_zoo.cards.make import make_program, module_program
+from slapo_zoo.cards.program import MODULE
 from slapo_zoo.errors import CardError
+from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel.agreement import together
 from slapo_zoo.parallel.compat import software
+from slapo_zoo.parallel.mesh import Mesh
 
 
 def card_of(model: Any, base_model: str | None = None, any_size: bool = False) -> Card:
@@ -26,24 +30,47 @@ def card_of(model: Any, base_model: str | None = None, any_size: bool = False) -
     program = make_program(model.schedule, model.config, model.unscheduled_class, any_size)
     name = base_model or getattr(model.config, "_name_or_path", "")
     is_id = name.count("/") == 1 and not Path(name).exists()
-    sizes = {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.dp}
     base = name if is_id else model.config.model_type
-    return Card(program, sizes, base, software=software())
+    return Card(program, mesh.sizes, base, software=software())
 
 
-def publish(
-    model: Any, repo_id: str, base_model: str | None, any_size: bool, options: dict[str, Any]
-) -> str:
-    """Push the card from rank 0; every rank gets its reference."""
+def card_of_module(sch: Schedule) -> Card:
+    """Return the card of a schedule of one's own module; nothing was measured with it yet."""
+    return Card(module_program(sch), sch.mesh.sizes, MODULE, software=software())
+
+
+def publish(mesh: Mesh, make: Callable[[], Card], place: str | Path, **options: Any) -> str:
+    """Write a card from rank 0, into a folder or a repository of the Hub; every rank gets its name.
+
+    Args:
+        mesh: of all ranks.
+        make: returns the card; called on rank 0 alone.
+        place: a folder (a `Path`, what begins with `.`, `/` or `~`, or one that is there), or org/name.
+        options: of `hub.push`; a folder takes none.
+    """
 
     def first() -> str:
-        if model.mesh.rank:
+        if mesh.rank:
             return ""
+        if _is_folder(place):
+            return _write(make(), Path(place).expanduser(), options)
         with tempfile.TemporaryDirectory() as folder:
-            card_of(model, base_model, any_size).write(Path(folder))
-            return str(push(Path(folder), repo_id, **options))
+            make().write(Path(folder))
+            return str(push(Path(folder), str(place), **options))
 
-    return together(model.mesh, "push_schedule_to_hub", first)[0]
+    return together(mesh, "publish a card", first)[0]
+
+
+def _is_folder(place: str | Path) -> bool:
+    return not isinstance(place, str) or place[:1] in (".", "/", "~") or Path(place).is_dir()
+
+
+def _write(card: Card, folder: Path, options: Mapping[str, Any]) -> str:
+    if options:
+        problem = f"{', '.join(options)} belongs to a repository of the Hub, and this is a folder"
+        raise CardError("card", str(folder), problem, "leave it out, or pass org/name")
+    card.write(folder)
+    return str(folder)
 
 
 def write_beside(model: Any, folder: Path) -> None:

@@ -4,16 +4,20 @@ import importlib.util
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+from torch import nn
 
 from slapo_zoo.cards import files, strict_json
 from slapo_zoo.cards.card import Card, read_card
 from slapo_zoo.cards.check import require_correct
 from slapo_zoo.cards.hub import Reference, pull
 from slapo_zoo.cards.make import structure_of
-from slapo_zoo.cards.program import Program
+from slapo_zoo.cards.program import MODULE, Program
 from slapo_zoo.errors import CardError
 from slapo_zoo.language.schedule import Step, from_json
+from slapo_zoo.language.structure import structure_hash
 from slapo_zoo.parallel.agreement import together
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.seeds import get_logger
@@ -60,11 +64,36 @@ def steps_for(
     if trusted:
         return python_schedule(name, trusted)
     program = program_for_all(name, mesh)
-    sizes = {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.dp, "stages": stages}
-    steps = program.resolve(config, sizes)
+    steps = program.resolve(config, mesh.sizes | {"stages": stages})
     check_structure(program, config, cls)
     require_correct(program, config, mesh, verify, knobs)
     return steps
+
+
+def module_steps(name: str, module: nn.Module, mesh: Mesh) -> list[Step]:
+    """Return the steps of a card for a module outside of the zoo; class, structure and mesh are checked first.
+
+    Args:
+        name: a folder, or org/name@revision.
+        module: what the steps are for; nothing is applied yet.
+        mesh: of all ranks.
+
+    Raises:
+        CardError: the card is for a family of `transformers`, another module, or another mesh.
+    """
+    program = program_for_all(name, mesh)
+    if program.model_type != MODULE:
+        problem = f"it is for {program.model_type} models of transformers"
+        hint = f"AutoScheduledModel.from_pretrained(..., schedule={name!r})"
+        raise CardError("card", "model_type", problem, hint)
+    kind = type(module).__name__
+    if kind != program.model_class:
+        problem = f"it was made for {program.model_class}, the module is {kind}"
+        raise CardError("card", "class", problem, "choose another card")
+    hint = "pass a module with the sizes that the card was made for, before any directive"
+    _check_digest(program, structure_hash(module), hint)
+    here = SimpleNamespace(model_type=MODULE)
+    return program.resolve(here, mesh.sizes | {"stages": mesh.pp})
 
 
 def plain_steps(name: str, mesh: Mesh) -> list[Step] | None:
@@ -90,9 +119,14 @@ def check_structure(program: Program, config: Any, cls: type) -> None:
     if cls.__name__ != program.model_class:
         problem = f"it was made for {program.model_class}, the model is {cls.__name__}"
         raise CardError("card", "class", problem, "pass auto_class=, or choose another card")
-    if program.structure not in (None, structure_of(config, cls)):
+    _check_digest(
+        program, structure_of(config, cls), "take a card of this size, or one made with --any-size"
+    )
+
+
+def _check_digest(program: Program, found: str, hint: str) -> None:
+    if program.structure not in (None, found):
         problem = "the module tree or its shapes are not those it was made for"
-        hint = "take a card of this size, or one made with --any-size"
         raise CardError("card", "structure", problem, hint)
 
 

@@ -18,6 +18,7 @@ from slapo_zoo.language.graph.examples import tiny_batch
 from slapo_zoo.language.graph.find import find
 from slapo_zoo.language.graph.pattern import name_matches
 from slapo_zoo.language.graph.traced import check_reachable
+from slapo_zoo.language.structure import structure_hash
 from slapo_zoo.parallel.mesh import MESH_DIMS, Mesh
 from slapo_zoo.parallel.paths import nearest
 from slapo_zoo.parallel.random_stream import RandomStream
@@ -145,6 +146,7 @@ class Schedule(Selection):
 
     def __init__(self, model: nn.Module, mesh: Mesh | None = None, seed: int = 0):
         super().__init__(self, "")
+        self.structure = structure_hash(model)  # before any directive
         self.state = State(model, mesh or Mesh(), RandomStream(seed))
         self.history: list[Step] = []
         self.landed: list[tuple[str, ...]] = []  # the modules that each step was applied to

@@ -349,23 +349,28 @@ class Scheduled(Structure, Generates, Recomputes):
             together(self.mesh, "push_to_hub", lambda: None)  # nobody removes it before the end
 
     def push_schedule_to_hub(
-        self, repo_id: str, base_model: str | None = None, any_size: bool = False, **kwargs: Any
+        self,
+        repo_id: str | Path,
+        base_model: str | None = None,
+        any_size: bool = False,
+        **kwargs: Any,
     ) -> str:
         """Publish the schedule of this model as a card; all ranks call it together.
 
         Args:
-            repo_id: org/name on the Hub; made when it is not there.
+            repo_id: org/name on the Hub, or a folder: a `Path`, `./...`, or one that is there.
             base_model: id of the checkpoint that it is for; None takes the config's own.
             any_size: for every size of the model that meets the constraints.
-            kwargs: token, private, tag, message, parent.
+            kwargs: token, private, tag, message, parent; a folder takes none.
 
         Returns:
-            what `from_pretrained(schedule=...)` takes, `org/name@sha`.
+            what `from_pretrained(schedule=...)` takes: `org/name@sha`, or the folder.
         """
-        from slapo_zoo.cards.publish import publish
+        from slapo_zoo.cards.publish import card_of, publish
 
         with rank_guard("push_schedule_to_hub"):
-            return publish(self, repo_id, base_model, any_size, kwargs)
+            make = functools.partial(card_of, self, base_model, any_size)
+            return publish(self.mesh, make, repo_id, **kwargs)
 
     def _save_adapter_alone(self, save_directory: Any, push_to_hub: bool) -> None:
         if push_to_hub:

@@ -65,6 +65,11 @@ class Mesh:
         """Number of processes, tp * pp * dp."""
         return self.tp * self.pp * self.dp
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of tp, pp and dp by name."""
+        return {"tp": self.tp, "pp": self.pp, "dp": self.dp}
+
     def size(self, mesh_dim: str) -> int:
         """Size of one mesh dim."""
         if mesh_dim not in MESH_DIMS:

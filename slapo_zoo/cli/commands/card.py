@@ -66,10 +66,17 @@ def verify(
     """Run the schedule of a card against the plain model, and write the outcome into the card."""
     from slapo_zoo.cards.card import read_card
     from slapo_zoo.cards.check import verify_card
+    from slapo_zoo.cards.program import MODULE
+    from slapo_zoo.errors import CardError
     from slapo_zoo.zoo.arguments import config_of
 
     with stdout_for_json(as_json), waiting(f"card verify {folder}"):
-        config, _ = config_of(model or read_card(folder).base_model)
+        card = read_card(folder)
+        if card.program.model_type == MODULE:
+            problem = "it is for a module of somebody's own, which only their program can make"
+            hint = "with slapo_zoo.Verify(sch, [x]): sch.replay(...); see docs/verification.md"
+            raise CardError("card verify", str(folder), problem, hint)
+        config, _ = config_of(model or card.base_model)
         found = verify_card(folder, config, quick=not full)
     text = found.pop("text")
     say(as_json, found, text)

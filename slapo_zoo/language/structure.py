@@ -1,0 +1,13 @@
+"""The digest that tells whether two modules have the same tree and shapes."""
+
+import hashlib
+
+from torch import nn
+
+
+def structure_hash(model: nn.Module) -> str:
+    """Hash the paths and classes of all modules, and the names and shapes of all parameters."""
+    lines = [f"{path} {type(module).__name__}" for path, module in model.named_modules()]
+    named = model.named_parameters(remove_duplicate=False)
+    lines += [f"{name} {tuple(p.shape)}" for name, p in named]
+    return "sha256:" + hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
