@@ -369,8 +369,7 @@ class Scheduled(Structure, Generates, Recomputes):
         from slapo_zoo.cards.publish import card_of, publish
 
         with rank_guard("push_schedule_to_hub"):
-            make = functools.partial(card_of, self, base_model, any_size)
-            return publish(self.mesh, make, repo_id, **kwargs)
+            return publish(self.mesh, lambda: card_of(self, base_model, any_size), repo_id, **kwargs)
 
     def _save_adapter_alone(self, save_directory: Any, push_to_hub: bool) -> None:
         if push_to_hub:
