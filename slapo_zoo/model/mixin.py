@@ -357,19 +357,20 @@ class Scheduled(Structure, Generates, Recomputes):
     ) -> str:
         """Publish the schedule of this model as a card; all ranks call it together.
 
+        Returns what `from_pretrained(schedule=...)` takes: `org/name@sha`, or the folder.
+
         Args:
             repo_id: org/name on the Hub, or a folder: a `Path`, `./...`, or one that is there.
             base_model: id of the checkpoint that it is for; None takes the config's own.
             any_size: for every size of the model that meets the constraints.
             kwargs: token, private, tag, message, parent; a folder takes none.
-
-        Returns:
-            what `from_pretrained(schedule=...)` takes: `org/name@sha`, or the folder.
         """
         from slapo_zoo.cards.publish import card_of, publish
 
         with rank_guard("push_schedule_to_hub"):
-            return publish(self.mesh, lambda: card_of(self, base_model, any_size), repo_id, **kwargs)
+            return publish(
+                self.mesh, lambda: card_of(self, base_model, any_size), repo_id, **kwargs
+            )
 
     def _save_adapter_alone(self, save_directory: Any, push_to_hub: bool) -> None:
         if push_to_hub:
