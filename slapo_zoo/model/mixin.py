@@ -355,9 +355,7 @@ class Scheduled(Structure, Generates, Recomputes):
         any_size: bool = False,
         **kwargs: Any,
     ) -> str:
-        """Publish the schedule of this model as a card; all ranks call it together.
-
-        Returns what `from_pretrained(schedule=...)` takes: `org/name@sha`, or the folder.
+        """Publish the schedule as a card; return what `schedule=` takes. All ranks call it together.
 
         Args:
             repo_id: org/name on the Hub, or a folder: a `Path`, `./...`, or one that is there.
@@ -368,9 +366,8 @@ class Scheduled(Structure, Generates, Recomputes):
         from slapo_zoo.cards.publish import card_of, publish
 
         with rank_guard("push_schedule_to_hub"):
-            return publish(
-                self.mesh, lambda: card_of(self, base_model, any_size), repo_id, **kwargs
-            )
+            make = functools.partial(card_of, self, base_model, any_size)
+            return publish(self.mesh, make, repo_id, **kwargs)
 
     def _save_adapter_alone(self, save_directory: Any, push_to_hub: bool) -> None:
         if push_to_hub:
