@@ -7,6 +7,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from slapo_zoo.checkpoints.checkpoint import async_save_checkpoint as async_save_checkpoint
+    from slapo_zoo.checkpoints.checkpoint import save_checkpoint as save_checkpoint
+    from slapo_zoo.checkpoints.resume import load_checkpoint as load_checkpoint
+    from slapo_zoo.dp.sampler import MeshSampler as MeshSampler
+    from slapo_zoo.dp.sampler import broadcast_batch as broadcast_batch
     from slapo_zoo.errors import ArchitectureError as ArchitectureError
     from slapo_zoo.errors import CardError as CardError
     from slapo_zoo.errors import MeshError as MeshError
@@ -14,8 +19,16 @@ if TYPE_CHECKING:
     from slapo_zoo.errors import ScheduleError as ScheduleError
     from slapo_zoo.errors import SlapoError as SlapoError
     from slapo_zoo.errors import WeightsError as WeightsError
+    from slapo_zoo.gradients.optimizers import OptimizerWarning as OptimizerWarning
+    from slapo_zoo.gradients.optimizers import whole_matrices as whole_matrices
+    from slapo_zoo.gradients.scaler import GradScaler as GradScaler
     from slapo_zoo.hf.meta import analyze_tie_weights as analyze_tie_weights
     from slapo_zoo.hf.meta import init_empty_weights as init_empty_weights
+    from slapo_zoo.integrations.dialects import get_dialect_cls as get_dialect_cls
+    from slapo_zoo.integrations.dialects import init_target_engine as init_target_engine
+    from slapo_zoo.integrations.dialects import register_dialect as register_dialect
+    from slapo_zoo.integrations.trainer import ScheduledTrainer as ScheduledTrainer
+    from slapo_zoo.integrations.trainer import prepare as prepare
     from slapo_zoo.language.graph.pattern import ModulePattern as ModulePattern
     from slapo_zoo.language.graph.pattern import Pattern as Pattern
     from slapo_zoo.language.graph.pattern import call_module as call_module
@@ -30,38 +43,25 @@ if TYPE_CHECKING:
     from slapo_zoo.language.schedule import Schedule as Schedule
     from slapo_zoo.language.schedule import Selection as Selection
     from slapo_zoo.language.schedule import from_json as from_json
-    from slapo_zoo.model.auto import AutoScheduledModel as AutoScheduledModel
-    from slapo_zoo.model.build import ScheduleMetadata as ScheduleMetadata
-    from slapo_zoo.model.build import build as build
-    from slapo_zoo.model.build import consolidate_model as consolidate_model
-    from slapo_zoo.model.build import create_schedule as create_schedule
-    from slapo_zoo.model.checkpoint import async_save_checkpoint as async_save_checkpoint
-    from slapo_zoo.model.checkpoint import save_checkpoint as save_checkpoint
-    from slapo_zoo.model.dialects import get_dialect_cls as get_dialect_cls
-    from slapo_zoo.model.dialects import init_target_engine as init_target_engine
-    from slapo_zoo.model.dialects import register_dialect as register_dialect
-    from slapo_zoo.model.module_cards import apply_card as apply_card
-    from slapo_zoo.model.module_cards import publish_card as publish_card
+    from slapo_zoo.load.auto import AutoScheduledModel as AutoScheduledModel
+    from slapo_zoo.load.build import ScheduleMetadata as ScheduleMetadata
+    from slapo_zoo.load.build import build as build
+    from slapo_zoo.load.build import consolidate_model as consolidate_model
+    from slapo_zoo.load.build import create_schedule as create_schedule
+    from slapo_zoo.load.module_cards import apply_card as apply_card
+    from slapo_zoo.load.module_cards import publish_card as publish_card
     from slapo_zoo.model.numerics import NumericsError as NumericsError
     from slapo_zoo.model.numerics import NumericsWarning as NumericsWarning
     from slapo_zoo.model.numerics import NumericsWatch as NumericsWatch
-    from slapo_zoo.model.optimizers import OptimizerWarning as OptimizerWarning
-    from slapo_zoo.model.optimizers import whole_matrices as whole_matrices
-    from slapo_zoo.model.resume import load_checkpoint as load_checkpoint
-    from slapo_zoo.model.sampler import MeshSampler as MeshSampler
-    from slapo_zoo.model.sampler import broadcast_batch as broadcast_batch
-    from slapo_zoo.model.scaler import GradScaler as GradScaler
-    from slapo_zoo.model.trainer import ScheduledTrainer as ScheduledTrainer
-    from slapo_zoo.model.trainer import prepare as prepare
-    from slapo_zoo.parallel.emulation import emulate as emulate
-    from slapo_zoo.parallel.launch import run_local as run_local
     from slapo_zoo.parallel.mesh import Mesh as Mesh
-    from slapo_zoo.parallel.process_group import init_distributed as init_distributed
-    from slapo_zoo.parallel.process_group import shutdown_distributed as shutdown_distributed
-    from slapo_zoo.parallel.seeds import get_cuda_rng_tracker as get_cuda_rng_tracker
-    from slapo_zoo.parallel.seeds import get_logger as get_logger
-    from slapo_zoo.parallel.seeds import is_random_seed_set as is_random_seed_set
-    from slapo_zoo.parallel.seeds import set_random_seed as set_random_seed
+    from slapo_zoo.ranks.emulation import emulate as emulate
+    from slapo_zoo.ranks.launch import run_local as run_local
+    from slapo_zoo.ranks.process_group import init_distributed as init_distributed
+    from slapo_zoo.ranks.process_group import shutdown_distributed as shutdown_distributed
+    from slapo_zoo.rng.seeds import get_cuda_rng_tracker as get_cuda_rng_tracker
+    from slapo_zoo.rng.seeds import get_logger as get_logger
+    from slapo_zoo.rng.seeds import is_random_seed_set as is_random_seed_set
+    from slapo_zoo.rng.seeds import set_random_seed as set_random_seed
     from slapo_zoo.tune.database import Database as Database
     from slapo_zoo.tune.planner.hardware import Hardware as Hardware
     from slapo_zoo.tune.planner.hardware import data_sheet as data_sheet
@@ -105,38 +105,38 @@ _HOME = {
     "Schedule": "language.schedule",
     "Selection": "language.schedule",
     "from_json": "language.schedule",
-    "AutoScheduledModel": "model.auto",
-    "ScheduleMetadata": "model.build",
-    "build": "model.build",
-    "consolidate_model": "model.build",
-    "create_schedule": "model.build",
-    "async_save_checkpoint": "model.checkpoint",
-    "load_checkpoint": "model.resume",
-    "save_checkpoint": "model.checkpoint",
-    "get_dialect_cls": "model.dialects",
-    "init_target_engine": "model.dialects",
-    "register_dialect": "model.dialects",
-    "apply_card": "model.module_cards",
-    "publish_card": "model.module_cards",
+    "AutoScheduledModel": "load.auto",
+    "ScheduleMetadata": "load.build",
+    "build": "load.build",
+    "consolidate_model": "load.build",
+    "create_schedule": "load.build",
+    "async_save_checkpoint": "checkpoints.checkpoint",
+    "load_checkpoint": "checkpoints.resume",
+    "save_checkpoint": "checkpoints.checkpoint",
+    "get_dialect_cls": "integrations.dialects",
+    "init_target_engine": "integrations.dialects",
+    "register_dialect": "integrations.dialects",
+    "apply_card": "load.module_cards",
+    "publish_card": "load.module_cards",
     "NumericsError": "model.numerics",
     "NumericsWarning": "model.numerics",
-    "GradScaler": "model.scaler",
+    "GradScaler": "gradients.scaler",
     "NumericsWatch": "model.numerics",
-    "OptimizerWarning": "model.optimizers",
-    "whole_matrices": "model.optimizers",
-    "MeshSampler": "model.sampler",
-    "broadcast_batch": "model.sampler",
-    "ScheduledTrainer": "model.trainer",
-    "prepare": "model.trainer",
-    "emulate": "parallel.emulation",
-    "run_local": "parallel.launch",
+    "OptimizerWarning": "gradients.optimizers",
+    "whole_matrices": "gradients.optimizers",
+    "MeshSampler": "dp.sampler",
+    "broadcast_batch": "dp.sampler",
+    "ScheduledTrainer": "integrations.trainer",
+    "prepare": "integrations.trainer",
+    "emulate": "ranks.emulation",
+    "run_local": "ranks.launch",
     "Mesh": "parallel.mesh",
-    "init_distributed": "parallel.process_group",
-    "shutdown_distributed": "parallel.process_group",
-    "get_cuda_rng_tracker": "parallel.seeds",
-    "get_logger": "parallel.seeds",
-    "is_random_seed_set": "parallel.seeds",
-    "set_random_seed": "parallel.seeds",
+    "init_distributed": "ranks.process_group",
+    "shutdown_distributed": "ranks.process_group",
+    "get_cuda_rng_tracker": "rng.seeds",
+    "get_logger": "rng.seeds",
+    "is_random_seed_set": "rng.seeds",
+    "set_random_seed": "rng.seeds",
     "Database": "tune.database",
     "Hardware": "tune.planner.hardware",
     "data_sheet": "tune.planner.hardware",

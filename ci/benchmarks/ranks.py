@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from slapo_zoo.parallel.launch import run_local
+from slapo_zoo.ranks.launch import run_local
 from slapo_zoo.weights.ledger import AnonymousPeak
 
 LAYOUTS = {"tp=2": (2, 1, 1), "tp=4": (4, 1, 1), "pp=2": (1, 2, 1), "tp=2 pp=2": (2, 2, 1)}
@@ -32,7 +32,7 @@ def import_all() -> None:
     """Import what a load needs."""
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    from slapo_zoo.model.auto import AutoScheduledModel  # noqa: F401
+    from slapo_zoo.load.auto import AutoScheduledModel  # noqa: F401
     from slapo_zoo.zoo.table import families
 
     families()

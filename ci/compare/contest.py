@@ -19,8 +19,8 @@ import torch.distributed as dist
 from compare.peers import CONTENDERS, Contender
 from compare.shapes import Work
 from slapo_zoo.errors import RankError
-from slapo_zoo.parallel.launch import LocalRank, prepare_rank, rank_environment, start_rank, stop
-from slapo_zoo.parallel.process_group import init_distributed
+from slapo_zoo.ranks.launch import LocalRank, prepare_rank, rank_environment, start_rank, stop
+from slapo_zoo.ranks.process_group import init_distributed
 from slapo_zoo.weights.ledger import AnonymousPeak
 
 TURN_S = 150.0  # a turn that takes longer is an error
@@ -139,7 +139,7 @@ def _import_all() -> None:
     import transformers.models.gpt2.modeling_gpt2  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    from slapo_zoo.model.auto import AutoScheduledModel  # noqa: F401
+    from slapo_zoo.load.auto import AutoScheduledModel  # noqa: F401
     from slapo_zoo.zoo.table import families
 
     families()
@@ -182,7 +182,7 @@ def _prepare(name: str, size: int) -> None:
     if name == "DeepSpeed AutoTP":
         import logging
 
-        from slapo_zoo.model.dialects.deepspeed import import_deepspeed
+        from slapo_zoo.integrations.dialects.deepspeed import import_deepspeed
 
         import_deepspeed()
         logging.disable(logging.WARNING)

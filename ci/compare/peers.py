@@ -129,7 +129,7 @@ class Ours(Contender):
     divides = True
 
     def load(self) -> Any:
-        from slapo_zoo.model.auto import AutoScheduledModel
+        from slapo_zoo.load.auto import AutoScheduledModel
 
         return AutoScheduledModel.from_pretrained(
             self.work.folder, tp=self.work.tp if self.divides else 1
@@ -229,7 +229,7 @@ class DeepSpeed(Contender):
         return "AutoTP refuses gpt2" if config.model_type == "gpt2" else ""
 
     def load(self) -> Any:
-        from slapo_zoo.model.dialects.deepspeed import import_deepspeed
+        from slapo_zoo.integrations.dialects.deepspeed import import_deepspeed
 
         config = {
             "train_micro_batch_size_per_gpu": self.work.batch_size,

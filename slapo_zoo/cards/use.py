@@ -18,9 +18,9 @@ from slapo_zoo.cards.program import MODULE, Program
 from slapo_zoo.errors import CardError
 from slapo_zoo.language.schedule import Step, from_json
 from slapo_zoo.language.structure import structure_hash
-from slapo_zoo.parallel.agreement import together
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.parallel.seeds import get_logger
+from slapo_zoo.ranks.agreement import together
+from slapo_zoo.rng.seeds import get_logger
 
 
 def load_card(name: str) -> Card:

@@ -1,4 +1,4 @@
-"""AutoScheduledModel: loading, train_step, data parallelism, adapters, checkpoints, Trainer, dialects.
+"""A scheduled model: its class, its assembly from an outline, its memory and its numbers.
 
-Imports `cards`, `zoo` and lower.
+Imports `step`, `checkpoints` and lower.
 """

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.errors import MeshError
-from slapo_zoo.parallel.agreement import together
 from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import TensorSpec
+from slapo_zoo.ranks.agreement import together
 from slapo_zoo.zoo.options import LoaderOptions
 
 SAMPLES = 4  # values of each tensor that are compared

@@ -1,4 +1,4 @@
-"""Mesh, placements, collectives, random streams, process groups, launch: what every rank shares.
+"""Mesh, placements, the plan of a rank, collectives: what every rank shares.
 
 Imports `errors` alone.
 """

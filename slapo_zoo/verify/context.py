@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from slapo_zoo.language.planned_rows import plan_of
 from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.losses.vocab_parallel import VocabLogits
 from slapo_zoo.parallel import gather as consolidate
 from slapo_zoo.parallel import gradient_buckets
-from slapo_zoo.parallel.agreement import together
 from slapo_zoo.parallel.compat import software
-from slapo_zoo.parallel.random_stream import drawn_from
 from slapo_zoo.parallel.rank_plan import PARTIAL
-from slapo_zoo.parallel.vocab_parallel import VocabLogits
+from slapo_zoo.ranks.agreement import together
+from slapo_zoo.rng.random_stream import drawn_from
 from slapo_zoo.verify.blame import Blame, Divergence, directives_at
 from slapo_zoo.verify.compare import Comparison, Tolerance, largest_of
 from slapo_zoo.verify.events import Recorder

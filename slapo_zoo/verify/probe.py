@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.model.auto import AutoScheduledModel
-from slapo_zoo.model.runtime import tokens_divide
-from slapo_zoo.parallel.emulation import emulate
+from slapo_zoo.load.auto import AutoScheduledModel
+from slapo_zoo.ranks.emulation import emulate
+from slapo_zoo.step.runtime import tokens_divide
 from slapo_zoo.verify.runs import digests
 from slapo_zoo.verify.specimen import Specimen, experts, silence, tensors
 from slapo_zoo.zoo.table import Table

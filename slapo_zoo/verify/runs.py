@@ -13,7 +13,7 @@ from torch import Tensor
 from slapo_zoo.hf.models import freeze_as_made
 from slapo_zoo.model.numerics import digest, part_of
 from slapo_zoo.parallel import collectives
-from slapo_zoo.parallel.random_stream import drawn_from
+from slapo_zoo.rng.random_stream import drawn_from
 from slapo_zoo.verify.batch import has_loss
 from slapo_zoo.verify.events import Recorder
 from slapo_zoo.verify.safe import agreed_collectives
@@ -134,7 +134,7 @@ def plain(
 
 def load(subject: Subject, changes: Mapping[str, Any], dtype: torch.dtype) -> Any:
     """This rank of the scheduled model."""
-    from slapo_zoo.model.auto import AutoScheduledModel
+    from slapo_zoo.load.auto import AutoScheduledModel
 
     tp, pp, dp = subject.sizes
     model = AutoScheduledModel.from_pretrained(

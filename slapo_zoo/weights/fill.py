@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.language.directive import State
-from slapo_zoo.parallel.agreement import together
 from slapo_zoo.parallel.local_tensors import RowsOfRank, local_part, rows_of
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import Placement, TensorSpec
+from slapo_zoo.ranks.agreement import together
 from slapo_zoo.weights.folder import CheckpointFolder
 from slapo_zoo.weights.initialize import fill_buffers, initialize_weights
 from slapo_zoo.weights.keys import KeyMap

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
-from slapo_zoo.parallel.agreement import together
 from slapo_zoo.parallel.local_tensors import Rows
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import TensorSpec
+from slapo_zoo.ranks.agreement import together
 from slapo_zoo.weights import checksums, crc
 from slapo_zoo.weights.carry import WEIGHT_FILE
 from slapo_zoo.weights.checksums import BLANK, Checksums

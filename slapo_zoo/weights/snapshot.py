@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from slapo_zoo.errors import WeightsError
-from slapo_zoo.parallel.agreement import together
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.ranks.agreement import together
 from slapo_zoo.weights.staging import bring_back
 
 T = TypeVar("T")

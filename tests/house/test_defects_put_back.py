@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEFECTS = "tests/house/test_known_defects.py"
 CONTEXT = "tests/verify/test_context.py"
 SHARD, SYNC = "slapo_zoo/language/primitives/shard.py", "slapo_zoo/language/primitives/sync.py"
-LOGITS = "slapo_zoo/parallel/vocab_parallel.py"
+LOGITS = "slapo_zoo/losses/vocab_parallel.py"
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ ALL = [
            "if (earlier := site.placed(self.param_name)) and not earlier:", f"{DEFECTS}::test_a_second_division_is_refused"),
     Defect("ties come apart when they are sharded", SHARD, "names = site.state.set_parameter(old, nn.Parameter(part, old.requires_grad))",
            "setattr(site.module, self.param_name, nn.Parameter(part, old.requires_grad))", f"{DEFECTS}::test_build_keeps_ties"),
-    Defect("ties come apart when they get values", "slapo_zoo/model/build.py", "if id(module._parameters[n]) not in tied]",
+    Defect("ties come apart when they get values", "slapo_zoo/load/build.py", "if id(module._parameters[n]) not in tied]",
            "]; tied.clear()", f"{DEFECTS}::test_build_keeps_ties"),
     Defect("a default counts as an input", "slapo_zoo/language/graph/insert.py", "if p.default is p.empty]",
            "]", f"{DEFECTS}::test_a_function_with_a_default_replaces_a_subgraph"),

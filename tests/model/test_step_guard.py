@@ -6,7 +6,7 @@ import torch
 from parity import Case, batch_of, checkpoint
 from slapo_zoo import AutoScheduledModel
 from slapo_zoo.errors import MeshError
-from slapo_zoo.model.step_guard import StepGuard
+from slapo_zoo.gradients.step_guard import StepGuard
 
 GPT2 = Case("GPT2LMHeadModel", ("tokens",))
 

@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 
 from slapo_zoo.errors import MeshError, RankError, WeightsError
-from slapo_zoo.parallel import compat, heartbeat, patience, process_group
-from slapo_zoo.parallel.agreement import together
+from slapo_zoo.parallel import compat
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.parallel.process_group import init_distributed, rank_guard, shutdown_distributed
-from slapo_zoo.parallel.store import local_store
+from slapo_zoo.ranks import heartbeat, patience, process_group
+from slapo_zoo.ranks.agreement import together
+from slapo_zoo.ranks.process_group import init_distributed, rank_guard, shutdown_distributed
+from slapo_zoo.ranks.store import local_store
 from slapo_zoo.weights import save as saving
 from slapo_zoo.weights.save import save_folder
 

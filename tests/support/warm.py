@@ -14,7 +14,7 @@ import transformers.models.auto.modeling_auto  # noqa: F401
 import transformers.models.bert.modeling_bert  # noqa: F401
 from transformers import GPT2Config, GPT2LMHeadModel
 
-import slapo_zoo.model.auto  # noqa: F401
+import slapo_zoo.load.auto  # noqa: F401
 import slapo_zoo.model.mixin  # noqa: F401
 from slapo_zoo.hf.models import build_fake
 

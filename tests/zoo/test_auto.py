@@ -10,9 +10,9 @@ from huggingface_hub import constants
 from parity import CHANGES, LAYOUTS, Case, checkpoint, compare, references, scheduled
 from refusals import refused
 from slapo_zoo import ArchitectureError, AutoScheduledModel, MeshError
-from slapo_zoo.model import derived
-from slapo_zoo.parallel.emulation import emulate
+from slapo_zoo.load import derived
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.ranks.emulation import emulate
 from slapo_zoo.verify.derived import derive
 from slapo_zoo.zoo.arguments import changed_config
 from slapo_zoo.zoo.options import BuildOptions

@@ -87,7 +87,7 @@ def _forecast(
 ) -> Any:  # fmt: skip
     """Sizes: micro-batches, rows of one, tokens of a row. Device: as of `make_planner`. Shared: ZeRO."""
     from slapo_zoo.cli.commands.plan_search import make_planner
-    from slapo_zoo.model.dp_shard import check_dp_shard
+    from slapo_zoo.dp.dp_shard import check_dp_shard
     from slapo_zoo.parallel.mesh import Mesh
     from slapo_zoo.pipeline.orders import StageMap
     from slapo_zoo.tune.forecast import forecast

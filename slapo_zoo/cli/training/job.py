@@ -25,9 +25,9 @@ from slapo_zoo.cli.training.options import WRITTEN, TrainOptions
 from slapo_zoo.cli.training.schedules import learning_rates
 from slapo_zoo.cli.training.stopping import passing_on
 from slapo_zoo.errors import MeshError, WeightsError
-from slapo_zoo.model.dialects import HOMES
-from slapo_zoo.parallel.launch import run_local
-from slapo_zoo.parallel.process_group import (
+from slapo_zoo.integrations.dialects import HOMES
+from slapo_zoo.ranks.launch import run_local
+from slapo_zoo.ranks.process_group import (
     init_distributed,
     is_distributed_launch,
     rank_guard,
@@ -229,7 +229,7 @@ OWN_KEYS = {"auto_class": "task", "target": "engine"}
 
 def check_load(given: Mapping[str, Any], config: Any) -> None:
     """`load` names arguments of from_pretrained that no other key sets, or fields of the config."""
-    from slapo_zoo.model.auto import AutoScheduledModel
+    from slapo_zoo.load.auto import AutoScheduledModel
 
     known = inspect.signature(AutoScheduledModel.from_pretrained).parameters.keys()
     taken = {"tp", "pp", "dp", "seed", "micro_batches", "device", "auto_class", "target"}

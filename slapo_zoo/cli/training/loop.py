@@ -29,7 +29,7 @@ def load(options: TrainOptions, task: Task | None = None) -> Any:
     """The scheduled model on our rank, with the head of the task."""
     import transformers
 
-    from slapo_zoo.model.auto import AutoScheduledModel
+    from slapo_zoo.load.auto import AutoScheduledModel
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -197,7 +197,7 @@ def is_due(training: Training) -> bool:
 
 def make_engine(model: Any, rows: int, options: TrainOptions) -> Any:
     """The engine of the options around a model; `rows` is the batch of a dp rank."""
-    from slapo_zoo.model.dialects import init_target_engine
+    from slapo_zoo.integrations.dialects import init_target_engine
 
     settings: dict[str, Any] = {"clip": options.clip}
     if options.engine == "deepspeed":

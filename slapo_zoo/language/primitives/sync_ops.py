@@ -7,8 +7,8 @@ from slapo_zoo.kernels.logits_on_demand import LogitsOnDemand
 from slapo_zoo.language.directive import Site
 from slapo_zoo.language.primitives.overlap import sum_gradient_of
 from slapo_zoo.language.primitives.sync import Sync, require_divisible, sync_op
+from slapo_zoo.losses.vocab_parallel import VocabLogits, vocab_parallel_cross_entropy
 from slapo_zoo.parallel import collectives
-from slapo_zoo.parallel.vocab_parallel import VocabLogits, vocab_parallel_cross_entropy
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)  # their columns are channels, on axis 1
 

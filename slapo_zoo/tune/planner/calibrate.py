@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from slapo_zoo.parallel.gradient_buckets import BUCKET_BYTES
-from slapo_zoo.parallel.launch import run_local
+from slapo_zoo.ranks.launch import run_local
 from slapo_zoo.tune.planner.hardware import CPU_SCRATCH, GIB, Hardware
 
 SIZE, ELEMENTS, REPEATS = 1024, 1 << 22, 7

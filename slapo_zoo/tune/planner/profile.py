@@ -21,12 +21,12 @@ from slapo_zoo.hf.example_inputs import training_batch
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.language.traffic import Traffic
-from slapo_zoo.parallel.heads import head_of
+from slapo_zoo.losses.heads import head_of
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.parallel.random_stream import RandomStream
 from slapo_zoo.pipeline.runtime import fake_schedule
 from slapo_zoo.pipeline.stages import StagePlan, leaf_units
 from slapo_zoo.pipeline.unit_costs import SCANNED_TOKENS
+from slapo_zoo.rng.random_stream import RandomStream
 from slapo_zoo.tune.planner.footprint import Footprint, parameter_bytes
 from slapo_zoo.tune.planner.use import Use
 from slapo_zoo.zoo.apply import block_paths

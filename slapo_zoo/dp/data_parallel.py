@@ -1,0 +1,176 @@
+"""How a scheduled model runs and sums over dp: the seam where an engine takes over.
+
+The default runs the model as it is; hooks average its gradients over dp (`completion`). An engine
+is a subclass: it may run the model through a wrapper, sum during the backward, and keep parameters,
+gradients and optimizer divided over dp. What is saved is whole over dp, so engines read each other.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo_zoo.gradients.completion import Completion, others
+from slapo_zoo.language import gradients
+from slapo_zoo.parallel import gradient_buckets
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.pipeline.runtime import pipeline_step
+
+
+@dataclass
+class Whole:
+    """Parameters and optimizer as they are without dp: what checkpoints are made of and read into.
+
+    Args:
+        tensors: parameters and buffers of this tp and pp rank by name, each whole over dp, or rows that
+            are marked as such.
+        optimizer: of torch, over these parameters, or None.
+    """
+
+    tensors: dict[str, Tensor]
+    optimizer: Any = None
+
+    def put_back(self) -> None:
+        """Give what was read to the engine; here nothing was taken out of it."""
+
+
+class DataParallel:
+    """The model runs as it is; hooks average gradients over dp while the last backward goes on."""
+
+    loss_scale: float = 1.0  # what averages over dp gets losses that are dp times larger
+    clips_itself: bool = False  # an engine that steps within train_step has clipped by then
+    completion: Completion
+
+    def run(self, model: Any, batch: dict[str, Any]) -> Any:
+        """The output of the model's own forward."""
+        return model._slapo.own_forward(model, **batch)
+
+    @contextmanager
+    def new_gradients(self, parameters: list[nn.Parameter]) -> Iterator[None]:
+        """Where the gradients of one step are made and summed."""
+        in_hooks = any(others(p) for p in parameters)
+        with self.completion.one_step(in_hooks), gradients.only_new(parameters):
+            yield
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of one micro-batch."""
+        return nullcontext() if is_last else self.completion.no_sync()
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward of one micro-batch."""
+        (loss * self.loss_scale if self.loss_scale != 1.0 else loss).backward()
+
+    def pipeline_step(
+        self, pipeline: Any, run: Callable[..., Any], tensors: dict[str, Tensor],
+        others: dict[str, Any], count: int,
+    ) -> Tensor:  # fmt: skip
+        """All micro-batches through the stages; this rank's share of the loss."""
+        before_last = self.completion.last_backward if _ends_once(pipeline) else None
+        with self.completion.no_sync():
+            loss = pipeline_step(
+                pipeline, scaled(run, self.loss_scale), tensors, others, count, before_last
+            )
+        return loss / self.loss_scale
+
+    def sum_over_tp(self, named: dict[str, nn.Parameter], names: Iterable[str], group: Any) -> None:
+        """Sum the gradients that are partial over a group beside dp, unless the backward did it."""
+        parameters = [named[name] for name in names if name in named]
+        if parameters and not self.completion.over_tp:
+            gradient_buckets.all_reduce_gradients(parameters, group)
+
+    def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
+        """Sum all gradients over dp, where the backward has not done it."""
+        self.completion.finish()
+
+    def own_backward_ended(self, parameters: list[nn.Parameter], mesh: Mesh, paused: bool) -> None:
+        """The backward of a loop of one's own has come to its end; hooks have averaged over dp."""
+
+    def clip_grad_norm_(self, model: Any, max_norm: float) -> Tensor:
+        """Scale all gradients so that the global 2-norm is at most `max_norm`; returns the norm."""
+        named = list(model.named_parameters())
+        norm = gradients.global_norm(named, model._slapo.plan)
+        gradients.scale([p for _, p in named], max_norm, norm)
+        return norm
+
+    def tensors(self, model: Any, grads: bool = False) -> dict[str, Tensor]:
+        """Parameters (or their gradients) and buffers of this rank, whole over dp.
+
+        A collective call over dp; a missing gradient is 0.
+        """
+        found: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+        if grads:
+            return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in found.items()}
+        return found | dict(model.named_buffers(remove_duplicate=False))
+
+    def kept(self, model: Any) -> dict[str, Tensor]:
+        """Return the tensors to save: where a rank can write its rows alone, these rows."""
+        return self.tensors(model)
+
+    def whole_of(self, p: Any, value: Any) -> Any:
+        """A tensor of `kept`, whole over dp; a collective call over dp where it is not."""
+        return value
+
+    def gives(self, mesh: Mesh) -> bool:
+        """Return whether a whole tensor that goes to other ranks may come from this one."""
+        return True
+
+    def whole(self, model: Any, optimizer: Any = None) -> Whole:
+        """Return model and optimizer for a checkpoint, whole over dp; a collective call over dp."""
+        return Whole({**dict(model.named_parameters()), **dict(model.named_buffers())}, optimizer)
+
+
+@contextmanager
+def within_engine(model: Any) -> Iterator[None]:
+    """Within it, a call of the model is a call of its own forward: the engine's wrapper calls it."""
+    runtime = model._slapo
+    runtime.within_engine = True
+    try:
+        yield
+    finally:
+        runtime.within_engine = False
+
+
+def use_engine(model: Any, engine: DataParallel, divides: bool = False) -> None:
+    """Let an engine run a model and sum its gradients over dp.
+
+    Args:
+        model: of AutoScheduledModel.
+        engine: what takes the place of the default.
+        divides: its parameters are its own, and take no hooks.
+    """
+    runtime = model._slapo
+    engine.completion = runtime.completion
+    engine.completion.over_dp, engine.completion.divided_parameters = False, divides
+    engine.completion.guard.needed = not engine.clips_itself
+    runtime.data_parallel = engine
+
+
+def use_hooks(runtime: Any) -> None:
+    """Let hooks complete the gradients of a model: the default."""
+    engine = DataParallel()
+    runtime.completion = engine.completion = Completion(runtime)
+    engine.loss_scale = float(runtime.schedule.mesh.dp)
+    runtime.data_parallel = engine
+
+
+def sum_partial_gradients_in_backward(model: Any) -> None:
+    """Hook the parameters of a model for an engine that runs the backward alone.
+
+    The backwards of tp peers run alike.
+    """
+    model._slapo.completion.over_dp = False
+    model._slapo.completion.prepare(model)
+
+
+def scaled(run: Callable[..., Any], scale: float) -> Callable[..., Any]:
+    """The loss of a micro-batch times `scale`: what averages over dp is asked for a sum."""
+    return run if scale == 1.0 else lambda *args: run(*args) * scale
+
+
+def _ends_once(pipeline: Any) -> bool:
+    """Return whether a rank's last backward of a micro-batch is that of its only stage."""
+    places = pipeline.places
+    return places.num_stages == places.pp and places.custom is None

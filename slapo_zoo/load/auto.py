@@ -1,0 +1,258 @@
+"""AutoScheduledModel: from a HuggingFace checkpoint or config to a model that trains on a mesh."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slapo_zoo.dp.dp_shard import check_dp_shard
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.hf import models as hf
+from slapo_zoo.integrations.dialects import check_target, in_target
+from slapo_zoo.load.activation_budget import within_budget
+from slapo_zoo.load.planned import planned
+from slapo_zoo.load.resolve import Trust, resolve_schedule
+from slapo_zoo.load.source import open_source
+from slapo_zoo.model.assemble import Assembly
+from slapo_zoo.model.same_on_all import facts_of, require_same_facts
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.ranks.process_group import rank_guard
+from slapo_zoo.weights.load import LoadOptions, parse_size
+from slapo_zoo.zoo.arguments import checkpoint_dtype, local_folder, make_mesh, pick_device, to_dtype
+from slapo_zoo.zoo.hf_arguments import HubArguments, renamed
+from slapo_zoo.zoo.options import LoaderOptions, check_knobs
+from slapo_zoo.zoo.precision import check_precision
+
+
+class AutoScheduledModel:
+    """Builds scheduled models; not instantiated itself."""
+
+    def __init__(self) -> None:
+        hint = "call AutoScheduledModel.from_pretrained(...) or .from_config(...)"
+        raise SlapoError("AutoScheduledModel", "()", "it has no instances", hint)
+
+    @classmethod
+    @planned
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        tp: int = 1,
+        pp: int = 1,
+        dp: int | None = None,
+        sequence_parallel: bool = False,
+        schedule: Any = "zoo",
+        pipeline_order: str = "1f1b",
+        stages_per_rank: int | None = None,
+        auto_class: Any = None,
+        dtype: str | torch.dtype = "auto",
+        precision: str | None = None,
+        dp_shard: int = 1,
+        zero_stage: int = 3,
+        device: str | torch.device | None = None,
+        micro_batches: int | None = None,
+        checkpoint_ratio: float = 0.0,
+        checkpoint_policy: str | Sequence[str] = "",
+        activation_memory: int | str | None = None,
+        micro_batch_shape: tuple[int, int] | None = None,
+        attention: str | None = None,
+        kernels: str | Sequence[str] = "auto",
+        seed: int | None = None,
+        revision: str | None = None,
+        allow_pickle: bool = False,
+        max_load_memory: int | str | None = None,
+        check_finite: bool = False,
+        trust_remote_code: bool = False,
+        verify: str = "quick",
+        map_weights: bool = True,
+        target: str | None = "torch",
+        target_options: Mapping[str, Any] | None = None,
+        **config_changes: Any,
+    ) -> Any:
+        """A model whose every rank has read only its own bytes of the checkpoint.
+
+        Args:
+            name_or_path: a folder, or a model id of the Hub.
+            tp: ranks that shard each layer.
+            pp: ranks that shard the layers into stages.
+            dp: ranks that shard the batch; None takes all that are left.
+            sequence_parallel: tp ranks shard the tokens too, where a layer is not sharded.
+            schedule: "zoo"; a `Table` in its place; a card: a folder or "org/name@<sha>" of the Hub, whose plan for this model and these
+                devices, if it has one, gives the arguments that are not passed; a Schedule or its steps to replay, or the .json file that its `to_json` fills; a function of the schedule;
+                `extend(function)`: "zoo", and then the function; or "auto": "zoo", or for a family without a
+                table one derived from its modules (and the plan of `transformers`), used only after a tiny model on
+                this mesh equals the plain one.
+            pipeline_order: 1f1b, gpipe, interleaved_1f1b, looped_bfs, interleaved_zero_bubble,
+                zbv or dualpipev; or a .csv file with an order of your own (see the guide, "Pipelines").
+            stages_per_rank: of an interleaved order, from 2.
+            auto_class: which head; None takes the checkpoint's own class.
+            dtype: of the parameters; "auto" takes the checkpoint's.
+            precision: "bf16" or "fp16": fp32 parameters, gradients and optimizer states, and 16 bits
+                in forward and backward; "bf16-pure": 16 bits everywhere; "fp32". None computes in
+                the dtype of the parameters.
+            dp_shard: dp ranks that divide parameters, gradients and optimizer states among them
+                (ZeRO); it divides dp, and the groups of so many ranks are copies of each other.
+            zero_stage: 3 makes a block whole only while it runs; 2 all of a stage while a step runs; both
+                sum gradients over dp after each micro-batch, 1 once per step, from whole ones.
+            device: None takes this rank's GPU, or the CPU.
+            micro_batches: default of `train_step`.
+            checkpoint_ratio: share of the blocks whose activations are recomputed.
+            checkpoint_policy: what those blocks keep: "" nothing, "save_matmuls" the results of
+                matrix products, "offload" everything, in the memory of the host (on a GPU), "sharded"
+                nothing, and of a block's input a share on each tp rank; or a list of one policy per
+                block: "keep", "recompute", "save_matmuls", "offload" or "sharded".
+            activation_memory: most bytes that a rank keeps for its backwards, "8GiB" or bytes: the
+                cheapest policy per block is chosen by the planner's figures; refused, with the
+                nearest that fits, before anything is allocated.
+            micro_batch_shape: rows and tokens of the micro-batches that the budget is for.
+            attention: back end: sdpa (default), eager, flash (the package flash-attn), flex or
+                xformers; one that the family or the device cannot have is refused.
+            kernels: fast paths: "auto" takes those that were measured not to lose on this device
+                (where nothing was, what needs no timing), "measure" measures them first, once,
+                "reference" none, a name or a list exactly these; `model.schedule.kernels` says why.
+                A model that you compile as a whole is best loaded with "reference".
+            seed: of dropout and of weights that the checkpoint lacks.
+            revision: branch, tag or commit of the Hub.
+            allow_pickle: read `.bin` files; they are pickles, refused otherwise.
+            max_load_memory: most memory that this rank's weights may take, "8GB" or bytes: refused
+                before anything is allocated.
+            check_finite: warn about tensors that hold NaN or infinity.
+            trust_remote_code: run the `schedule.py` of a card that is pinned to a sha.
+            verify: "quick" refuses a card whose schedule is wrong on a small model of the family;
+                "off" trusts it.
+            map_weights: on the CPU, leave in the mapped files what lies there in one piece until
+                `train()` copies it; False reads all of it now. The files must stay as they are
+                meanwhile; replacing them by a rename, as every save of ours does, is no change.
+            target: the engine that trains it: torch, deepspeed or megatron.
+            target_options: of that engine, as `init_target_engine` takes them, e.g.
+                `{"config": "ds.json", "optimizer": AdamW}`.
+            config_changes: fields of the config to change, e.g. `num_labels=3`; and what
+                `from_pretrained` of transformers takes: token, cache_dir, local_files_only, subfolder,
+                variant, config, attn_implementation, torch_dtype, ignore_mismatched_sizes, ....
+
+        Returns:
+            for torch without options the model itself; else the engine, which has all that the
+            model has, its `model` and `optimizer`, and `update(batch)` for a whole step.
+
+        Raises:
+            SlapoError: a knob of the wrong type, or an unknown one: the nearest names are told; an
+                engine that does not exist, is not installed, or lacks an option.
+        """
+        hub = HubArguments.taken(config_changes)
+        attention, dtype = renamed(config_changes, attention, dtype)
+        options = LoaderOptions(
+            tp=tp, pp=pp, dp=dp, sequence_parallel=sequence_parallel, schedule=schedule,
+            pipeline_order=pipeline_order, stages_per_rank=stages_per_rank, auto_class=auto_class,
+            dtype=dtype, precision=precision, dp_shard=dp_shard, zero_stage=zero_stage, device=device,
+            micro_batches=micro_batches, checkpoint_ratio=checkpoint_ratio,
+            checkpoint_policy=checkpoint_policy, activation_memory=activation_memory,
+            micro_batch_shape=micro_batch_shape, attention=attention, kernels=kernels, seed=seed,
+            trust_remote_code=trust_remote_code, verify=verify, target=target, target_options=target_options,
+        )  # fmt: skip
+        with _checked("from_pretrained", options) as (mesh, options):
+            most = parse_size(max_load_memory, "max_load_memory")
+            load = LoadOptions(most, check_finite, map_weights, hub.ignore_mismatched_sizes)
+            folder = local_folder(str(name_or_path), revision, allow_pickle, hub)
+            hf.register_models()
+            with open_source(mesh, folder, allow_pickle, config_changes, hub) as (
+                config,
+                checkpoint,
+            ):
+
+                def fill(build: Assembly) -> Any:
+                    build.keys = build.keys.as_in(checkpoint.keys())
+                    return build.weights_of(checkpoint, load)
+
+                stored = partial(checkpoint_dtype, config, checkpoint)
+                return _build("from_pretrained", options, mesh, config, stored, fill, folder)
+
+    @classmethod
+    @planned
+    def from_config(
+        cls,
+        config: Any,
+        tp: int = 1,
+        pp: int = 1,
+        dp: int | None = None,
+        sequence_parallel: bool = False,
+        schedule: Any = "zoo",
+        pipeline_order: str = "1f1b",
+        stages_per_rank: int | None = None,
+        auto_class: Any = None,
+        dtype: str | torch.dtype = "auto",
+        precision: str | None = None,
+        dp_shard: int = 1,
+        zero_stage: int = 3,
+        device: str | torch.device | None = None,
+        micro_batches: int | None = None,
+        checkpoint_ratio: float = 0.0,
+        checkpoint_policy: str | Sequence[str] = "",
+        activation_memory: int | str | None = None,
+        micro_batch_shape: tuple[int, int] | None = None,
+        attention: str | None = None,
+        kernels: str | Sequence[str] = "auto",
+        seed: int | None = None,
+        trust_remote_code: bool = False,
+        verify: str = "quick",
+        target: str | None = "torch",
+        target_options: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """A model with new weights, the same for every (tp, pp, dp); arguments as above."""
+        options = LoaderOptions(
+            tp=tp, pp=pp, dp=dp, sequence_parallel=sequence_parallel, schedule=schedule,
+            pipeline_order=pipeline_order, stages_per_rank=stages_per_rank, auto_class=auto_class,
+            dtype=dtype, precision=precision, dp_shard=dp_shard, zero_stage=zero_stage, device=device,
+            micro_batches=micro_batches, checkpoint_ratio=checkpoint_ratio,
+            checkpoint_policy=checkpoint_policy, activation_memory=activation_memory,
+            micro_batch_shape=micro_batch_shape, attention=attention, kernels=kernels, seed=seed,
+            trust_remote_code=trust_remote_code, verify=verify, target=target, target_options=target_options,
+        )  # fmt: skip
+        with _checked("from_config", options) as (mesh, options):
+            new = Assembly.new_weights
+            return _build("from_config", options, mesh, config, lambda: torch.float32, new, None)
+
+
+@contextmanager
+def _checked(step: str, options: LoaderOptions) -> Iterator[tuple[Mesh, LoaderOptions]]:
+    """The mesh of the options, and the options with their device; all that needs no file is checked."""
+    check_target(step, options.target, options.target_options)
+    mesh = make_mesh(options.tp, options.pp, options.dp)
+    with rank_guard(step):
+        check_knobs(step, options)
+        options = replace(options, device=pick_device(options.device))
+        check_precision(options.precision, options.dtype, options.device, options.target)
+        asked = options.target, options.target_options, options.zero_stage
+        check_dp_shard(mesh, options.dp_shard, *asked)
+        yield mesh, options
+
+
+def _build(
+    step: str, options: LoaderOptions, mesh: Mesh, config: Any,
+    stored: Callable[[], torch.dtype], fill: Callable[[Assembly], Any], folder: Path | None,
+) -> Any:  # fmt: skip
+    """The model of a config, filled: the same steps for weights of files and for new ones.
+
+    Args:
+        step: as error messages name it.
+        options: checked.
+        mesh: of all ranks.
+        config: of `transformers`.
+        stored: dtype of the parameters where "auto" is asked for and the precision says none.
+        fill: gives the parameters their values; returns the ledger.
+        folder: of the checkpoint.
+    """
+    require_same_facts(step, mesh, facts_of(config, mesh, options))
+    trust = Trust(options.trust_remote_code, options.verify)
+    options = resolve_schedule(options, config, options.auto_class, mesh, trust)
+    asked = stored() if options.dtype == "auto" else options.dtype
+    dtype = to_dtype(options.parameter_dtype(asked))
+    options = within_budget(options, config, mesh, dtype)
+    build = Assembly(config, options.auto_class, mesh, dtype, options)
+    build.require_attention()
+    model = build.finish(fill(build), options.micro_batches, folder)
+    build.require_same_weights(step)
+    build.divide(model)
+    return in_target(model, options.target, options.target_options)

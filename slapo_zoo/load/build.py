@@ -1,0 +1,158 @@
+"""create_schedule and build: the language on any module, without the zoo."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slapo_zoo.errors import ScheduleError
+from slapo_zoo.integrations.dialects import init_target_engine
+from slapo_zoo.language.missing_sums import warn_of_missing_sums
+from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.parallel.local_tensors import local_part
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.rng.random_stream import drawn_from, mix
+
+
+@dataclass
+class ScheduleMetadata:
+    """Metadata of a schedule beside its program (the name and fields of the original Slapo).
+
+    Args:
+        tie_weights: tied parameter --> the one it shares memory with, by name.
+        param_tags: keys that `annotate` has set.
+        primitives: primitive name --> how often it was used.
+    """
+
+    tie_weights: dict[str, str] = field(default_factory=dict)
+    param_tags: set[str] = field(default_factory=set)
+    primitives: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(sch: Schedule) -> "ScheduleMetadata":
+        """The metadata of a schedule, from its history."""
+        ties = {name: names[0] for names in sch.state.owners.values() for name in names[1:]}
+        names = [directive.name for _, directive in sch.history]
+        tags = {getattr(d, "key", "") for _, d in sch.history if d.name == "annotate"}
+        return ScheduleMetadata(ties, tags, {name: names.count(name) for name in names})
+
+
+def create_schedule(
+    root: nn.Module,
+    name: str = "",
+    path: str = "",
+    parent: Schedule | None = None,
+    group: dist.ProcessGroup | None = None,
+    **kwargs: Any,
+) -> Schedule:
+    """A schedule of any module; the module tree is kept.
+
+    Args:
+        root: the model.
+        name: kept for the original's signature; a path says it all here.
+        path: likewise.
+        parent: likewise; select below a schedule with `sch["path"]`.
+        group: the ranks that divide the model; None takes all processes, or one without a group.
+        **kwargs: `mesh=` for sizes of tp, pp and dp, `seed=` of the random streams.
+
+    Raises:
+        ScheduleError: name, path or parent was given: a schedule starts at the root of a model.
+    """
+    if name or path or parent is not None:
+        problem = "a schedule starts at the root of a model"
+        hint = 'select below it: sch["path"].shard(...)'
+        raise ScheduleError(path or name, "create_schedule", problem, hint)
+    mesh = kwargs.pop("mesh", None)
+    if mesh is None and dist.is_initialized():
+        mesh = Mesh(tp=dist.get_world_size(group), rank=dist.get_rank(group))
+    return Schedule(root, mesh, **kwargs)
+
+
+def build(
+    sch: Schedule, target: str | None = None, init_weights: bool | Callable = True, **kwargs: Any
+) -> Any:
+    """The runnable model of a schedule; or, with `target=`, the engine that runs it.
+
+    Args:
+        sch: a schedule whose directives were applied.
+        target: None or "torch" gives the model itself; else a dialect.
+        init_weights: whether (or by which function) parameters on meta get values.
+        **kwargs: for the engine.
+    """
+    warn_of_missing_sums(sch)
+    if init_weights and any(p.is_meta for p in sch.model.parameters()):
+        given = init_weights if callable(init_weights) else None
+        consolidate_model(sch, target or "torch", given)
+    return sch.model if target in (None, "torch") else init_target_engine(sch, target, **kwargs)
+
+
+def consolidate_model(
+    sch: Schedule, target: str, param_init_fn: Callable | None = None, **kwargs: Any
+) -> None:
+    """Give parameters on meta their values: each full tensor is drawn alike on all ranks, then cut.
+
+    Args:
+        sch: a schedule of a model built under `init_empty_weights`.
+        target: kept for the original's signature.
+        param_init_fn: called with a module, or with (module, path); None takes the model's own
+            `_init_weights`, or the module's `reset_parameters`.
+        **kwargs: kept for the original's signature.
+    """
+    state = sch.state
+    tied: dict[int, nn.Parameter] = {}
+    for path, module in state.modules.items():
+        names = [n for n, p in module._parameters.items() if p is not None and p.is_meta]
+        fresh = [n for n in names if id(module._parameters[n]) not in tied]
+        before = {name: module._parameters[name] for name in names}
+        _materialize(sch, path, module, fresh, param_init_fn)
+        for name in names:
+            old: Any = before[name]
+            if name in fresh:
+                tied[id(old)] = _cut(sch, f"{path}.{name}" if path else name, module, name)
+            module._parameters[name] = tied[id(old)]
+    state.index()
+
+
+def _materialize(sch: Schedule, path: str, module: Any, names: list[str], init: Any) -> None:
+    """Full tensors on the CPU, drawn from a generator of the module's own."""
+    before = {name: module._parameters[name] for name in names}
+    for name in names:
+        placed = sch.state.placed.get(f"{path}.{name}" if path else name)
+        meta = module._parameters[name]
+        shape = placed.shape if placed else meta.shape
+        full = torch.full(shape, torch.nan, dtype=meta.dtype)
+        module._parameters[name] = nn.Parameter(full, meta.requires_grad)
+    if not names:
+        return
+    with drawn_from(mix(sch.state.random.seed, crc32(path.encode()))), torch.no_grad():
+        _call_init(sch, path, module, init)
+    for name in names:
+        if module._parameters[name].isnan().any():
+            module._parameters.update(before)
+            problem = f"nothing initialises {name!r}"
+            hint = "pass param_init_fn=, or give the module reset_parameters()"
+            raise ScheduleError(path or "(the model)", "build", problem, hint)
+
+
+def _call_init(sch: Schedule, path: str, module: Any, init: Any) -> None:
+    if init is not None:
+        takes_path = len(signature(init).parameters) > 1
+        init(module, path) if takes_path else init(module)
+    elif hasattr(sch.model, "_init_weights"):
+        sch.model._init_weights(module)  # pyright: ignore[reportCallIssue]
+    elif hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+
+
+def _cut(sch: Schedule, full_name: str, module: Any, name: str) -> nn.Parameter:
+    """This rank's part of a full parameter."""
+    placed, full = sch.state.placed.get(full_name), module._parameters[name]
+    if placed is None:
+        return full
+    n, r = (f(placed.placement.mesh_dim) for f in (sch.mesh.size, sch.mesh.coord))
+    return nn.Parameter(local_part(full.detach(), placed.placement, n, r), full.requires_grad)

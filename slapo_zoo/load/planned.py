@@ -1,0 +1,139 @@
+"""A card's plan as the defaults of a call: what was not given is taken from the plan for these devices."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from slapo_zoo.cards.card import Card
+from slapo_zoo.cards.plans import Plan, measured_knobs, plans_of
+from slapo_zoo.cards.use import load_card
+from slapo_zoo.hf import models as hf
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.ranks.agreement import together
+from slapo_zoo.ranks.process_group import rank_guard
+from slapo_zoo.rng.seeds import get_logger
+from slapo_zoo.zoo.arguments import changed_config, local_folder, make_mesh, pick_device
+from slapo_zoo.zoo.hf_arguments import HubArguments, renamed
+from slapo_zoo.zoo.options import unknown_knob
+from slapo_zoo.zoo.schedule_source import kind_of
+from slapo_zoo.zoo.tuned import CARDS, machine_name, model_name, shape_name
+
+# whoever gives one of these decides about all of them
+TOGETHER = (
+    ("checkpoint_ratio", "checkpoint_policy", "activation_memory"), ("pipeline_order", "stages_per_rank"),
+    ("dp_shard", "zero_stage"), ("precision", "dtype", "torch_dtype"),
+)  # fmt: skip
+SHAPES_PROGRAM = ("checkpoint_ratio", "checkpoint_policy", "sequence_parallel", "kernels")
+WHERE = "from_pretrained"
+
+
+class Told(NamedTuple):
+    """Facts that rank 0 read: the tuning of the card, and whether its program is the zoo's own."""
+
+    tuning: Mapping[str, Any]
+    is_own: bool
+
+
+def planned(build: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with the plan of a card in place of arguments that were not given."""
+    signature = inspect.signature(build)
+
+    @functools.wraps(build)
+    def call(*args: Any, **given: Any) -> Any:
+        try:
+            asked = signature.bind(*args, **given)
+        except TypeError:
+            unknown = next(iter(given.keys() - signature.parameters.keys()), "")
+            if unknown:
+                raise unknown_knob("from_config", unknown, signature.parameters) from None
+            return build(*args, **given)  # which says what is wrong
+        schedule = asked.arguments.get("schedule", "zoo")
+        if isinstance(schedule, str | Path) and kind_of(schedule) == "card":
+            with rank_guard(WHERE):
+                asked.arguments |= defaults(asked.arguments)
+        return build(*asked.args, **asked.kwargs)
+
+    return call
+
+
+def defaults(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that the card's plan adds; empty, and said why, where it has none for what is asked."""
+    name = str(asked["schedule"])
+    if name.endswith(".json") or asked.get("trust_remote_code"):
+        return {}  # no card with reports, or a program in Python
+    mesh = make_mesh(1, 1, None)
+    told = Told(*together(mesh, "card", lambda: _read(name) if mesh.rank == 0 else ({}, False))[0])
+    device = pick_device(asked.get("device"))
+    plans, tuned = plans_of(told.tuning), told.tuning.get(machine_name(device), {})
+    near = [plan for plan in plans if _suits(plan, device, mesh.world_size)]
+    if not near and not tuned:
+        _say(mesh, plans, f"here are {mesh.world_size} ranks on {machine_name(device)}")
+        return {}
+    config = _config(asked)
+    knobs, source = measured_knobs(tuned, model_name(config), mesh.world_size), "measured"
+    if knobs is None:
+        fits = next((plan for plan in near if plan.model == shape_name(config)), None)
+        if fits is None:
+            _say(mesh, plans, f"the model is {shape_name(config)}")
+            return {}
+        knobs, source = fits.knobs, f"simulated for {fits.name}, {fits.rows} rows a step"
+    given = asked | asked.get("config_changes", {})
+    other = [n for n in ("tp", "pp", "dp") if given.get(n) not in (None, knobs[n])]
+    if other or (given.get("target") or "torch") != "torch":
+        _say(
+            mesh,
+            plans,
+            f"{other[0] if other else 'target'}={given[(other or ['target'])[0]]!r} was asked for",
+        )
+        return {}
+    left = {n for group in TOGETHER if given.keys() & set(group) for n in group} | given.keys()
+    left |= set() if told.is_own else set(SHAPES_PROGRAM)  # which a program of its own says itself
+    found = {n: value for n, value in knobs.items() if n not in left or n in ("tp", "pp", "dp")}
+    if mesh.rank == 0:
+        text = ", ".join(f"{n}={value!r}" for n, value in found.items())
+        get_logger("slapo_zoo").info("the card's plan (%s) is taken: %s", source, text)
+    # the zoo's own card holds one layout of the family's table; the table gives it in any other
+    return found | ({"schedule": "zoo"} if told.is_own else {})
+
+
+def _read(name: str) -> Told:
+    card = load_card(name)
+    return Told(dict(card.tuning), _is_own(card))
+
+
+def _is_own(card: Card) -> bool:
+    """Return whether its program is the one that is published with this package."""
+    folder = CARDS / card.program.model_type
+    return folder.is_dir() and load_card(str(folder)).program == card.program
+
+
+def _suits(plan: Plan, device: torch.device, ranks: int) -> bool:
+    if plan.gpus != ranks:
+        return False
+    if device.type != "cuda":
+        return plan.device == device.type
+    has_room = torch.cuda.get_device_properties(device).total_memory >= plan.memory_gib * 2**30
+    return has_room and plan.device in machine_name(device).lower()
+
+
+def _config(asked: Mapping[str, Any]) -> Any:
+    if "config" in asked:
+        return asked["config"]
+    hf.register_models()
+    changes = dict(asked.get("config_changes", {}))
+    hub = HubArguments.taken(changes)
+    renamed(changes, asked.get("attention"), asked.get("dtype"))
+    folder = local_folder(
+        str(asked["name_or_path"]), asked.get("revision"), bool(asked.get("allow_pickle")), hub
+    )
+    return changed_config(folder, changes, hub)
+
+
+def _say(mesh: Mesh, plans: list[Plan], why: str) -> None:
+    if plans and mesh.rank == 0:
+        there = ", ".join(f"{plan.size} on {plan.name}" for plan in plans)
+        get_logger("slapo_zoo").info("none of the card's plans is taken (%s): %s", there, why)

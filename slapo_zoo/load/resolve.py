@@ -1,0 +1,70 @@
+"""Which schedule a model gets: the zoo's table, a derived one, a card, steps, or a function."""
+
+from typing import Any, NamedTuple
+
+from slapo_zoo.cards.use import plain_steps, steps_for
+from slapo_zoo.hf import models as hf
+from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.load.derived import proven_table
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.pipeline.orders import StageMap
+from slapo_zoo.zoo.kernel_choice import apply_kernels, device_name
+from slapo_zoo.zoo.options import BuildOptions
+from slapo_zoo.zoo.schedule_source import find_table, kind_of
+from slapo_zoo.zoo.table import families
+
+AFTER_KERNELS = ("checkpoint", "cut_pipeline_stage")
+
+
+class Trust(NamedTuple):
+    """How far a schedule card is trusted: whether its `schedule.py` may run; "quick" or "off"."""
+
+    remote_code: bool = False
+    verify: str = "quick"
+
+
+def resolve_schedule(
+    options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh, trust: Trust
+) -> BuildOptions:
+    """The options with a schedule that `Outline` applies: a card becomes a function.
+
+    Every other kind stays as it is. A derived table is tried first, on a tiny model on this mesh.
+
+    Raises:
+        SlapoError: no table and no plan for the family, a card that does not fit, a derived table
+            whose model is not the plain one.
+    """
+    kind = kind_of(options.schedule)
+    if kind == "auto" and config.model_type not in families():
+        table = proven_table(config, hf.resolve_class(config, auto_class), mesh, options)
+        return options.but(schedule=table)
+    if kind in ("zoo", "auto"):
+        find_table(config)
+    if kind != "card":
+        return options
+    if (steps := plain_steps(str(options.schedule), mesh)) is not None:
+        return options.but(schedule=steps)
+    steps = _card_steps(options, config, auto_class, mesh, trust)
+    if callable(steps):  # a Python program that is trusted
+        return options.but(schedule=steps)
+    late = next((i for i, (_, d) in enumerate(steps) if d.name in AFTER_KERNELS), len(steps))
+
+    def program(sch: Schedule) -> None:
+        # a card names no kernels that "auto" chose where it was made: they are chosen where it runs
+        sch.replay(steps[:late])
+        if options.kernels == "auto":
+            apply_kernels(sch, "auto", device_name(options.device))
+        sch.replay(steps[late:])
+
+    return options.but(schedule=program)
+
+
+def _card_steps(
+    options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh, trust: Trust
+) -> Any:
+    """Return the steps of a schedule card for this model on this mesh."""
+    cls = hf.resolve_class(config, auto_class)
+    order = {"pipeline_order": options.pipeline_order, "stages_per_rank": options.stages_per_rank}
+    stages = StageMap.make(options.pipeline_order, mesh.pp, options.stages_per_rank).num_stages
+    name = str(options.schedule)
+    return steps_for(name, config, cls, mesh, stages, trust.remote_code, trust.verify, **order)

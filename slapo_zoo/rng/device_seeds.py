@@ -1,0 +1,141 @@
+"""The seeds of all dropout sites, made on the device: one scalar goes up per step, and one pass hashes all cells.
+
+Bit for bit what `RandomStream.cells` gives on the host.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch._guards import detect_fake_mode
+
+MASK = (1 << 64) - 1
+GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+STRIDE = (
+    0x2545F4914F6CDD1D  # what one element of a cell adds to its bits, see random_stream.is_kept
+)
+PLANS = 8  # shapes of batches that are remembered
+
+
+def mix_state(state: int, word: int) -> int:
+    """One step of the hash: a word into a state of 64 bits (the finaliser of splitmix64)."""
+    state = (state ^ word) * FIRST & MASK
+    state = (state ^ (state >> 27)) * SECOND & MASK
+    return state ^ (state >> 31)
+
+
+def mix(*words: int) -> int:
+    """Hash integers to 63 bits."""
+    state = GOLDEN
+    for word in words:
+        state = mix_state(state, word)
+    return state >> 1
+
+
+def mix_tensors(state: Tensor, *words: Tensor) -> Tensor:
+    """Continue `mix` from the state of the words before, in int64 that wraps around."""
+    for word in words:
+        state = (state ^ word) * signed(FIRST)
+        state = (state ^ _shifted(state, 27)) * signed(SECOND)
+        state = state ^ _shifted(state, 31)
+    return _shifted(state, 1)
+
+
+def signed(word: int) -> int:
+    """64 bits as the int64 that has them."""
+    word &= MASK
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Logical shift to the right."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def later(seeds: Tensor, elements: Tensor | int) -> Tensor:
+    """Seeds of cells that begin `elements` later: element i of the new one is i + elements of the old."""
+    if torch.compiler.is_compiling() and not isinstance(elements, Tensor):
+        from slapo_zoo.rng.drawn_in_graphs import moved_seeds
+
+        return moved_seeds(seeds, 1, 0, elements)
+    return seeds + elements * signed(STRIDE) if isinstance(elements, Tensor) else seeds + signed(elements * STRIDE)  # fmt: skip
+
+
+def split_cells(seeds: Tensor, parts: int, size: int) -> Tensor:
+    """Each cell cut into `parts` runs of `size` elements: seeds [n] --> [n * parts], the same masks."""
+    if parts == 1:
+        return seeds
+    if torch.compiler.is_compiling():  # a compiler reckons with numbers that do not wrap around
+        from slapo_zoo.rng.drawn_in_graphs import moved_seeds
+
+        return moved_seeds(seeds, parts, size, 0)
+    starts = torch.arange(0, parts * size, size, device=seeds.device)
+    return later(seeds[:, None], starts).flatten()
+
+
+@dataclass
+class _Plan:
+    """The cells that one shape of batch asks for: their site, row and head, one after the other."""
+
+    places: dict[tuple, slice] = field(default_factory=dict)
+    words: list[Tensor] = field(default_factory=list)  # 4 x [n]: site, row, rows per row, head
+    position: tuple = ()
+    made: Tensor | None = None
+
+    def add(self, place: tuple, device: torch.device) -> None:
+        site, count, per_row, heads = place
+        heads = heads or (0,)
+        rows = torch.arange(count, device=device).repeat_interleave(len(heads))
+        each = [torch.full_like(rows, site), rows, torch.full_like(rows, per_row)]
+        known = torch.arange(heads[0], heads[0] + len(heads), device=device).repeat(count)
+        if list(heads) != list(range(heads[0], heads[0] + len(heads))):
+            known = torch.tensor(heads, device=device).repeat(count)
+        new = [*each, known]
+        start = len(self.words[0]) if self.words else 0
+        pairs = zip(self.words, new, strict=True) if self.words else ()
+        self.words = [torch.cat(pair) for pair in pairs] or new
+        self.places[place] = slice(start, start + len(rows))
+        self.made = None
+
+
+class DeviceSeeds:
+    """Seeds by place, made for all known places at once when the stream has moved."""
+
+    def __init__(self) -> None:
+        self.plans: dict[tuple, _Plan] = {}
+        self.keys: dict[torch.device, tuple[int, Tensor]] = {}
+
+    def find(
+        self, device: torch.device, seed: int, position: tuple[int, int, int], site: int,
+        count: int, heads: Sequence[int],
+    ) -> Tensor:  # fmt: skip
+        """[count * heads] seeds of a site at a position: step, first row and rows of the micro-batch.
+
+        `count` are the rows of the tensor, a multiple of the micro-batch's; `heads` global indices, or nothing.
+        """
+        step, first_row, num_rows = position
+        if detect_fake_mode() is not None:  # a dry run: what it makes must not be met again
+            self = DeviceSeeds()
+        if len(self.plans) > PLANS:
+            self.plans.clear()
+        plan = self.plans.setdefault((device, num_rows), _Plan())
+        place = (site, count, count // num_rows if num_rows else 1, tuple(heads))
+        if place not in plan.places:
+            plan.add(place, device)
+        if plan.made is None or plan.position != (seed, step, first_row):
+            sites, rows, per_row, known = plan.words
+            plan.made = mix_tensors(self._key(device, seed, step), sites, rows + per_row * first_row, known)  # fmt: skip
+            plan.position = (seed, step, first_row)
+        return plan.made[plan.places[place]]
+
+    def _key(self, device: torch.device, seed: int, step: int) -> Tensor:
+        """The state of (seed, step) as a scalar on the device; filled, so that no host waits."""
+        state = signed(mix_state(mix_state(GOLDEN, seed), step))
+        held = self.keys.get(device)
+        if held is None:
+            held = (state, torch.full((), state, dtype=torch.int64, device=device))
+        elif held[0] != state:
+            held = (state, held[1].fill_(state))
+        self.keys[device] = held
+        return held[1]
