@@ -16,13 +16,13 @@ from card_plan import plan_for, with_plans
 from card_sizes import CLUSTERS, LENGTH, MOST_TOKENS, ROOM, ROWS, SIZES
 
 from slapo_zoo.cards.card import Card, read_card
-from slapo_zoo.cards.check import verify_card
 from slapo_zoo.cards.make import zoo_card
 from slapo_zoo.cards.plans import Plan, plans_of
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.tune.planner.hardware import HARDWARE
-from slapo_zoo.tune.planner.search import Planner
+from slapo_zoo.planner.hardware import HARDWARE
+from slapo_zoo.planner.search import Planner
+from slapo_zoo.verify.card_check import verify_card
 from slapo_zoo.zoo.arguments import config_of
 from slapo_zoo.zoo.table import families, table_for
 from slapo_zoo.zoo.tuned import CARDS

@@ -72,8 +72,8 @@ def imported(text: str) -> set[str]:
 def relative(text: str) -> str:
     """Imports of slapo_zoo --> relative imports of the same names; the export is one flat folder."""
     text = text.replace("Path(__file__).parents[1]", "Path(__file__).parent")
-    packages = r"from slapo_zoo\.(?:kernels|dispatch|parallel|hf) import "
-    text = re.sub(packages, "from . import ", text)
+    packages = "|".join(path.parent.name for path in (ROOT / "slapo_zoo").glob("*/__init__.py"))
+    text = re.sub(rf"from slapo_zoo\.(?:kernels|{packages}) import ", "from . import ", text)
     return re.sub(r"from slapo_zoo\.(?:\w+\.)?(\w+) import ", r"from .\1 import ", text)
 
 

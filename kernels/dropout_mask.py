@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from slapo_zoo.rng.device_seeds import split_cells
-from slapo_zoo.rng.random_stream import hashed_cells
+from slapo_zoo.rng.device_seeds import hashed_cells, split_cells
 
 
 def mask_like(x: Tensor, keep: Tensor | None, seeds: Tensor | None, p: float) -> Tensor | None:

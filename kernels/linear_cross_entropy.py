@@ -55,7 +55,16 @@ def _forward(module: Any, input: Tensor) -> Tensor:
     if not may_defer(module, input):
         return type(module).forward(module, input)
     logits = lambda rows: type(module).forward(module, rows)  # noqa: E731
-    return LogitsOnDemand.of(input, Head(module, logits, vocab_size=module.weight.shape[0]))
+    head = Head(module, logits, loss_of_head, vocab_size=module.weight.shape[0])
+    return LogitsOnDemand.of(input, head)
+
+
+def loss_of_head(
+    head: Head, rows: Tensor, target: Tensor, ignore_index: int, smoothing: float, items: Any
+) -> Tensor:
+    """The loss of rows [N, H] whose head has its whole vocabulary here; see `Head.loss`."""
+    options: Any = {"ignore_index": ignore_index, "label_smoothing": smoothing, "num_items": items}
+    return linear_cross_entropy(rows, head.linear.weight, target, head.linear.bias, **options)
 
 
 def _sites(model: Any) -> list[str]:

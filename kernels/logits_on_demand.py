@@ -47,11 +47,14 @@ class Head:
         group: the ranks that divide the vocabulary, or None.
         summed: whether the gradient of the rows is summed over the group before the head already.
         root: the module that `logits` reads weights of; None: `linear`.
+        loss_of: (head, rows, target, ignore_index, smoothing, items) --> the loss, without logits; with a
+            group one that sums over it.
         within: makes contexts in which the root reads the casts and gathered weights of its forward.
     """
 
     linear: Any
     logits: Callable[[Tensor], Tensor]
+    loss_of: Callable[..., Tensor]
     before: Callable[[Tensor], Tensor] | None = None
     vocab_size: int = 0
     group: Any = None
@@ -78,30 +81,13 @@ class Head:
     def _loss(
         self, rows: Tensor, target: Tensor, ignore_index: int, smoothing: float, items: Any
     ) -> Tensor:
-        from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
-
         if self.before is not None or self.group is not None:
             at = places(
                 target != ignore_index, known().targets if ignore_index == IGNORED else None
             )
             rows, target = rows.index_select(0, at), target[at]
         rows = rows if self.before is None else self.before(rows)
-        weight, bias = self.linear.weight, self.linear.bias
-        if self.group is None:
-            options: Any = {"ignore_index": ignore_index, "label_smoothing": smoothing}
-            return linear_cross_entropy(rows, weight, target, bias, num_items=items, **options)
-        from slapo_zoo.kernels.vocab_parallel_linear_cross_entropy import (
-            vocab_parallel_linear_cross_entropy,
-        )
-
-        total = vocab_parallel_linear_cross_entropy(
-            rows, weight, target, self.vocab_size, self.group, bias, ignore_index, smoothing,
-            summed=self.summed,
-        ).sum()  # fmt: skip
-        if items is not None:
-            return total / items
-        number = (target != ignore_index).sum()
-        return torch.where(number > 0, total / number.clamp(min=1), torch.nan)
+        return self.loss_of(self, rows, target, ignore_index, smoothing, items)
 
 
 def may_defer(module: Any, rows: Tensor) -> bool:
@@ -151,11 +137,11 @@ class LogitsOnDemand(torch.Tensor):
             weight = head.linear.weight
         return _Deferred.apply(source, weight, rows, head, dtype, make, parent)  # pyright: ignore[reportReturnType]
 
-    def divided(self, vocab_size: int, group: Any) -> Tensor:
+    def divided(self, vocab_size: int, group: Any, loss_of: Callable[..., Tensor]) -> Tensor:
         """The same, of a head whose vocabulary is sharded and whose rows' gradient is summed."""
         if group is None:
             return self
-        head = replace(self.head, vocab_size=vocab_size, group=group, summed=True)
+        head = replace(self.head, vocab_size=vocab_size, group=group, summed=True, loss_of=loss_of)
         return LogitsOnDemand._new(self.rows, head, self.dtype, self.make, None)
 
     def tensor(self) -> Tensor:

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from slapo_zoo.dispatch.registry import kernel, served_class
-from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
+from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy, loss_of_head
 from slapo_zoo.kernels.logits_on_demand import Head, LogitsOnDemand, may_defer
+from slapo_zoo.kernels.vocab_parallel_linear_cross_entropy import loss_of_sharded_head
 
 SHAPES = [(1, 5, 16, 40), (3, 7, 24, 131), (2, 33, 16, 97)]
 
@@ -65,10 +66,14 @@ def _forward(head: Any, hidden: Tensor, **kwargs: Any) -> Tensor:
     transform = HEADS[served_class(head, HEADS).__name__](head)
     if not may_defer(head, hidden):
         return type(head).forward(head, hidden, **kwargs)
-    found = Head(head.decoder, lambda rows: head.decoder(transform(rows)), transform, root=head)
     with torch.no_grad():  # what is hooked to the decoder says how the vocabulary is sharded
         empty = head.decoder(hidden.new_empty((0, head.decoder.weight.shape[1])))
-    found.vocab_size, found.group = empty.shape[-1], getattr(empty, "group", None)
+    group = getattr(empty, "group", None)
+    loss_of = loss_of_head if group is None else loss_of_sharded_head
+    found = Head(
+        head.decoder, lambda rows: head.decoder(transform(rows)), loss_of, transform,
+        empty.shape[-1], group, root=head,
+    )  # fmt: skip
     return LogitsOnDemand.of(hidden, found)
 
 

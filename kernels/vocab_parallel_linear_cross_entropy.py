@@ -89,6 +89,20 @@ def vocab_parallel_linear_cross_entropy(
     return cross_entropy.row_losses(whole, counts, label_smoothing, vocab_size)
 
 
+def loss_of_sharded_head(
+    head: Any, rows: Tensor, target: Tensor, ignore_index: int, smoothing: float, items: Any
+) -> Tensor:
+    """The loss of rows [N, H] whose head has columns of the vocabulary here; see `Head.loss`."""
+    total = vocab_parallel_linear_cross_entropy(
+        rows, head.linear.weight, target, head.vocab_size, head.group, head.linear.bias, ignore_index,
+        smoothing, summed=head.summed,
+    ).sum()  # fmt: skip
+    if items is not None:
+        return total / items
+    number = (target != ignore_index).sum()
+    return torch.where(number > 0, total / number.clamp(min=1), torch.nan)
+
+
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     *tensors, ctx.width, ctx.rows, _ = inputs
     ctx.mark_non_differentiable(output[1])

@@ -6,6 +6,8 @@ Names are loaded when they are first used: `import slapo_zoo` imports neither to
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from slapo_zoo.version import VERSION
+
 if TYPE_CHECKING:
     from slapo_zoo.checkpoints.checkpoint import async_save_checkpoint as async_save_checkpoint
     from slapo_zoo.checkpoints.checkpoint import save_checkpoint as save_checkpoint
@@ -54,6 +56,11 @@ if TYPE_CHECKING:
     from slapo_zoo.model.numerics import NumericsWarning as NumericsWarning
     from slapo_zoo.model.numerics import NumericsWatch as NumericsWatch
     from slapo_zoo.parallel.mesh import Mesh as Mesh
+    from slapo_zoo.planner.hardware import Hardware as Hardware
+    from slapo_zoo.planner.hardware import data_sheet as data_sheet
+    from slapo_zoo.planner.hardware import find_hardware as find_hardware
+    from slapo_zoo.planner.layout import Layout as Layout
+    from slapo_zoo.planner.search import Planner as Planner
     from slapo_zoo.ranks.emulation import emulate as emulate
     from slapo_zoo.ranks.launch import run_local as run_local
     from slapo_zoo.ranks.process_group import init_distributed as init_distributed
@@ -63,11 +70,6 @@ if TYPE_CHECKING:
     from slapo_zoo.rng.seeds import is_random_seed_set as is_random_seed_set
     from slapo_zoo.rng.seeds import set_random_seed as set_random_seed
     from slapo_zoo.tune.database import Database as Database
-    from slapo_zoo.tune.planner.hardware import Hardware as Hardware
-    from slapo_zoo.tune.planner.hardware import data_sheet as data_sheet
-    from slapo_zoo.tune.planner.hardware import find_hardware as find_hardware
-    from slapo_zoo.tune.planner.layout import Layout as Layout
-    from slapo_zoo.tune.planner.search import Planner as Planner
     from slapo_zoo.tune.space import Space as Space
     from slapo_zoo.tune.symbol import Symbol as Symbol
     from slapo_zoo.tune.tuner import Limits as Limits
@@ -77,7 +79,7 @@ if TYPE_CHECKING:
     from slapo_zoo.weights.reshard import reshard as reshard
     from slapo_zoo.zoo.schedule_source import extend as extend
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _HOME = {
     "extend": "zoo.schedule_source",
@@ -138,11 +140,11 @@ _HOME = {
     "is_random_seed_set": "rng.seeds",
     "set_random_seed": "rng.seeds",
     "Database": "tune.database",
-    "Hardware": "tune.planner.hardware",
-    "data_sheet": "tune.planner.hardware",
-    "find_hardware": "tune.planner.hardware",
-    "Layout": "tune.planner.layout",
-    "Planner": "tune.planner.search",
+    "Hardware": "planner.hardware",
+    "data_sheet": "planner.hardware",
+    "find_hardware": "planner.hardware",
+    "Layout": "planner.layout",
+    "Planner": "planner.search",
     "Space": "tune.space",
     "Symbol": "tune.symbol",
     "Limits": "tune.tuner",

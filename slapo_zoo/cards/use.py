@@ -11,7 +11,6 @@ from torch import nn
 
 from slapo_zoo.cards import files, strict_json
 from slapo_zoo.cards.card import Card, read_card
-from slapo_zoo.cards.check import require_correct
 from slapo_zoo.cards.hub import Reference, pull
 from slapo_zoo.cards.make import structure_of
 from slapo_zoo.cards.program import MODULE, Program
@@ -37,37 +36,6 @@ def load_card(name: str) -> Card:
         say = get_logger("slapo_zoo").info
         say("%s is the commit %s; name it to be sure of it", name, pulled.reference.revision)
     return card
-
-
-def steps_for(
-    name: str, config: Any, cls: type, mesh: Mesh, stages: int, trusted: bool = False,
-    verify: str = "quick", **knobs: Any,
-) -> Any:  # fmt: skip
-    """The steps of a card for one model and mesh, or the function of a trusted `schedule.py`.
-
-    Nothing is applied yet: constraints and structure are checked first, and the loader replays the
-    steps on meta before it reads a weight.
-
-    Args:
-        name: a folder, or org/name@revision.
-        config: of the model.
-        cls: of the model.
-        mesh: of all ranks.
-        stages: of the pipeline, over all ranks.
-        trusted: whether `schedule.py` may run.
-        verify: "quick": on a small model of the family first; or "off".
-        knobs: of the pipeline: pipeline_order, stages_per_rank.
-
-    Raises:
-        CardError: it does not fit, or does not compute what the plain model computes.
-    """
-    if trusted:
-        return python_schedule(name, trusted)
-    program = program_for_all(name, mesh)
-    steps = program.resolve(config, mesh.sizes | {"stages": stages})
-    check_structure(program, config, cls)
-    require_correct(program, config, mesh, verify, knobs)
-    return steps
 
 
 def module_steps(name: str, module: nn.Module, mesh: Mesh) -> list[Step]:

@@ -33,7 +33,7 @@ from slapo_zoo.parallel.placement import Placement, TensorSpec
 from slapo_zoo.parallel.rank_plan import PARTIAL, TIED
 from slapo_zoo.pipeline.stages import held_here
 from slapo_zoo.ranks.agreement import together
-from slapo_zoo.rng.random_stream import mix
+from slapo_zoo.rng.device_seeds import mix
 from slapo_zoo.weights.adapter_files import CONFIG, open_adapter, save_adapter_files
 from slapo_zoo.weights.load import Target, load_tensors
 

@@ -1,4 +1,4 @@
 """AutoScheduledModel and build: which schedule a model gets, and from where its weights come.
 
-Imports `model`, `integrations` and lower.
+Imports `model`, `verify`, `planner` and lower.
 """

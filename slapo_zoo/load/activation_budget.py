@@ -1,12 +1,12 @@
 """`activation_memory=`: the recomputation that holds activations within so many bytes, chosen at the load."""
 
-import importlib
 from typing import Any
 
 import torch
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.planner.budget import policies_within, require_shape
 from slapo_zoo.weights.load import parse_size
 from slapo_zoo.zoo.options import LoaderOptions
 from slapo_zoo.zoo.schedule_source import FROM_TABLE, kind_of
@@ -44,10 +44,8 @@ def within_budget(
     if budget < least:  # whatever the rows: said before they are asked for
         problem = f"a block keeps {least} bytes for one token, even where it is recomputed"
         raise SlapoError(where, what, problem, 'give gigabytes, e.g. activation_memory="8GiB"')
-    # on a higher floor, and found at run time as the tables are
-    planner = importlib.import_module("slapo_zoo.tune.planner.budget")
-    shape = planner.require_shape(options.micro_batch_shape)
-    policies = planner.policies_within(
+    shape = require_shape(options.micro_batch_shape)
+    policies = policies_within(
         budget, repr(asked), config, options.auto_class, mesh, options, dtype, shape,
         options.micro_batches,
     )  # fmt: skip

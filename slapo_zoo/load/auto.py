@@ -1,31 +1,22 @@
 """AutoScheduledModel: from a HuggingFace checkpoint or config to a model that trains on a mesh."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from slapo_zoo.dp.dp_shard import check_dp_shard
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.hf import models as hf
 from slapo_zoo.integrations.dialects import check_target, in_target
 from slapo_zoo.load.activation_budget import within_budget
 from slapo_zoo.load.planned import planned
 from slapo_zoo.load.resolve import Trust, resolve_schedule
-from slapo_zoo.load.source import open_source
-from slapo_zoo.model.assemble import Assembly
-from slapo_zoo.model.same_on_all import facts_of, require_same_facts
+from slapo_zoo.model.loader import Source, load_checkpoint, new_model
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.ranks.process_group import rank_guard
 from slapo_zoo.weights.load import LoadOptions, parse_size
-from slapo_zoo.zoo.arguments import checkpoint_dtype, local_folder, make_mesh, pick_device, to_dtype
 from slapo_zoo.zoo.hf_arguments import HubArguments, renamed
-from slapo_zoo.zoo.options import LoaderOptions, check_knobs
-from slapo_zoo.zoo.precision import check_precision
+from slapo_zoo.zoo.options import LoaderOptions
 
 
 class AutoScheduledModel:
@@ -152,22 +143,13 @@ class AutoScheduledModel:
             micro_batch_shape=micro_batch_shape, attention=attention, kernels=kernels, seed=seed,
             trust_remote_code=trust_remote_code, verify=verify, target=target, target_options=target_options,
         )  # fmt: skip
-        with _checked("from_pretrained", options) as (mesh, options):
+        check_target("from_pretrained", target, target_options)
+        with rank_guard("from_pretrained"):
             most = parse_size(max_load_memory, "max_load_memory")
             load = LoadOptions(most, check_finite, map_weights, hub.ignore_mismatched_sizes)
-            folder = local_folder(str(name_or_path), revision, allow_pickle, hub)
-            hf.register_models()
-            with open_source(mesh, folder, allow_pickle, config_changes, hub) as (
-                config,
-                checkpoint,
-            ):
-
-                def fill(build: Assembly) -> Any:
-                    build.keys = build.keys.as_in(checkpoint.keys())
-                    return build.weights_of(checkpoint, load)
-
-                stored = partial(checkpoint_dtype, config, checkpoint)
-                return _build("from_pretrained", options, mesh, config, stored, fill, folder)
+            source = Source(str(name_or_path), revision, allow_pickle, config_changes, hub, load)
+            model = load_checkpoint("from_pretrained", options, source, _prepared)
+            return in_target(model, target, target_options)
 
     @classmethod
     @planned
@@ -210,49 +192,14 @@ class AutoScheduledModel:
             micro_batch_shape=micro_batch_shape, attention=attention, kernels=kernels, seed=seed,
             trust_remote_code=trust_remote_code, verify=verify, target=target, target_options=target_options,
         )  # fmt: skip
-        with _checked("from_config", options) as (mesh, options):
-            new = Assembly.new_weights
-            return _build("from_config", options, mesh, config, lambda: torch.float32, new, None)
+        check_target("from_config", target, target_options)
+        with rank_guard("from_config"):
+            model = new_model("from_config", options, config, _prepared)
+            return in_target(model, target, target_options)
 
 
-@contextmanager
-def _checked(step: str, options: LoaderOptions) -> Iterator[tuple[Mesh, LoaderOptions]]:
-    """The mesh of the options, and the options with their device; all that needs no file is checked."""
-    check_target(step, options.target, options.target_options)
-    mesh = make_mesh(options.tp, options.pp, options.dp)
-    with rank_guard(step):
-        check_knobs(step, options)
-        options = replace(options, device=pick_device(options.device))
-        check_precision(options.precision, options.dtype, options.device, options.target)
-        asked = options.target, options.target_options, options.zero_stage
-        check_dp_shard(mesh, options.dp_shard, *asked)
-        yield mesh, options
-
-
-def _build(
-    step: str, options: LoaderOptions, mesh: Mesh, config: Any,
-    stored: Callable[[], torch.dtype], fill: Callable[[Assembly], Any], folder: Path | None,
-) -> Any:  # fmt: skip
-    """The model of a config, filled: the same steps for weights of files and for new ones.
-
-    Args:
-        step: as error messages name it.
-        options: checked.
-        mesh: of all ranks.
-        config: of `transformers`.
-        stored: dtype of the parameters where "auto" is asked for and the precision says none.
-        fill: gives the parameters their values; returns the ledger.
-        folder: of the checkpoint.
-    """
-    require_same_facts(step, mesh, facts_of(config, mesh, options))
+def _prepared(options: LoaderOptions, config: Any, mesh: Mesh, dtype: torch.dtype) -> LoaderOptions:
+    """The options with a schedule that can be applied and with a policy for each block of a budget."""
     trust = Trust(options.trust_remote_code, options.verify)
     options = resolve_schedule(options, config, options.auto_class, mesh, trust)
-    asked = stored() if options.dtype == "auto" else options.dtype
-    dtype = to_dtype(options.parameter_dtype(asked))
-    options = within_budget(options, config, mesh, dtype)
-    build = Assembly(config, options.auto_class, mesh, dtype, options)
-    build.require_attention()
-    model = build.finish(fill(build), options.micro_batches, folder)
-    build.require_same_weights(step)
-    build.divide(model)
-    return in_target(model, options.target, options.target_options)
+    return within_budget(options, config, mesh, dtype)

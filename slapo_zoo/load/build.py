@@ -16,7 +16,8 @@ from slapo_zoo.language.missing_sums import warn_of_missing_sums
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel.local_tensors import local_part
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.rng.random_stream import drawn_from, mix
+from slapo_zoo.rng.device_seeds import mix
+from slapo_zoo.rng.random_stream import drawn_from
 
 
 @dataclass

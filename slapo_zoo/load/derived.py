@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from slapo_zoo.cards.verify_subprocess import apart_environment
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.ranks.agreement import together
+from slapo_zoo.verify.apart import apart_environment
 from slapo_zoo.zoo.derivation.card import from_document
 from slapo_zoo.zoo.derivation.rows import undivided_table
 from slapo_zoo.zoo.options import BuildOptions

@@ -2,12 +2,13 @@
 
 from typing import Any, NamedTuple
 
-from slapo_zoo.cards.use import plain_steps, steps_for
+from slapo_zoo.cards.use import check_structure, plain_steps, program_for_all, python_schedule
 from slapo_zoo.hf import models as hf
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.load.derived import proven_table
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.pipeline.orders import StageMap
+from slapo_zoo.verify.card_check import require_correct
 from slapo_zoo.zoo.kernel_choice import apply_kernels, device_name
 from slapo_zoo.zoo.options import BuildOptions
 from slapo_zoo.zoo.schedule_source import find_table, kind_of
@@ -62,9 +63,21 @@ def resolve_schedule(
 def _card_steps(
     options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh, trust: Trust
 ) -> Any:
-    """Return the steps of a schedule card for this model on this mesh."""
-    cls = hf.resolve_class(config, auto_class)
+    """Return the steps of a schedule card, or the function of a trusted `schedule.py`.
+
+    Nothing is applied yet: constraints and structure are checked first, and the loader replays the
+    steps on meta before it reads a weight.
+
+    Raises:
+        CardError: it does not fit, or does not compute what the plain model computes.
+    """
+    name = str(options.schedule)
+    if trust.remote_code:
+        return python_schedule(name, trust.remote_code)
     order = {"pipeline_order": options.pipeline_order, "stages_per_rank": options.stages_per_rank}
     stages = StageMap.make(options.pipeline_order, mesh.pp, options.stages_per_rank).num_stages
-    name = str(options.schedule)
-    return steps_for(name, config, cls, mesh, stages, trust.remote_code, trust.verify, **order)
+    program = program_for_all(name, mesh)
+    steps = program.resolve(config, mesh.sizes | {"stages": stages})
+    check_structure(program, config, hf.resolve_class(config, auto_class))
+    require_correct(program, config, mesh, trust.verify, order)
+    return steps

@@ -5,12 +5,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from slapo_zoo.version import VERSION
 
 MADE_WITHIN_S = 40.0
 
@@ -27,8 +28,7 @@ DDP_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP else "bro
 
 def software() -> dict[str, str]:
     """Versions that the figures of a run depend on; a checkout that nobody installed has its own too."""
-    own = import_module("slapo_zoo").__version__
-    return {"slapo-zoo": own} | {name: version(name) for name in ("torch", "transformers")}
+    return {"slapo-zoo": VERSION} | {name: version(name) for name in ("torch", "transformers")}
 
 
 def new_group(ranks: Sequence[int]) -> Any:

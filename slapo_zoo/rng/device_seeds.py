@@ -1,6 +1,7 @@
-"""The seeds of all dropout sites, made on the device: one scalar goes up per step, and one pass hashes all cells.
+"""Hash dropout seeds and masks: the seeds of all sites are made on the device, one scalar goes up per step.
 
-Bit for bit what `RandomStream.cells` gives on the host.
+Bit for bit what `RandomStream.cells` gives on the host. A compiler reckons with numbers that do not wrap
+around, so compiled code calls what is hashed here as custom operators.
 """
 
 from collections.abc import Sequence
@@ -10,11 +11,10 @@ import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
 
+NAMESPACE = "slapo_zoo"
 MASK = (1 << 64) - 1
 GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-STRIDE = (
-    0x2545F4914F6CDD1D  # what one element of a cell adds to its bits, see random_stream.is_kept
-)
+STRIDE = 0x2545F4914F6CDD1D  # what one element of a cell adds to its bits, see is_kept
 PLANS = 8  # shapes of batches that are remembered
 
 
@@ -56,8 +56,6 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 def later(seeds: Tensor, elements: Tensor | int) -> Tensor:
     """Seeds of cells that begin `elements` later: element i of the new one is i + elements of the old."""
     if torch.compiler.is_compiling() and not isinstance(elements, Tensor):
-        from slapo_zoo.rng.drawn_in_graphs import moved_seeds
-
         return moved_seeds(seeds, 1, 0, elements)
     return seeds + elements * signed(STRIDE) if isinstance(elements, Tensor) else seeds + signed(elements * STRIDE)  # fmt: skip
 
@@ -66,12 +64,55 @@ def split_cells(seeds: Tensor, parts: int, size: int) -> Tensor:
     """Each cell cut into `parts` runs of `size` elements: seeds [n] --> [n * parts], the same masks."""
     if parts == 1:
         return seeds
-    if torch.compiler.is_compiling():  # a compiler reckons with numbers that do not wrap around
-        from slapo_zoo.rng.drawn_in_graphs import moved_seeds
-
+    if torch.compiler.is_compiling():
         return moved_seeds(seeds, parts, size, 0)
     starts = torch.arange(0, parts * size, size, device=seeds.device)
     return later(seeds[:, None], starts).flatten()
+
+
+@torch.library.custom_op(f"{NAMESPACE}::moved_seeds", mutates_args=())
+def moved_seeds(seeds: Tensor, parts: int, size: int, first: int) -> Tensor:
+    """`split_cells` into `parts` of `size`, then `later` by `first`."""
+    return later(split_cells(seeds, parts, size), first)
+
+
+@moved_seeds.register_fake
+def _(seeds, parts, size, first):
+    return seeds.new_empty(seeds.numel() * parts)
+
+
+def hashed_cells(x: Tensor, p: float, seeds: Sequence[int] | Tensor) -> Tensor:
+    """A counter-based mask in tensor operations, for devices where seeding per cell is slow."""
+    if torch.compiler.is_compiling() and isinstance(seeds, Tensor):
+        return hashed_mask(seeds, p, x.shape, x.dtype)
+    key = torch.as_tensor(seeds, dtype=torch.int64, device=x.device)
+    counter = torch.arange(x.numel() // max(len(key), 1), dtype=torch.int64, device=x.device)
+    return is_kept(counter[None], key[:, None], p).to(x.dtype).view(x.shape)
+
+
+def is_kept(counter: Tensor, key: Tensor, p: float) -> Tensor:
+    """Return whether dropout keeps element `counter` of the cell with seed `key`; the two broadcast."""
+    return hashed_bits(counter, key) >= int(p * 0x1000000)
+
+
+def hashed_bits(counter: Tensor, key: Tensor) -> Tensor:
+    """24 random bits of element `counter` of the cell with seed `key`."""
+    bits = counter * STRIDE + key  # int64 wraps around, as intended
+    for multiplier in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
+        bits = (bits ^ ((bits >> 31) & 0x1FFFFFFFF)) * multiplier
+    return (bits >> 40) & 0xFFFFFF
+
+
+@torch.library.custom_op(f"{NAMESPACE}::hashed_mask", mutates_args=())
+def hashed_mask(seeds: Tensor, p: float, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """hashed_cells for a tensor of `shape`."""
+    whole = torch.empty((), dtype=dtype, device=seeds.device).expand(list(shape))
+    return hashed_cells(whole, p, seeds)
+
+
+@hashed_mask.register_fake
+def _(seeds, p, shape, dtype):
+    return seeds.new_empty(shape, dtype=dtype)
 
 
 @dataclass

@@ -2,203 +2,39 @@
 
 A mask is drawn per *cell*: (seed, step, site, global batch row[, global head]). So any rank can
 draw just its own part of the mask that one device would have drawn, for every tp, pp, dp and
-number of micro-batches, and a recomputation draws it again.
+number of micro-batches, and a recomputation draws it again. Compiled code draws by custom operators that
+take the stream's position as an argument: a graph draws anew at every step without a compilation, and
+what it recomputes in its backward is what it drew, wherever the stream has gone meanwhile.
 """
 
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import detect_fake_mode
 
-from slapo_zoo.parallel.known import known, places
-from slapo_zoo.rng.device_seeds import STRIDE, DeviceSeeds, later, mix, split_cells
-from slapo_zoo.rng.seeds import advance_generator, mark_of_generator
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.rng.device_seeds import (
+    NAMESPACE,
+    DeviceSeeds,
+    hashed_bits,
+    hashed_cells,
+    later,
+    mix,
+    split_cells,
+)
+from slapo_zoo.rng.stream_position import GRAPHS, NOWHERE, SiteName, StreamPosition, Where, hash_of
 
-
-class SiteName:
-    """The path of a site that drops, and its hash as a tensor: blocks that differ in it alone share a graph.
-
-    Args:
-        base: a path, or the name that this one begins with.
-        suffix: behind it.
-    """
-
-    def __init__(self, base: "str | SiteName", suffix: str = ""):
-        self.base = base
-        if isinstance(base, str):
-            self.suffix, self.key = suffix, torch.tensor(zlib.crc32(base.encode()), device="cpu")
-        else:
-            self.suffix, self.key = base.suffix + suffix, base.key
-
-    def __str__(self) -> str:
-        root: Any = self.base
-        while not isinstance(root, str):
-            root = root.base
-        return root + self.suffix
+# A graph that is replayed, as CUDA graphs are, would not ask for the position again.
+UNSAFE = [t for n in ("cudagraph_unsafe",) if (t := getattr(torch.Tag, n, None)) is not None]
+_SEEDS = DeviceSeeds()  # of all graphs
 
 
-Where = str | SiteName | int  # a site's path, its name, or the hash of it
-
-
-def hash_of(site: Where) -> int:
-    """32 bits of a site, the same in every process."""
-    return site if isinstance(site, int) else zlib.crc32(str(site).encode())
-
-
-Position = tuple[int, int, int]  # step, first row, rows
-NOWHERE = -1  # rows of a graph's position where no call runs
-TURN = 40  # bits of a step; those above tell the draws of a site beside any call from each other
-MARKS = 1 << 14  # states of torch's generator that are remembered
-GRAPHS = [0]  # how often compiled code has drawn: no stream sees it
-
-
-@dataclass
-class RandomStream:
-    """Where in the random sequence a model is; shared by all its sites.
-
-    Args:
-        seed: of the whole run, the same on all ranks.
-        step: counts training forwards of the whole model (of whole batches, not of micro-batches).
-        first_row: global batch row of the first row in the current micro-batch.
-        num_rows: rows of the current micro-batch, 0 when unknown.
-    """
-
-    seed: int = 0
-    step: int = 0
-    first_row: int = 0
-    num_rows: int = 0
-    copy: int = 0  # our dp coordinate, which tells the rows of what is drawn beside any call
-    real_tokens: Tensor | None = None  # [B, S], while all that are real stand in one row
-    real_at: Tensor | None = None  # [N], where they are among all B * S
-    device_seeds: DeviceSeeds = field(default_factory=DeviceSeeds, repr=False)
-    has_rows: bool = True  # whether axis 0 of what is dropped are batch rows
-    is_open: bool = False  # a call runs: its sites draw at one position
-    again: Position | None = None  # of the call whose backward runs
-    calls: int = 0  # so many drew that were no training forward of the whole model
-    now: Tensor | None = field(default=None, repr=False, compare=False)  # `position` for a graph
-    _start: int | None = None  # mark at the start of a call that has drawn nothing yet
-    _turns: dict[int, int] = field(default_factory=dict, repr=False)  # of a site beside any call
-    _seen: dict[Any, Position] = field(default_factory=dict, repr=False)  # by mark
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """A position is a tensor too: see drawn_in_graphs."""
-        super().__setattr__(name, value)
-        if name in ("step", "first_row", "num_rows", "again"):
-            self._moved()
-        if name == "step":
-            self._turns = {}
-
-    def _moved(self) -> None:
-        if detect_fake_mode() is None:  # what a dry run makes must not be met again
-            step, first_row, num_rows = self.position()
-            known = self.is_open or self.again or num_rows
-            self.now = torch.tensor([step, first_row, num_rows if known else NOWHERE], device="cpu")
-
-    @contextmanager
-    def packing(self, real: Tensor) -> Iterator[None]:
-        """Within it, a mask for [1, N, ...] is that of the real tokens of [B, S, ...]."""
-        counts = known().real
-        at = places(real.flatten(), None if counts is None else sum(counts))
-        self.real_tokens, self.real_at = real, at
-        try:
-            yield
-        finally:
-            self.real_tokens = self.real_at = None
-
-    def position(self) -> Position:
-        """Return the position that a recomputation restores to draw the same masks."""
-        return (not self.is_open and self.again) or (self.step, self.first_row, self.num_rows)
-
-    @contextmanager
-    def at(self, step: int, first_row: int, num_rows: int) -> Iterator[None]:
-        """Draw at this position, as a call does."""
-        before = (self.step, self.first_row, self.num_rows), self.is_open, self._start
-        self._go((step, first_row, num_rows), True)
-        try:
-            yield
-        finally:
-            self._go(*before)
-
-    def _go(self, place: Position, is_open: bool, start: int | None = None) -> None:
-        found = dict(zip(("step", "first_row", "num_rows"), place, strict=True))
-        self.__dict__.update(found, is_open=is_open, _start=start)
-        self._moved()
-
-    @contextmanager
-    def call(self, trains: bool, first_row: int, num_rows: int) -> Iterator[None]:
-        """Around a call of the model or of a part, whose masks are its own.
-
-        From a state of torch's generator from which a call has drawn before (a recomputation, a seed
-        that was set anew) it draws as that one did. A call that draws moves the generator. One that
-        `trains` is a training forward of the whole model, which has a step of its own.
-        """
-        mark = None if torch.compiler.is_compiling() else mark_of_generator()
-        if mark in self._seen:
-            number = self._seen[mark][0]
-        elif trains:
-            number = self.step = self.step + 1
-        else:
-            number = -self.calls - 1
-        with self.at(number, first_row, num_rows):
-            self._start, graphs = mark, GRAPHS[0]
-            try:
-                yield
-            finally:
-                if self._start is not None and GRAPHS[0] != graphs:  # in compiled code alone
-                    self._begin()
-                if mark is not None and self._start is None:
-                    advance_generator()
-
-    def _begin(self) -> None:
-        """The first draw of a call."""
-        start, self._start = self._start, None
-        self.calls = max(self.calls, -self.step)
-        self._remember(start)
-        advance_generator()
-        self._remember(mark_of_generator())
-
-    def _remember(self, mark: Any, position: Position | None = None) -> None:
-        if len(self._seen) >= MARKS:
-            del self._seen[next(iter(self._seen))]
-        self._seen[mark] = position or self.position()
-
-    def place(self, site: Where, rows: int) -> Position:
-        """The position of a draw for so many rows; beside any call a site has one of its own for each."""
-        found = self._place(site, rows)
-        return found if self.has_rows else (found[0], 0, 0)
-
-    def _place(self, site: Where, rows: int) -> Position:
-        if self.is_open or detect_fake_mode() is not None:
-            if self._start is not None:
-                self._begin()
-            return self.position()
-        mark, key = mark_of_generator(), hash_of(site)
-        if mark in self._seen:  # within a call
-            return self._seen[mark]
-        found = self._seen.get((mark, key)) or self.again
-        if found is None:
-            turn = self._turns[key] = self._turns.get(key, -1) + 1
-            first_row = self.first_row if self.num_rows else self.copy * rows
-            found = self.step + (turn << TURN), first_row, self.num_rows
-        if found is not self.again:
-            self._remember((mark, key), found)
-            advance_generator()
-        return found
-
-    @contextmanager
-    def without_rows(self) -> Iterator[None]:
-        """Draw for what has no batch rows: the same for every micro-batch, dp rank and packing."""
-        self.has_rows = False
-        try:
-            yield
-        finally:
-            self.has_rows = True
+class RandomStream(StreamPosition):
+    """Draws at the position where a model is: masks, or their seeds where an operator hashes the mask."""
 
     def keep_mask(self, x: Tensor, p: float, site: Where, heads: Sequence[int] = ()) -> Tensor:
         """A dropout mask for x, 0 or 1/(1-p), in the shape and dtype of x.
@@ -214,8 +50,6 @@ class RandomStream:
             return keep.div_(1.0 - p) if p < 1.0 else keep
         real = self.real_tokens if self.has_rows else None
         if torch.compiler.is_compiling():
-            from slapo_zoo.rng.drawn_in_graphs import drawn_mask, in_graph
-
             at = self.now, self.seed, self.has_rows, real
             return drawn_mask(*at, *in_graph(site), list(heads), x.shape, p, x.dtype)
         if real is not None:
@@ -263,8 +97,6 @@ class RandomStream:
     ) -> Tensor:
         """[rows * len(heads)] seeds of a site, on the device."""
         if torch.compiler.is_compiling():
-            from slapo_zoo.rng.drawn_in_graphs import drawn_seeds, in_graph
-
             at = self.now, self.seed, self.has_rows
             return drawn_seeds(*at, *in_graph(site), rows, list(heads), device)
         at, key = self.place(site, rows), hash_of(site)
@@ -319,8 +151,6 @@ class RandomStream:
     def uniform(self, x: Tensor, site: Where) -> Tensor:
         """Numbers of [0, 1) in the shape of x, each row from a cell of its own (stochastic depth)."""
         if torch.compiler.is_compiling():
-            from slapo_zoo.rng.drawn_in_graphs import drawn_uniform, in_graph
-
             at = self.now, self.seed, self.has_rows
             return drawn_uniform(*at, *in_graph(site), x.shape, x.dtype, x.device)
         if self.hashes(x.device):  # what is drawn on the host would be waited for
@@ -350,28 +180,74 @@ class RandomStream:
         return keep
 
 
-def hashed_cells(x: Tensor, p: float, seeds: Sequence[int] | Tensor) -> Tensor:
-    """A counter-based mask in tensor operations, for devices where seeding per cell is slow."""
-    if torch.compiler.is_compiling() and isinstance(seeds, Tensor):
-        from slapo_zoo.rng.drawn_in_graphs import hashed_mask
-
-        return hashed_mask(seeds, p, x.shape, x.dtype)
-    key = torch.as_tensor(seeds, dtype=torch.int64, device=x.device)
-    counter = torch.arange(x.numel() // max(len(key), 1), dtype=torch.int64, device=x.device)
-    return is_kept(counter[None], key[:, None], p).to(x.dtype).view(x.shape)
-
-
-def is_kept(counter: Tensor, key: Tensor, p: float) -> Tensor:
-    """Return whether dropout keeps element `counter` of the cell with seed `key`; the two broadcast."""
-    return hashed_bits(counter, key) >= int(p * 0x1000000)
+def _stream(at: Tensor, seed: int, rows: bool, real: Tensor | None) -> RandomStream:
+    step, first_row, num_rows = at.tolist()  # on the host: nothing waits
+    if num_rows == NOWHERE:
+        problem = "compiled code beside any call of the model would draw the same masks for ever"
+        raise SlapoError("dropout", "torch.compile", problem, "call a module alone uncompiled")
+    GRAPHS[0] += 1
+    place = (first_row, num_rows) if rows else (0, 0)
+    stream = RandomStream(seed, step, *place, device_seeds=_SEEDS, is_open=True)
+    stream.real_tokens = real if rows else None
+    return stream
 
 
-def hashed_bits(counter: Tensor, key: Tensor) -> Tensor:
-    """24 random bits of element `counter` of the cell with seed `key`."""
-    bits = counter * STRIDE + key  # int64 wraps around, as intended
-    for multiplier in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
-        bits = (bits ^ ((bits >> 31) & 0x1FFFFFFFF)) * multiplier
-    return (bits >> 40) & 0xFFFFFF
+def in_graph(site: Where) -> tuple[Tensor | None, str]:
+    """A site as operators take it: the hash of its path as a tensor, and what stands behind the path."""
+    return (site.key, site.suffix) if isinstance(site, SiteName) else (None, str(site))
+
+
+def _whole(key: Tensor | None, site: str) -> int:
+    return zlib.crc32(site.encode(), 0 if key is None else int(key))
+
+
+@torch.library.custom_op(f"{NAMESPACE}::drawn_mask", mutates_args=(), tags=UNSAFE)
+def drawn_mask(
+    at: Tensor, seed: int, rows: bool, real: Tensor | None, key: Tensor | None, site: str,
+    heads: Sequence[int], shape: Sequence[int], p: float, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """RandomStream.keep_mask on a CPU for a tensor of `shape`, where axis 0 are `rows` of the batch.
+
+    `at`, int64 [3], is the position of the stream; with `key`, int64, on the host, the hash of the site's name begins.
+    """
+    whole = torch.empty((), dtype=dtype).expand(list(shape))
+    return _stream(at, seed, rows, real).keep_mask(whole, p, _whole(key, site), list(heads)).clone()
+
+
+@drawn_mask.register_fake
+def _(at, seed, rows, real, key, site, heads, shape, p, dtype):
+    return torch.empty(shape, dtype=dtype)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::drawn_uniform", mutates_args=(), tags=UNSAFE)
+def drawn_uniform(
+    at: Tensor, seed: int, rows: bool, key: Tensor | None, site: str,
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device,
+) -> Tensor:  # fmt: skip
+    """RandomStream.uniform for a tensor of `shape` on the device; arguments as above."""
+    whole = torch.empty((), dtype=dtype, device=device).expand(list(shape))
+    return _stream(at, seed, rows, None).uniform(whole, _whole(key, site))
+
+
+@drawn_uniform.register_fake
+def _(at, seed, rows, key, site, shape, dtype, device):
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::drawn_seeds", mutates_args=(), tags=UNSAFE)
+def drawn_seeds(
+    at: Tensor, seed: int, rows: bool, key: Tensor | None, site: str,
+    count: int, heads: Sequence[int], device: torch.device,
+) -> Tensor:  # fmt: skip
+    """`RandomStream.found` for `count` rows, of the site's name; arguments as above."""
+    return (
+        _stream(at, seed, rows, None).found(device, _whole(key, site), count, list(heads)).clone()
+    )
+
+
+@drawn_seeds.register_fake
+def _(at, seed, rows, key, site, count, heads, device):
+    return torch.empty(count * max(len(heads), 1), dtype=torch.int64, device=device)
 
 
 def dropout(

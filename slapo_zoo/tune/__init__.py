@@ -1,4 +1,4 @@
-"""Search for the fastest values of a schedule's knobs, and the planner, the one model of cost.
+"""Search for the fastest values of a schedule's knobs by measuring them.
 
-Imports `model` and lower.
+Imports `model`, `planner` and lower.
 """

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from slapo_zoo.hf.example_inputs import random_batch
-from slapo_zoo.load.auto import AutoScheduledModel
+from slapo_zoo.model.loader import new_model
 from slapo_zoo.ranks.launch import run_local
 from slapo_zoo.tune.outcome import NO_MEMORY, OK, OUT_OF_MEMORY, WRONG, Outcome
 from slapo_zoo.tune.worker import RESULT
 from slapo_zoo.weights.ledger import AnonymousPeak
 from slapo_zoo.zoo.arguments import config_of, to_dtype
 from slapo_zoo.zoo.kernel_choice import kernels_of
-from slapo_zoo.zoo.options import KNOBS
+from slapo_zoo.zoo.options import KNOBS, LoaderOptions
 
 PROBE_ROWS, WARM_UP = 2, 1
 LOOSE = {
@@ -77,9 +77,8 @@ def build(job: Job) -> Any:
     if "kernels" in knobs:
         knobs["kernels"] = kernels_of(knobs["kernels"])
     dtype = to_dtype(job.point.get("dtype", job.dtype))
-    model: Any = AutoScheduledModel.from_config(
-        config, auto_class=head, dtype=dtype, device=job.device, seed=0, **knobs
-    )
+    options = LoaderOptions(auto_class=head, dtype=dtype, device=job.device, seed=0, **knobs)
+    model: Any = new_model("tune", options, config)
     return model.train()
 
 

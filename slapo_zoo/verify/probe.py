@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.load.auto import AutoScheduledModel
+from slapo_zoo.model.loader import Source, load_checkpoint
 from slapo_zoo.ranks.emulation import emulate
 from slapo_zoo.step.runtime import tokens_divide
 from slapo_zoo.verify.runs import digests
 from slapo_zoo.verify.specimen import Specimen, experts, silence, tensors
+from slapo_zoo.zoo.options import LoaderOptions
 from slapo_zoo.zoo.table import Table
 
 TIMEOUT_S, RATE = 60.0, 0.3
@@ -45,10 +46,12 @@ def probe(subject: Specimen, table: Table | None, sizes: tuple[int, int, int], *
 def _rank(subject: Specimen, sizes: tuple[int, int, int], knobs: Any, rates: Any = None) -> Any:
     """Outputs, loss, gradients, and what this rank holds of these; without outputs where it drops."""
     (tp, pp, dp), outputs = sizes, {}
-    model = AutoScheduledModel.from_pretrained(
-        subject.folder, tp=tp, pp=pp, dp=dp, seed=0, auto_class=subject.cls,
-        dtype=subject.dtype, **{"kernels": "reference", **experts(subject.config), **knobs, **(rates or {})},
+    options = LoaderOptions(
+        tp=tp, pp=pp, dp=dp, seed=0, auto_class=subject.cls, dtype=subject.dtype,
+        **{"kernels": "reference", **knobs},
     )  # fmt: skip
+    changes = {**experts(subject.config), **(rates or {})}
+    model = load_checkpoint("verify", options, Source(str(subject.folder), changes=changes))
     if rates is None:
         silence(model)
         with torch.no_grad():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.hf.models import freeze_as_made
+from slapo_zoo.model.loader import Source, load_checkpoint
 from slapo_zoo.model.numerics import digest, part_of
 from slapo_zoo.parallel import collectives
 from slapo_zoo.rng.random_stream import drawn_from
@@ -18,6 +19,7 @@ from slapo_zoo.verify.batch import has_loss
 from slapo_zoo.verify.events import Recorder
 from slapo_zoo.verify.safe import agreed_collectives
 from slapo_zoo.verify.subject import Subject, changes_for_comparison
+from slapo_zoo.zoo.options import LoaderOptions
 
 LEARNING_RATE, EPS, DECAY, MAX_NORM = 1e-3, 1e-5, 0.1, 1.0
 
@@ -134,13 +136,12 @@ def plain(
 
 def load(subject: Subject, changes: Mapping[str, Any], dtype: torch.dtype) -> Any:
     """This rank of the scheduled model."""
-    from slapo_zoo.load.auto import AutoScheduledModel
-
     tp, pp, dp = subject.sizes
-    model = AutoScheduledModel.from_pretrained(
-        subject.folder, tp=tp, pp=pp, dp=dp, seed=subject.seed, auto_class=subject.cls,
-        schedule=subject.schedule, dtype=dtype, **{"kernels": "reference", **subject.knobs}, **changes,
+    options = LoaderOptions(
+        tp=tp, pp=pp, dp=dp, seed=subject.seed, auto_class=subject.cls, schedule=subject.schedule,
+        dtype=dtype, **{"kernels": "reference", **subject.knobs},
     )  # fmt: skip
+    model = load_checkpoint("verify", options, Source(str(subject.folder), changes=changes))
     model.input_check_interval = 0  # what differs is told by module, not by the guards of training
     return model
 

@@ -85,12 +85,12 @@ JSON_COMMANDS = {
     "version": ("slapo_zoo.cli.commands.version._version", ["version"], None),
     "show": ("slapo_zoo.zoo.survey.survey", ["show", "FOLDER"], None),
     "verify": (
-        "slapo_zoo.cards.verify_subprocess.verify_apart", ["verify", "gpt2"],
+        "slapo_zoo.verify.apart.verify_apart", ["verify", "gpt2"],
         lambda: {"verdict": "verified", "text": "fine"},
     ),
     "derive": ("slapo_zoo.verify.derived.derive", ["derive", "FOLDER"], None),
     "plan": (
-        "slapo_zoo.tune.planner.search.Planner.search",
+        "slapo_zoo.planner.search.Planner.search",
         ["plan", "FOLDER", "--gpus", "2", "--batch", "4"], None,
     ),
     "bench": ("slapo_zoo.cli.training.step_times.measure", ["bench", "FOLDER", "--steps", "1", "--seq-len", "8"], None),
@@ -101,7 +101,7 @@ JSON_COMMANDS = {
     ),
     "check": ("slapo_zoo.weights.integrity.damages_of", ["check", "FOLDER"], lambda: (3, [])),
     "card verify": (
-        "slapo_zoo.cards.check.verify_card", ["card", "verify", CARD, "--model", "gpt2"],
+        "slapo_zoo.verify.card_check.verify_card", ["card", "verify", CARD, "--model", "gpt2"],
         lambda: {"verdict": "verified", "text": "fine"},
     ),
     "train": ("slapo_zoo.cli.training.job.run", ["train", "FOLDER", "--data", __file__, "--seq-len", "8"], lambda: [2.0]),

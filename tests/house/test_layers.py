@@ -9,7 +9,7 @@ import pytest
 from sources import CODE, LINKED, ROOT, files, label, tree
 
 LAYERS = (  # low to high; a package imports only lower ones
-    "errors",
+    "errors version",
     "parallel",
     "losses rng",
     "ranks",
@@ -19,12 +19,13 @@ LAYERS = (  # low to high; a package imports only lower ones
     "pipeline weights",
     "zoo",
     "cards schedules",
+    "planner",
     "gradients",
     "dp",
     "checkpoints step",
     "integrations model",
-    "load",
     "tune verify",
+    "load",
     "cli",
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer.split()}
@@ -47,9 +48,9 @@ def module(path):
 MODULES = {module(path): path for path in SOURCES}
 
 
-def imported_modules(path, nodes=None):
+def imported_modules(path):
     """Full names of the slapo_zoo modules that a file imports, at the top or inside a function."""
-    for node in ast.walk(tree(path)) if nodes is None else nodes:
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names if name.name.startswith("slapo_zoo"))
         elif isinstance(node, ast.ImportFrom) and node.module == "slapo_zoo":
@@ -59,12 +60,20 @@ def imported_modules(path, nodes=None):
             yield from inside or {node.module}
 
 
-def outside_functions(node):
-    """Every statement that runs, or that a type checker reads, while the file is imported."""
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield child
-            yield from outside_functions(child)
+REGISTRIES = {  # who looks its files up by name, at run time: a file that nobody asks for costs nothing
+    "slapo_zoo/dispatch/registry.py": "slapo_zoo.kernels",
+    "slapo_zoo/zoo/table.py": "slapo_zoo.schedules",
+    "slapo_zoo/cards/readme.py": "slapo_zoo.hub_cards",  # a template beside the cards
+}
+
+
+def modules_by_string(path):
+    """Modules that a file names in a string: for `import_module`, `python -m`, or `resources`."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            name = node.value.rstrip(".")
+            if re.fullmatch(r"slapo_zoo(\.\w+)+", name) and name.split(".")[1] in RANK:
+                yield name
 
 
 def imported_units(path):
@@ -87,6 +96,16 @@ def test_imports_point_down():
     assert not up, f"not from a lower package that defines the name: {up}"
 
 
+def test_strings_point_down():
+    """A module that a string names is a dependency too, whoever imports it in the end."""
+    up = [
+        f"{label(path)} names {name}" for path in SOURCES for name in modules_by_string(path)
+        if REGISTRIES.get(label(path)) != ".".join(name.split(".")[:2])
+        and unit(path) != name.split(".")[1] and RANK[name.split(".")[1]] >= RANK[unit(path)]
+    ]  # fmt: skip
+    assert not up, f"not in a lower package: {up}"
+
+
 def test_tables_are_found_by_name():
     """A table that nobody asks for costs nothing: `zoo` imports it by its name, at run time."""
     named = [
@@ -97,11 +116,8 @@ def test_tables_are_found_by_name():
 
 
 def test_no_circle_of_files():
-    """A circle means that two files are one."""
-    below = {
-        name: set(imported_modules(path, outside_functions(tree(path)))) & MODULES.keys()
-        for name, path in MODULES.items()
-    }
+    """A circle means that two files are one; an import within a function closes one as well."""
+    below = {name: set(imported_modules(path)) & MODULES.keys() for name, path in MODULES.items()}
     while free := [name for name, needs in below.items() if not needs & below.keys()]:
         for name in free:
             del below[name]

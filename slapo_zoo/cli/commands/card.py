@@ -65,9 +65,9 @@ def verify(
 ) -> None:  # fmt: skip
     """Run the schedule of a card against the plain model, and write the outcome into the card."""
     from slapo_zoo.cards.card import read_card
-    from slapo_zoo.cards.check import verify_card
     from slapo_zoo.cards.program import MODULE
     from slapo_zoo.errors import CardError
+    from slapo_zoo.verify.card_check import verify_card
     from slapo_zoo.zoo.arguments import config_of
 
     with stdout_for_json(as_json), waiting(f"card verify {folder}"):

@@ -90,8 +90,8 @@ def _forecast(
     from slapo_zoo.dp.dp_shard import check_dp_shard
     from slapo_zoo.parallel.mesh import Mesh
     from slapo_zoo.pipeline.orders import StageMap
+    from slapo_zoo.planner.layout import Layout
     from slapo_zoo.tune.forecast import forecast
-    from slapo_zoo.tune.planner.layout import Layout
 
     count, rows, seq_len = sizes
     tp, pp, dp = mesh
@@ -99,7 +99,7 @@ def _forecast(
     places = StageMap.make(order, pp, None)
     count = count or (places.custom.micro_batches if places.custom else max(1, 2 * (pp > 1) * pp))
     layout = Layout(tp, pp, dp, rows, count, order, places.per_rank, checkpoint_ratio, **shared)
-    from slapo_zoo.tune.planner.advice import worth
+    from slapo_zoo.planner.advice import worth
 
     planner = make_planner(model, seq_len, device)
     found, stages = forecast(planner, layout)

@@ -33,8 +33,8 @@ def verify(
         raise typer.BadParameter("--full holds all layers at once; choose one", param_hint="--layers")  # fmt: skip
     with stdout_for_json(as_json):
         from slapo_zoo.cards.use import load_card
-        from slapo_zoo.cards.verify_subprocess import verify_apart
         from slapo_zoo.hf import models as hf
+        from slapo_zoo.verify.apart import verify_apart
         from slapo_zoo.verify.core import known_schedule
         from slapo_zoo.zoo.arguments import config_of, usual_head
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from slapo_zoo.kernels.logits_on_demand import LogitsOnDemand
+from slapo_zoo.kernels.vocab_parallel_linear_cross_entropy import loss_of_sharded_head
 from slapo_zoo.language.directive import Site
 from slapo_zoo.language.primitives.overlap import sum_gradient_of
 from slapo_zoo.language.primitives.sync import Sync, require_divisible, sync_op
@@ -89,7 +90,7 @@ def _vocab_logits(x: Tensor, sync: Sync, site: Site) -> Tensor:
     assert placed is not None  # noqa: S101 - check() saw it
     group, size, traffic = site.group(sync), placed.shape[0], site.state.forward.traffic
     if isinstance(x, LogitsOnDemand):
-        return x.divided(size, group)
+        return x.divided(size, group, loss_of_sharded_head)
     if traffic is not None:  # fake tensors cannot be VocabLogits: the loss is noted here
         rows = x.flatten(0, -2)
         target = torch.zeros(len(rows), dtype=torch.int64, device=x.device)

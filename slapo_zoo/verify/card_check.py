@@ -9,11 +9,11 @@ from typing import Any
 
 from slapo_zoo.cards.card import Card, read_card
 from slapo_zoo.cards.program import Program
-from slapo_zoo.cards.verify_subprocess import verify_apart
 from slapo_zoo.errors import CardError
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.ranks.agreement import together
 from slapo_zoo.rng.seeds import get_logger
+from slapo_zoo.verify.apart import verify_apart
 
 LEVELS = ("quick", "off")
 

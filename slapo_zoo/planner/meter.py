@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from slapo_zoo.tune.planner.use import Product, Work
+from slapo_zoo.planner.use import Product, Work
 
 REDUCTIONS = (
     "softmax", "norm", "sum", "mean", "amax", "max", "min", "embedding", "nll_loss", "gather", "index", "cat",

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from slapo_zoo.parallel.gradient_buckets import BUCKET_BYTES
+from slapo_zoo.planner.hardware import CPU_SCRATCH, GIB, Hardware
 from slapo_zoo.ranks.launch import run_local
-from slapo_zoo.tune.planner.hardware import CPU_SCRATCH, GIB, Hardware
 
 SIZE, ELEMENTS, REPEATS = 1024, 1 << 22, 7
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slapo_zoo.parallel.gradient_buckets import BUCKET_BYTES
-from slapo_zoo.tune.planner.hardware import Hardware
-from slapo_zoo.tune.planner.layout import Layout
-from slapo_zoo.tune.planner.profile import Profile, Unit
-from slapo_zoo.tune.planner.runtime import Precision, Runtime
-from slapo_zoo.tune.planner.use import Use
+from slapo_zoo.planner.hardware import Hardware
+from slapo_zoo.planner.layout import Layout
+from slapo_zoo.planner.profile import Profile, Unit
+from slapo_zoo.planner.runtime import Precision, Runtime
+from slapo_zoo.planner.use import Use
 
 PREFETCHED = 2  # units whose weights are whole at a time where each rank keeps a part (ZeRO-3)
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from slapo_zoo.tune.planner.layout import Layout, in_flight, places_of
-from slapo_zoo.tune.planner.memory import Recompute
+from slapo_zoo.planner.layout import Layout, in_flight, places_of
+from slapo_zoo.planner.memory import Recompute
 
 TRIES, MOST = 4, 400
 CHOICES = ("keep", "save_matmuls", "offload", "recompute", "sharded")

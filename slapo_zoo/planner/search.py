@@ -14,20 +14,20 @@ from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.pipeline.orders import balanced_cuts
 from slapo_zoo.pipeline.stages import leaf_units
-from slapo_zoo.tune.planner.hardware import GIB, Hardware
-from slapo_zoo.tune.planner.layout import Layout, divisors, in_flight, layouts, places_of
-from slapo_zoo.tune.planner.memory import (
+from slapo_zoo.planner.hardware import GIB, Hardware
+from slapo_zoo.planner.layout import Layout, divisors, in_flight, layouts, places_of
+from slapo_zoo.planner.memory import (
     RankMemory,
     Recompute,
     StageMemory,
     rank_memory,
     stage_memory,
 )
-from slapo_zoo.tune.planner.mixtures import mixed
-from slapo_zoo.tune.planner.profile import Family, Profile
-from slapo_zoo.tune.planner.refine import STARTS, refine
-from slapo_zoo.tune.planner.runtime import find_precision, find_runtime
-from slapo_zoo.tune.planner.timing import CLOSED, How, StageTime, StepTime, stage_time, step_time
+from slapo_zoo.planner.mixtures import mixed
+from slapo_zoo.planner.profile import Family, Profile
+from slapo_zoo.planner.refine import STARTS, refine
+from slapo_zoo.planner.runtime import find_precision, find_runtime
+from slapo_zoo.planner.timing import CLOSED, How, StageTime, StepTime, stage_time, step_time
 from slapo_zoo.zoo.apply import block_paths, spread, step_costs
 from slapo_zoo.zoo.table import base_prefix
 

@@ -5,9 +5,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from slapo_zoo.tune.planner.advice import worth
-from slapo_zoo.tune.planner.hardware import GIB
-from slapo_zoo.tune.planner.search import Forecasted, Found, Planner, require_feasible
+from slapo_zoo.planner.advice import worth
+from slapo_zoo.planner.hardware import GIB
+from slapo_zoo.planner.search import Forecasted, Found, Planner, require_feasible
 from slapo_zoo.weights.ledger import as_table, filled
 
 COLUMNS = (

@@ -17,8 +17,8 @@ from slapo_zoo.hf.attention import ATTRIBUTE
 from slapo_zoo.language.primitives.checkpoint import POLICIES
 from slapo_zoo.language.traffic import Traffic
 from slapo_zoo.pipeline.dataflow import DryRun
-from slapo_zoo.tune.planner.meter import Meter
-from slapo_zoo.tune.planner.use import Use, Work
+from slapo_zoo.planner.meter import Meter
+from slapo_zoo.planner.use import Use, Work
 
 MATMULS = POLICIES["save_matmuls"]
 ADD = torch.ops.aten.add.Tensor

@@ -1,0 +1,160 @@
+"""Load a model whose schedule is known: the same steps for weights of files and for new ones."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slapo_zoo.dp.dp_shard import check_dp_shard
+from slapo_zoo.hf import models as hf
+from slapo_zoo.model.assemble import Assembly
+from slapo_zoo.model.same_on_all import facts_of, require_same_facts
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.ranks.process_group import rank_guard
+from slapo_zoo.weights.folder import CheckpointFolder, open_checkpoint
+from slapo_zoo.weights.load import LoadOptions
+from slapo_zoo.weights.snapshot import read_by_all
+from slapo_zoo.zoo.arguments import (
+    changed_config,
+    checkpoint_dtype,
+    local_folder,
+    make_mesh,
+    pick_device,
+    to_dtype,
+)
+from slapo_zoo.zoo.hf_arguments import HubArguments
+from slapo_zoo.zoo.options import LoaderOptions, check_knobs
+from slapo_zoo.zoo.precision import check_precision
+
+Prepare = Callable[[LoaderOptions, Any, Mesh, torch.dtype], LoaderOptions]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint: where it is, and how it is read.
+
+    Args:
+        name: a folder, or a model id of the Hub.
+        revision: branch, tag or commit of the Hub.
+        allow_pickle: read `.bin` files.
+        changes: fields of the config to change.
+        hub: how the Hub is asked, and how the files are named.
+        load: limits and checks of the reading.
+    """
+
+    name: str
+    revision: str | None = None
+    allow_pickle: bool = False
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    hub: HubArguments = field(default_factory=HubArguments)
+    load: LoadOptions = field(default_factory=LoadOptions)
+
+    def find(self) -> Path:
+        """The folder, downloaded where it has to be."""
+        return local_folder(self.name, self.revision, self.allow_pickle, self.hub)
+
+    @contextmanager
+    def open(self, step: str, mesh: Mesh, folder: Path) -> Iterator[tuple[Any, CheckpointFolder]]:
+        """The config and the opened files, of one save on all ranks, which call it together."""
+
+        def read() -> tuple[Any, CheckpointFolder]:
+            config = changed_config(folder, dict(self.changes), self.hub)
+            return config, open_checkpoint(folder, self.allow_pickle, self.hub.stem).open_all()
+
+        config, checkpoint = read_by_all(
+            mesh,
+            step,
+            folder,
+            read,
+            lambda found: found[1].digest(),
+            lambda found: found[1].close(),
+        )
+        with checkpoint:
+            yield config, checkpoint
+
+
+def as_it_is(options: LoaderOptions, config: Any, mesh: Mesh, dtype: torch.dtype) -> LoaderOptions:
+    """The options unchanged: their schedule is one that needs no proof, no card and no budget."""
+    return options
+
+
+@contextmanager
+def checked(step: str, options: LoaderOptions) -> Iterator[tuple[Mesh, LoaderOptions]]:
+    """The mesh of the options, and the options with their device; all that needs no file is checked.
+
+    Args:
+        step: as error messages name it.
+        options: of the model. Peers are told about an error in the block.
+    """
+    mesh = make_mesh(options.tp, options.pp, options.dp)
+    with rank_guard(step):
+        check_knobs(step, options)
+        options = replace(options, device=pick_device(options.device))
+        check_precision(options.precision, options.dtype, options.device, options.target)
+        asked = options.target, options.target_options, options.zero_stage
+        check_dp_shard(mesh, options.dp_shard, *asked)
+        yield mesh, options
+
+
+def load_checkpoint(
+    step: str, options: LoaderOptions, source: Source, prepare: Prepare = as_it_is
+) -> Any:
+    """A model whose every rank has read only its own bytes of the checkpoint.
+
+    Args:
+        step: as error messages name it.
+        options: of the model.
+        source: of the config and the weights.
+        prepare: gives the options a schedule that can be applied, once the config is known.
+    """
+    with checked(step, options) as (mesh, options):
+        folder = source.find()
+        hf.register_models()
+        with source.open(step, mesh, folder) as (config, checkpoint):
+
+            def fill(build: Assembly) -> Any:
+                build.keys = build.keys.as_in(checkpoint.keys())
+                return build.weights_of(checkpoint, source.load)
+
+            stored = partial(checkpoint_dtype, config, checkpoint)
+            return _build(step, options, mesh, config, stored, fill, folder, prepare)
+
+
+def new_model(step: str, options: LoaderOptions, config: Any, prepare: Prepare = as_it_is) -> Any:
+    """A model with new weights, the same for every (tp, pp, dp); arguments as in `load_checkpoint`."""
+    with checked(step, options) as (mesh, options):
+        fill = Assembly.new_weights
+        return _build(step, options, mesh, config, lambda: torch.float32, fill, None, prepare)
+
+
+def _build(
+    step: str, options: LoaderOptions, mesh: Mesh, config: Any,
+    stored: Callable[[], torch.dtype], fill: Callable[[Assembly], Any], folder: Path | None,
+    prepare: Prepare,
+) -> Any:  # fmt: skip
+    """The model of a config, filled.
+
+    Args:
+        step: as error messages name it.
+        options: checked.
+        mesh: of all ranks.
+        config: of `transformers`.
+        stored: dtype of the parameters where "auto" is asked for and the precision says none.
+        fill: gives the parameters their values; returns the ledger.
+        folder: of the checkpoint.
+        prepare: see `load_checkpoint`.
+    """
+    require_same_facts(step, mesh, facts_of(config, mesh, options))
+    asked = stored() if options.dtype == "auto" else options.dtype
+    dtype = to_dtype(options.parameter_dtype(asked))
+    options = prepare(options, config, mesh, dtype)
+    build = Assembly(config, options.auto_class, mesh, dtype, options)
+    build.require_attention()
+    model = build.finish(fill(build), options.micro_batches, folder)
+    build.require_same_weights(step)
+    build.divide(model)
+    return model
