@@ -34,8 +34,7 @@ class Sharded(DataParallel):
     ) -> Iterator[tuple[nn.Module, str, Tensor]]:
         """(module, name, whole tensor) of what stays whole while a step runs; a forward begins."""
         self.shards.averages = in_own_loop
-        if in_own_loop:
-            self.blocks.forget()  # a backward that failed left some
+        self.blocks.forget()  # a backward that failed, or that of a block alone, left some
         whole: dict[int, Tensor] = {}
         for group in self.groups:
             made = group.traced(group.dtype_of(dtype))
@@ -167,21 +166,25 @@ def _parameters_of(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 
 
 def _refuse_calls_beside(model: nn.Module, blocks: Sequence[str]) -> None:
-    """Hook the modules outside of blocks; modules in blocks may have kernels, which pass hooked modules by."""
-    inside = {m for path in blocks for m in model.get_submodule(path).modules()}
-    for module in {m: None for m, _, p in _parameters_of(model) if is_divided(p)}:
-        if module not in inside:
+    """Hook all modules but blocks and what contains some: called alone, these gather what they read."""
+    gather = {path.rsplit(".", i)[0] for path in blocks for i in range(path.count(".") + 1)} | {""}
+    for path, module in model.named_modules():
+        if path not in gather:
             module.register_forward_pre_hook(_require_whole)
 
 
 def _require_whole(module: nn.Module, _args: Any) -> None:
     """MeshError where a module is called beside the forward of its model: it would compute with our rows."""
-    for name, p in module._parameters.items():
-        if p is not None and is_divided(p) and name not in module.__dict__:
+    for m, name, p in _parameters_of(module):
+        if is_divided(p):
+            if name in m.__dict__:
+                return
             problem = (
                 f"{type(module).__name__} is called alone, and this rank keeps some of its rows"
             )
-            hint = "call the model, which gathers them, or load it without dp_shard="
+            hint = (
+                "call the model or a whole block, which gather them, or load it without dp_shard="
+            )
             raise MeshError("forward", "a module of a model with dp_shard=", problem, hint)
 
 

@@ -3,9 +3,11 @@
 rewrite:  y = block(x)  -->  w = all_gather(parts);  y = block(x; w);  w is forgotten
 
 What autograd keeps of `w` for the backward is not the tensor but which one it was: the first operation
-that asks for it gathers the block again. Source: arXiv:1910.02054, section 5.3.
+that asks for it gathers the block again. Whoever runs a block's forward once more (a checkpoint of torch)
+has it gathered, too. Source: arXiv:1910.02054, section 5.3.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,7 +20,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from slapo_zoo.dp.gathered import Group
 from slapo_zoo.errors import MeshError
 from slapo_zoo.language.offload import Kept, Pack, unpack
+from slapo_zoo.parallel.compat import hooks_around
 from slapo_zoo.parallel.local_tensors import is_divided
+
+BLOCK = "_slapo_block"  # of a module: its Block
 
 
 @dataclass(eq=False)
@@ -33,6 +38,18 @@ class Saved(Kept):
         """The tensor, gathered again."""
         group, index = self.place
         return self.block.whole()[group][index].as_strided(*self.layout)
+
+
+@dataclass(eq=False)
+class Passed(Kept):
+    """A tensor that hooks around the block keep: those of a checkpoint, or `save_on_cpu`."""
+
+    kept: Any
+    unpack: Callable[[Any], Tensor]
+
+    def again(self) -> Tensor:
+        """The tensor, as they give it back."""
+        return self.unpack(self.kept)
 
 
 class Block:
@@ -77,11 +94,12 @@ class Block:
         self._put(whole)
         found = {x.untyped_storage()._cdata: ((i, j), x.dtype)
                  for i, group in enumerate(whole) for j, x in enumerate(group) if x.numel()}  # fmt: skip
+        around = hooks_around()
 
         def pack(x: Tensor) -> Any:
             place, dtype = found.get(x.untyped_storage()._cdata, (None, None))
             if place is None or x.dtype != dtype:
-                return x
+                return Passed(around[0](x), around[1]) if around else x
             return Saved(self, place, (x.size(), x.stride(), x.storage_offset()))
 
         hooks = saved_tensors_hooks(pack, unpack)
@@ -116,6 +134,19 @@ class Block:
             module.__dict__.pop(name, None)
 
     @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Within it the modules read whole tensors, whose backward sums over dp, unless they do already."""
+        module, name, _ = self.places[0]
+        if name in module.__dict__:
+            yield
+            return
+        self._put([group.traced(group.dtype_of(self.blocks.computes)) for group in self.groups])
+        try:
+            yield
+        finally:
+            self._take()
+
+    @contextmanager
     def recomputing(self) -> Iterator[None]:
         """Within it the modules read what they read in the forward."""
         pairs = zip(self.whole(), self.groups, strict=True)
@@ -145,6 +176,7 @@ class Blocks:
     def add(self, module: nn.Module, groups: Sequence[Group], places: Any, position: int) -> None:
         """Gather a block's parameters when it runs."""
         block = self.at[position] = Block(self, groups, places, position)
+        module.__dict__[BLOCK], module.__class__ = block, _gathering(type(module))
         module.register_forward_pre_hook(block.before)
         module.register_forward_hook(block.after, always_call=True)
 
@@ -167,3 +199,15 @@ class Blocks:
     def again(self) -> Callable[[], AbstractContextManager]:
         """Return a maker of contexts around a recomputation of what runs now."""
         return self.running[-1].recomputing if self.running else nullcontext
+
+
+@functools.cache
+def _gathering(cls: Any) -> type:
+    """The class of a block whose forward gathers what it reads where no call of the block has done it."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with self.__dict__[BLOCK].lent():
+            return cls.forward(self, *args, **kwargs)
+
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "forward": forward})

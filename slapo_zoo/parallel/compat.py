@@ -52,6 +52,11 @@ def patient_group(seconds: float) -> Any:
     return group
 
 
+def hooks_around() -> Any:
+    """The (pack, unpack) that autograd asks now about what it keeps, or None; torch has no public name for it."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def group_device() -> torch.device:
     """Where tensors lie that the whole group can send: the CPU where it can, else this rank's device."""
     world: Any = dist.group.WORLD

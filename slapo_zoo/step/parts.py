@@ -46,10 +46,14 @@ def called(model: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, A
     return output
 
 
-def call_parts_alone(model: Any, blocks: Iterable[str] = ()) -> None:
-    """Let the modules around the blocks of a model, or those of a copy, be called alone."""
-    around = {path.rsplit(".", i)[0] for path in blocks for i in range(1, path.count(".") + 1)}
-    for module in map(model.get_submodule, sorted(around)):
+def call_parts_alone(model: Any, blocks: Iterable[str] = (), blocks_too: bool = False) -> None:
+    """Let the modules around the blocks of a model, or those of a copy, be called alone.
+
+    `blocks_too`: a block alone is a call as well, since it reads what ranks keep rows of.
+    """
+    first = 0 if blocks_too else 1
+    parts = {path.rsplit(".", i)[0] for path in blocks for i in range(first, path.count(".") + 1)}
+    for module in map(model.get_submodule, sorted(parts)):
         cls = type(module)
         if cls.forward is not nn.ModuleList.forward:
             module.__class__ = type(cls.__name__, (Part, cls), {"__module__": cls.__module__})

@@ -11,6 +11,7 @@ from typing import Any
 from slapo_zoo.dp.data_parallel import DataParallel
 from slapo_zoo.errors import MeshError
 from slapo_zoo.gradients.completion import Completion
+from slapo_zoo.gradients.input_gradients import nodes_of
 from slapo_zoo.gradients.structure import require_known_order
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.language.planned_rows import plan_of
@@ -117,6 +118,10 @@ def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
     if runtime.schedule.state.sequence_parallel and model.mesh.pp == 1:  # stages refuse any change
         require_known_order(model)
     if not runtime.schedule.state.sequence_parallel or shows_layers(model, batch):
+        return False
+    if nodes_of(
+        batch.get("encoder_outputs")
+    ):  # the backward goes on through a call that had whole tokens
         return False
     lengths = [runtime.num_tokens] if runtime.num_tokens else []
     names = {

@@ -20,23 +20,11 @@ NOT_YET: dict[str, dict[str, str]] = {
     "B9: autograd.grad into .grad": {
         "autograd.grad into .grad": "bert:dp2 vit:pp2 qwen3:pp2",
     },
-    "B1: a block alone, shards": {
-        "layer alone after a step": "bert:dp2-shard llama:dp2-shard",
-        "layer alone": "gpt2:dp2-shard qwen3:dp2-shard",
-    },
     "C1: one rank reads logits": {
         "one rank reads logits": "bert:tp2 bert:tp2-sp llama:tp2-sp gpt2:tp2",
     },
     "C3: a dp rank skips its step": {
         "a dp rank skips its step": "albert:tp2-dp2 llama:tp2-dp2 roberta:dp2-shard roberta:tp2-dp2 qwen3:dp2-shard",
-    },
-    "D5: checkpoints of others beside dp_shard": {
-        "checkpoint in each block": "bert:dp2-shard gpt2:dp2-shard",
-        "checkpoint around each block": "bert:dp2-shard",
-        "reentrant checkpoint in each block": "roberta:dp2-shard qwen3:dp2-shard",
-    },
-    "rounding of two decoders, or a sum": {
-        "encoder outputs by hand": "t5:tp2-sp",
     },
 }  # fmt: skip
 

@@ -1,0 +1,92 @@
+"""A block of a model whose parameters dp ranks divide, called alone or run again by a checkpoint of torch."""
+
+import pytest
+import torch
+import transformers
+
+from mixed_precision import BERT
+from parity import batch_of, checkpoint
+from slapo_zoo import AutoScheduledModel
+from slapo_zoo.errors import MeshError
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return checkpoint(BERT, tmp_path_factory.mktemp("blocks"))
+
+
+def kept_by_hooks_around(folder, layout):
+    """How many tensors the hooks around a forward keep, of a model with its blocks' weights in rows."""
+    model = AutoScheduledModel.from_pretrained(folder, **layout).train()
+    kept = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x)
+    batch = batch_of(BERT)
+    with hooks:
+        loss = model(**batch).loss
+    loss.backward()
+    return len(kept), loss.item()
+
+
+def test_hooks_around_blocks_keep_what_they_would(folder, ranks):
+    """A checkpoint of torch around a block, or `save_on_cpu`, is asked about all but gathered weights."""
+    whole, want = ranks.run(kept_by_hooks_around, 2, folder, {"dp": 2})[0]
+    found, loss = ranks.run(kept_by_hooks_around, 2, folder, {"dp": 2, "dp_shard": 2})[0]
+    assert loss == want
+    assert found > 0.6 * whole, "what blocks keep passed by the hooks"
+
+
+ALONE = [  # path, words of the refusal
+    ("bert.encoder.layer.0.attention", "BertAttention is called alone"),
+    ("bert.encoder.layer.0.intermediate", "BertIntermediate is called alone"),
+    ("bert.embeddings", "BertEmbeddings is called alone"),
+]
+
+
+def called_alone(folder, stage, path):
+    model = AutoScheduledModel.from_pretrained(folder, dp=2, dp_shard=2, zero_stage=stage)
+    width = model.config.hidden_size
+    x = torch.zeros(1, 4, dtype=torch.int64) if "embed" in path else torch.zeros(1, 4, width)
+    try:
+        model.get_submodule(path)(x)
+    except MeshError as error:
+        return str(error)
+    return "it ran"
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("path", "words"), ALONE)
+def test_what_gathers_nothing_is_refused(path, words, stage, folder, ranks):
+    for said in ranks.run(called_alone, 2, folder, stage, path):
+        assert words in said
+        assert "hint" in said
+
+
+def layer_alone(folder, options):
+    """Two steps of SGD on one block, then the loss of a whole step, on this dp rank's inputs."""
+    if options is None:
+        model = transformers.BertForMaskedLM.from_pretrained(folder).train()
+    else:
+        model = AutoScheduledModel.from_pretrained(folder, **options).train()
+        model.input_check_interval = 0  # the ranks get the same rows in the end
+    layer, said = model.bert.encoder.layer[1], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.randn(4, 6, model.config.hidden_size, generator=torch.Generator().manual_seed(3))
+    mine = inputs if options is None else inputs.chunk(2)[model.mesh.coord("dp")]
+    for _ in range(2):
+        optimizer.zero_grad()
+        out = layer(mine)
+        loss = (out[0] if isinstance(out, tuple) else out).square().mean()
+        loss.backward()
+        optimizer.step()
+    batch = batch_of(BERT)
+    whole = model.eval()(**batch).loss if options is None else model.eval().train_step(batch)
+    said.append(whole.item())
+    return said
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_block_alone_trains(stage, folder, ranks):
+    """What was gathered ahead for a block alone is not read after the optimizer has stepped."""
+    want = layer_alone(folder, None)
+    for found in ranks.run(layer_alone, 2, folder, {"dp": 2, "dp_shard": 2, "zero_stage": stage}):
+        assert found == pytest.approx(want, rel=1e-5)
