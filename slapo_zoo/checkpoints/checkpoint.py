@@ -43,8 +43,8 @@ class Resumed:
 
     Args:
         step: number of finished optimizer steps.
-        data_positions: as given to `save_checkpoint`: one, or one for each dp rank if they differed.
-        extras: likewise.
+        data_positions: as given to `save_checkpoint`, one for each dp rank.
+        extras: as given to `save_checkpoint`: one for each dp rank, or a single one if they were equal.
         copy: our dp coordinate; None on another number of dp ranks than was saved.
     """
 

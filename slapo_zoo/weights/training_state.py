@@ -165,8 +165,9 @@ def by_copy(name: str, values: Sequence[Any], mesh: Mesh, where: str) -> Any:
 
 
 def of_copies(state: Mapping[str, Any], name: str) -> list[Any]:
-    """The values of a field for every data-parallel rank of the saved mesh."""
+    """Return the values of a field: one for each data-parallel rank of the saved mesh, or one `extra` that was equal on all."""
     kept = state[name]
     if isinstance(kept, dict) and BY_DP in kept:
         return [decode(one) for one in kept[BY_DP]]
-    return [decode(kept)] * state["mesh"]["dp"]
+    # equal places in the data are still each rank's own: rows are dealt anew at another dp
+    return [decode(kept)] * (1 if name == "extra" else state["mesh"]["dp"])

@@ -183,6 +183,21 @@ def test_every_copy_goes_on_at_its_own_place(ranks, source, tmp_path):
     assert every == ({"rank": 0, "rows": 100}, {"rank": 1, "rows": 101})
 
 
+def save_equal_extra(folder, out):
+    model = start(folder, dp=2)[0]
+    save_checkpoint(model, out, data_position=4, extra={"schedule": [1, 2]})
+
+
+def test_an_extra_that_is_equal_on_all_ranks_resumes_on_any_dp(ranks, source, tmp_path):
+    """A place in the data does not: the rows of a rank are others at another dp."""
+    ranks.run(save_equal_extra, 2, source, tmp_path / "out")
+    found = load_checkpoint(start(source)[0], tmp_path / "out")
+    assert found.extra == {"schedule": [1, 2]}
+    assert found.data_positions == (4, 4)
+    with pytest.raises(WeightsError, match="had its own"):
+        found.data_position  # noqa: B018
+
+
 def save_at_two_steps(folder, out, what):
     model = start(folder, tp=2)[0]
     rank = model.mesh.rank
