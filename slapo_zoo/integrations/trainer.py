@@ -6,6 +6,7 @@ samples a rank reads, forward and backward, the gradient norm, what is gathered,
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ class ScheduledTrainer(Trainer):
     ones. With gradient accumulation the mean is over all targets of a step, on all dp ranks.
     A `compute_loss` of your own, `compute_loss_func` and label smoothing see whole logits; they need pp=1.
     A model of `precision="fp16"` scales the loss, whoever computes it.
-    It goes in front of a Trainer of another library: `class Mine(ScheduledTrainer, DPOTrainer)`.
+    It goes in front of a Trainer of another library: `class Mine(ScheduledTrainer, DPOTrainer)`; an
+    adapter that it is given as `peft_config=` is sharded as by `model.add_adapter`.
     A checkpoint can be resumed on another (tp, pp, dp), and `transformers` loads its weights.
 
     Args:
@@ -49,6 +51,7 @@ class ScheduledTrainer(Trainer):
             problem = f"found {type(model).__name__}, expected a model of AutoScheduledModel"
             raise SlapoError("ScheduledTrainer", "model", problem, "or take transformers.Trainer")
         self._own_loss = _own_loss(type(self), args, kwargs)
+        _add_adapter(type(self), model, kwargs)
         refuse_options(model, args, self._own_loss)
         for each in (model, kwargs.get("ref_model")):
             if hasattr(each, "_slapo"):
@@ -228,6 +231,19 @@ def _loaders_over_dp(accelerator: Any, mesh: Mesh) -> Iterator[None]:
         del accelerator.prepare
 
 
+def _add_adapter(cls: type, model: Any, kwargs: dict[str, Any]) -> None:
+    """Give the adapter of TRL's `peft_config` to the model, sharded; TRL itself would wrap the model and shard nothing."""
+    config = kwargs.pop("peft_config", None)
+    if config is None:
+        return
+    takes = {n for base in cls.__mro__ for n in signature(base.__init__).parameters}
+    if "ref_model" in takes and kwargs.get("ref_model") is None:
+        problem = "the frozen reference would be the model that is trained"
+        hint = "pass ref_model=copy.deepcopy(model) too"
+        raise SlapoError(cls.__name__, "peft_config", problem, hint)
+    model.add_adapter(config)
+
+
 def gather_over_dp(accelerator: Any, mesh: Mesh) -> Callable[..., Any]:
     """`accelerator.gather_for_metrics` where tp and pp peers hold the same rows: each row once."""
     from accelerate.utils import recursively_apply
@@ -235,6 +251,8 @@ def gather_over_dp(accelerator: Any, mesh: Mesh) -> Callable[..., Any]:
     firsts = [mesh.at(dp=i) for i in range(mesh.dp)]
 
     def pick(tensor: Tensor) -> Tensor:
+        if tensor.ndim == 0:  # a number of one process
+            return tensor
         parts = tensor.chunk(accelerator.num_processes)
         mine = torch.cat([parts[rank] for rank in firsts])
         state = accelerator.gradient_state

@@ -31,6 +31,11 @@ def refuse_options(model: Any, args: Any, own_loss: str) -> None:
         problem = f"the last of pp={mesh.pp} stages alone has logits, and backward begins there"
         hint = "use pp=1, or a loop of your own: model.train_step(batch, loss_fn=...)"
         raise _refusal(own_loss, problem, hint)
+    saves = str(getattr(getattr(args, "save_strategy", None), "value", "no"))
+    if model._slapo.peft_config and saves != "no":
+        problem = "a checkpoint to resume from holds a whole model, not an adapter"
+        hint = 'pass save_strategy="no"; trainer.save_model(folder) writes the adapter at the end'
+        raise _refusal(f"save_strategy={saves!r}", problem, hint)
     if getattr(args, "neftune_noise_alpha", None) and model.schedule.state.sequence_parallel:
         problem = "each tp rank would add noise to its own tokens, of another size"
         raise _refusal("neftune_noise_alpha", problem, "load the model without sequence_parallel")

@@ -282,8 +282,8 @@ class Scheduled(Structure, Generates, Recomputes):
     @peft_config.setter
     def peft_config(self, value: Any) -> None:
         if self._slapo.peft_config is None and self.mesh.world_size > 1:
-            problem = f"it divides nothing on this mesh of {self.mesh.world_size} ranks"
-            hint = "load the model anew and call model.add_adapter(config)"
+            problem = f"it shards no adapter, and the model is on {self.mesh.world_size} ranks"
+            hint = "load the model again and call model.add_adapter(config)"
             raise SlapoError("peft", "get_peft_model", problem, hint)
         self._slapo.peft_config = value
 
