@@ -16,6 +16,7 @@ from typing import Any
 
 import gpu_ranks
 import torch
+from gpu_models import FAMILIES, batch_of, config_of, device
 
 # A bare GPU machine lacks these; a fake run must do without them too.
 MISSING = (
@@ -27,29 +28,6 @@ MISSING = (
     "xformers",
     "flash_attn",
 )
-FAMILIES: dict[str, dict[str, Any]] = {
-    "GPT2LMHeadModel": {"n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50257, "n_positions": 1024},
-    "BertForMaskedLM": {"hidden_size": 768, "num_hidden_layers": 12, "vocab_size": 30522},
-    "T5ForConditionalGeneration": {"d_model": 768, "d_kv": 64, "num_heads": 12, "d_ff": 2048, "num_layers": 12,
-                                   "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0},
-    "GPTNeoForCausalLM": {"hidden_size": 768, "num_heads": 12, "num_layers": 12, "vocab_size": 50257,
-                          "attention_types": [[["global", "local"], 6]]},
-    "OPTForCausalLM": {"hidden_size": 768, "ffn_dim": 3072, "word_embed_proj_dim": 768, "num_hidden_layers": 12},
-    "LlamaForCausalLM": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 12,
-                         "num_attention_heads": 32, "num_key_value_heads": 4},
-    "RobertaForMaskedLM": {"hidden_size": 768, "num_hidden_layers": 12},
-    "AlbertForMaskedLM": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
-                          "intermediate_size": 3072},
-    "GPTNeoXForCausalLM": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
-                           "intermediate_size": 3072},
-}  # fmt: skip
-# Sizes by any name that a config may have for them: what a tiny model of the same class takes.
-TINY = {
-    "n_embd": 32, "hidden_size": 32, "d_model": 32, "word_embed_proj_dim": 32, "n_head": 4, "num_heads": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "d_kv": 8, "n_layer": 2, "num_hidden_layers": 2,
-    "num_layers": 2, "d_ff": 64, "ffn_dim": 64, "intermediate_size": 64, "vocab_size": 101,
-    "attention_types": [[["global", "local"], 1]], "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
 FIRST = (
     "t5_attention", "local_causal_attention", "linear_cross_entropy", "sparse_mlm_head_loss",
     "bias_dropout_residual_layer_norm", "geglu", "rms_norm", "swiglu",
@@ -87,11 +65,6 @@ def _chip() -> str:
     if not torch.cuda.is_available():
         return "90"
     return "{}{}".format(*torch.cuda.get_device_capability())
-
-
-def device() -> str:
-    """Where a case runs."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def wait() -> None:
@@ -186,35 +159,14 @@ def _with_gradients(function: Any, given: dict[str, Any], dtype: torch.dtype) ->
     return [out.detach(), *(g for g in gradients if g is not None)]
 
 
-def _config(family: str, tiny: bool, dropout: str = "0") -> Any:
-    import transformers
-
-    cls: Any = getattr(transformers, family).config_class
-    names = set(cls().to_dict()) | set(FAMILIES[family]) | set(getattr(cls, "attribute_map", {}))
-    sizes = {k: v for k, v in TINY.items() if k in names} if tiny else {}
-    sizes = {**FAMILIES[family], **sizes} if tiny else FAMILIES[family]
-    off = {k: 0.0 for k in cls().to_dict() if ("dropout" in k or "pdrop" in k) and dropout == "0"}
-    return cls(**{**off, **sizes}, architectures=[family])
-
-
-def _batch(config: Any, rows: int, tokens: int, padded: bool = False) -> dict[str, Any]:
-    ids = torch.randint(3, config.vocab_size, (rows, tokens), device=device())
-    batch = {"input_ids": ids, "labels": ids.clone()}
-    if padded:
-        lengths = torch.linspace(tokens // 4, tokens, rows, device=device()).long()
-        mask = torch.arange(tokens, device=device()) < lengths[:, None]
-        batch |= {"attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
-    return batch
-
-
 def parity(family: str, out: Path, fake: bool) -> dict[str, Any]:
     """Loss and gradient norm of three steps on the device, against plain transformers on the CPU."""
     import transformers
 
     from slapo_zoo import AutoScheduledModel
 
-    config, found = _config(family, tiny=True), {}
-    batch = _batch(config, 2, 12, padded=family.startswith("Bert"))
+    config, found = config_of(family, tiny=True), {}
+    batch = batch_of(config, 2, 12, padded=family.startswith("Bert"))
     for kernels in ("reference", "auto"):
         ours: Any = AutoScheduledModel.from_config(config, seed=0, kernels=kernels, device=device())
         plain: Any = getattr(transformers, family)(config)
@@ -264,8 +216,8 @@ def steps(what: str, out: Path, fake: bool) -> dict[str, Any]:
     """A whole step with AdamW: plain transformers with sdpa, compiled, and ours; time and memory."""
     family, dropout = what.split(":")
     tokens = 8 if fake else 512
-    config = _config(family, fake, dropout)
-    batch = _batch(config, 2 if fake else 16, tokens, padded="Bert" in family)
+    config = config_of(family, fake, dropout)
+    batch = batch_of(config, 2 if fake else 16, tokens, padded="Bert" in family)
     found: dict[str, Any] = {}
     for kind in ("plain", "ours") if fake else ("plain", "compiled", "ours"):
         seconds, memory = _step(kind, family, config, batch, 1 if fake else 10)

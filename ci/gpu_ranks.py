@@ -7,22 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_models import batch_of, config_of, device
 
 CASES = ("masks:bits", "ranks:group", "ranks:tp2", "ranks:pp2", "ranks:dp2", "load:files")
 LAYOUTS = {"group": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {"dp": 2}}
 CLOSE = 1e-4  # of a loss in fp32 with dropout: the masks are the same, the order of sums is not
 
 
-def device() -> str:
-    """Where a case runs."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def masks(what: str, out: Path, fake: bool) -> dict[str, Any]:
     """Seeds and masks of the device are those of the host, bit for bit; a part of a row draws its part."""
     from slapo_zoo.kernels.dropout import dropout
-    from slapo_zoo.rng.device_seeds import later
-    from slapo_zoo.rng.random_stream import RandomStream, hashed_cells
+    from slapo_zoo.rng.device_seeds import hashed_cells, later
+    from slapo_zoo.rng.random_stream import RandomStream
 
     compared = 0
     for p in (0.1, 0.5):
@@ -76,15 +72,13 @@ def train(layout: dict[str, int]) -> list[float]:
 
 
 def _train(family: str, layout: dict[str, int]) -> list[float]:
-    from gpu_cases import _batch, _config  # pyright: ignore[reportMissingImports]
-
     from slapo_zoo import AutoScheduledModel
 
     torch.manual_seed(0)
-    config = _config(family, tiny=True, dropout="default")
+    config = config_of(family, tiny=True, dropout="default")
     model: Any = AutoScheduledModel.from_config(config, seed=0, device=device(), **layout)
     model.train()
-    batch = _batch(config, 4, 12)
+    batch = batch_of(config, 4, 12)
     dp, at = model.mesh.dp, model.mesh.coord("dp")
     mine = {name: x[at * 4 // dp : (at + 1) * 4 // dp] for name, x in batch.items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -6,9 +6,6 @@ import importlib.metadata
 import inspect
 import json
 import os
-import subprocess
-import sys
-import tempfile
 import time
 from contextlib import suppress
 from functools import cache
@@ -21,7 +18,8 @@ from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.ranks.agreement import together
-from slapo_zoo.verify.apart import apart_environment
+from slapo_zoo.ranks.apart import ProcessApart, python_apart
+from slapo_zoo.verify.apart import CHILD
 from slapo_zoo.zoo.derivation.card import from_document
 from slapo_zoo.zoo.derivation.rows import undivided_table
 from slapo_zoo.zoo.options import BuildOptions
@@ -62,56 +60,29 @@ def proven_table(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -> Ta
 
 
 def _document(request: dict[str, Any], file: Path, mesh: Mesh) -> dict[str, Any]:
-    child = _Child(request, file) if mesh.rank == 0 else None
+    """The proof that rank 0 asks for: from the cache, else from a process of its own."""
+    cached, process = (_read(file), None) if mesh.rank == 0 else (None, None)
+    if mesh.rank == 0 and cached is None:
+        process = python_apart(CHILD, request)
     while True:
-        found = together(mesh, "schedule", lambda: child.outcome() if child else None)[0]
-        if found is not None:
+        found = together(mesh, "schedule", lambda: cached or (process and _outcome(process, file)))[
+            0
+        ]
+        if found:
             return found
         time.sleep(EVERY_S)
 
 
-class _Child:
-    """Proof that rank 0 asks for: from the cache, else from a process of its own."""
-
-    def __init__(self, request: dict[str, Any], file: Path):
-        self.file, self.cached = file, _read(file)
-        self.process: Any = None
-        if self.cached is None:
-            self._start(request)
-
-    def _start(self, request: dict[str, Any]) -> None:
-        self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open while the process runs
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self.begin = time.monotonic()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "slapo_zoo.verify.child"], stdin=subprocess.PIPE,
-            stdout=self.output, stderr=self.errors, text=True, env=apart_environment(),
-        )  # fmt: skip
-        self.process.stdin.write(json.dumps(request))
-        self.process.stdin.close()
-
-    def outcome(self) -> dict[str, Any] | None:
-        """The document, what went wrong, or None while the process runs."""
-        if self.cached is not None:
-            return self.cached
-        if self.process.poll() is None:
-            if time.monotonic() - self.begin < TIMEOUT_S:
-                return None
-            self.process.kill()
-        for file in (self.output, self.errors):
-            file.seek(0)
-        with self.output, self.errors:
-            return self._ended()
-
-    def _ended(self) -> dict[str, Any]:
-        with suppress(ValueError, IndexError):
-            found = json.loads(self.output.read().splitlines()[-1])
-            if "error_of" not in found:
-                _write(self.file, found)
-            return found
-        last = " / ".join(self.errors.read().strip().splitlines()[-3:])
-        problem = f"its process ended with exit status {self.process.wait()}: {last}"
-        return {"error_of": ["schedule='auto'", "derivation", problem, "write a table"]}
+def _outcome(process: ProcessApart, file: Path) -> dict[str, Any] | None:
+    """The document, what went wrong, or None while the process runs."""
+    ended = process.poll(TIMEOUT_S)
+    if ended is None:
+        return None
+    if (found := ended.document()) is not None:
+        if "error_of" not in found:
+            _write(file, found)
+        return found
+    return {"error_of": ["schedule='auto'", "derivation", ended.last_words(), "write a table"]}
 
 
 def cache_file(config: Any, cls: Any, sizes: tuple[int, ...], options: BuildOptions) -> Path:

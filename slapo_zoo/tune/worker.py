@@ -2,17 +2,14 @@
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from slapo_zoo.ranks.apart import ProcessApart
 from slapo_zoo.tune.outcome import TIMEOUT, Outcome, failure_of
 
 MOST_TEXT = 20_000  # characters of stderr that are looked at
@@ -31,41 +28,19 @@ def run_trial(
         environment: variables beside those of this process.
         folder: where it runs.
     """
-    begin = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
-        result, out, err = (Path(place) / name for name in ("result.json", "out", "err"))
+        result = Path(place, "result.json")
         variables = {**os.environ, **(environment or {}), RESULT: str(result)}
-        with out.open("wb") as to_out, err.open("wb") as to_err:
-            process = subprocess.Popen(  # noqa: S603 - the command is the user's own
-                command, stdout=to_out, stderr=to_err, stdin=subprocess.DEVNULL, env=variables, cwd=folder,
-                start_new_session=True,
-            )  # fmt: skip
-            try:
-                code = process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                _end(process)  # on Ctrl+C too: nothing is left behind
-        seconds = time.monotonic() - begin
-        printed, text = (path.read_text(errors="replace")[-MOST_TEXT:] for path in (out, err))
-        if code is None:
-            return Outcome(
-                TIMEOUT, message=f"still running after {timeout_s:g} s", seconds=seconds
-            ), printed
-        if result.exists():
-            return replace(
-                Outcome.from_dict(json.loads(result.read_text())), seconds=seconds
-            ), printed
-        if code != 0:
-            return replace(failure_of(code, text or printed), seconds=seconds), printed
-        return None, printed
-
-
-def _end(process: subprocess.Popen) -> None:
-    """End the session that we started, ranks of the trial included."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        ended = ProcessApart(command, "", variables, folder).wait(timeout_s)
+        printed, text = ended.out[-MOST_TEXT:], ended.err[-MOST_TEXT:]
+        found = None
+        if ended.code is None:
+            found = Outcome(TIMEOUT, message=f"still running after {timeout_s:g} s")
+        elif result.exists():
+            found = Outcome.from_dict(json.loads(result.read_text()))
+        elif ended.code != 0:
+            found = failure_of(ended.code, text or printed)
+    return found and replace(found, seconds=ended.seconds), printed
 
 
 def measure_in_worker(job: Mapping[str, Any], timeout_s: float) -> Outcome:

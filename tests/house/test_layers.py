@@ -115,13 +115,40 @@ def test_tables_are_found_by_name():
     assert not named, f"look the table up in slapo_zoo.zoo.table: {named}"
 
 
-def test_no_circle_of_files():
-    """A circle means that two files are one; an import within a function closes one as well."""
-    below = {name: set(imported_modules(path)) & MODULES.keys() for name, path in MODULES.items()}
+def without_ends(below):
+    """What is left when files that import none of the others are taken away, again and again."""
     while free := [name for name, needs in below.items() if not needs & below.keys()]:
         for name in free:
             del below[name]
-    assert not below, f"these files import each other: {sorted(below)}"
+    return sorted(below)
+
+
+def test_no_circle_of_files():
+    """A circle means that two files are one; an import within a function closes one as well."""
+    below = {name: set(imported_modules(path)) & MODULES.keys() for name, path in MODULES.items()}
+    assert not (left := without_ends(below)), f"these files import each other: {left}"
+
+
+def test_no_circle_of_scripts():
+    """Scripts of ci/ import each other by their place below it: `gpu_models`, `benchmarks.runs`."""
+    place = {
+        ".".join(path.relative_to(ROOT / "ci").with_suffix("").parts): path for path in files("ci")
+    }
+    below = {}
+    for name, path in place.items():
+        nodes = [
+            node for node in ast.walk(tree(path)) if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
+        named = {
+            f"{node.module}.{n.name}"
+            for node in nodes
+            if isinstance(node, ast.ImportFrom)
+            for n in node.names
+        }
+        named |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+        named |= {n.name for node in nodes if isinstance(node, ast.Import) for n in node.names}
+        below[name] = named & place.keys()
+    assert not (left := without_ends(below)), f"these scripts import each other: {left}"
 
 
 def test_contributing_shows_the_floors():

@@ -1,0 +1,110 @@
+"""Work in a process of its own: it may run out of memory, hang or die, and nothing else does."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
+                "MASTER_PORT", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What is left of a process.
+
+    Args:
+        code: exit status, negative for a signal; None where it ran longer than it was given.
+        out: what it printed.
+        err: what it printed to stderr.
+        seconds: from its start.
+    """
+
+    code: int | None
+    out: str
+    err: str
+    seconds: float
+
+    def document(self) -> dict[str, Any] | None:
+        """The JSON object in the last line that it printed, or None."""
+        with suppress(ValueError, IndexError):
+            found = json.loads(self.out.splitlines()[-1])
+            return found if isinstance(found, dict) else None
+        return None
+
+    def last_words(self) -> str:
+        """Exit status and the end of its stderr, for an error message."""
+        last = " / ".join(self.err.strip().splitlines()[-3:])
+        return f"its process ended with exit status {self.code}: {last}"
+
+
+class ProcessApart:
+    """A command in a session of its own, which is ended with all that it started.
+
+    Args:
+        command: program and arguments; no shell.
+        text: for its stdin.
+        environment: all of its variables; None takes those of this process.
+        folder: where it runs.
+    """
+
+    def __init__(
+        self, command: Sequence[str], text: str = "", environment: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+    ):  # fmt: skip
+        self.begin = time.monotonic()
+        self.streams: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(3)]  # noqa: SIM115 - open while it runs
+        given, out, err = self.streams
+        given.write(text.encode())
+        given.seek(0)
+        self.process = subprocess.Popen(  # noqa: S603 - the command is ours, or the user's own
+            command, stdin=given, stdout=out, stderr=err, env=environment, cwd=folder,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def poll(self, timeout_s: float) -> Ended | None:
+        """What is left of it; None while it runs and is younger than `timeout_s`."""
+        if self.process.poll() is not None:
+            return self.end()
+        return self.end() if time.monotonic() - self.begin > timeout_s else None
+
+    def wait(self, timeout_s: float) -> Ended:
+        """Wait until it ends, or end it after so many seconds."""
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout_s)
+        finally:
+            found = self.end()  # on Ctrl+C too: nothing is left behind
+        return found
+
+    def end(self) -> Ended:
+        """End it and all that it started; what it printed."""
+        code = self.process.poll()
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        texts = []
+        for stream in self.streams:
+            stream.seek(0)
+            texts.append(stream.read().decode(errors="replace"))
+            stream.close()
+        return Ended(code, texts[1], texts[2], time.monotonic() - self.begin)
+
+
+def python_apart(module: str, request: Mapping[str, Any]) -> ProcessApart:
+    """A fresh interpreter that runs a module with a JSON request on its stdin, on the CPU.
+
+    It belongs to no launcher and sees no GPU, so that it works beside any process group.
+    """
+    env = {k: v for k, v in os.environ.items() if k not in OF_LAUNCHERS and "ELASTIC" not in k}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    return ProcessApart([sys.executable, "-m", module], json.dumps(request), env)
