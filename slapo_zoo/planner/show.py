@@ -47,7 +47,7 @@ def as_text(planner: Planner, found: Found, most: int, explain: bool) -> str:
         best = found.feasible[0]
         lines += [worth(planner, best).text(), f"from_pretrained(..., {call_of(best)})"]
     lines += [f"{name}: {why}" for name, why in found.refused] if explain else []
-    return "\n".join(filled(line) for text in lines for line in text.split("\n"))
+    return filled("\n".join(lines))
 
 
 def _cells(found: Found, f: Forecasted) -> list[str]:

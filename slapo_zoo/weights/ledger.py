@@ -131,12 +131,12 @@ def human(size: float) -> str:
     return f"{size:.1f} TB"
 
 
-def filled(line: str) -> str:
-    """Return a line of text, broken between words where the terminal is narrower."""
-    width = shutil.get_terminal_size().columns
-    return textwrap.fill(
-        line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
-    )
+def filled(text: str) -> str:
+    """Break the lines of a text between words where the terminal is narrower."""
+    fill = textwrap.TextWrapper(
+        shutil.get_terminal_size().columns, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    ).fill  # fmt: skip
+    return "\n".join(map(fill, text.split("\n")))
 
 
 def as_table(title: str, names: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -123,19 +123,27 @@ def test_times_of_kernels_for_programs(capfd, monkeypatch):
     assert json.loads(out) == [row]
 
 
-@pytest.mark.parametrize(
-    "line", ["plan MODEL --gpus 1 --batch 4 --explain", "plan MODEL --pp 2", "list"]
-)
-def test_output_fits_the_terminal_and_breaks_no_word(line, gpt2, capfd, monkeypatch):
-    words = [gpt2 if word == "MODEL" else word for word in line.split()]
+HEADS = {"kernel", "runs", "because"}  # of a table that may be empty, and is then no list
+SCREENS = [
+    "plan MODEL --gpus 1 --batch 4 --explain", "plan MODEL --pp 2", "list", "show MODEL --tp 2 --pp 2",
+    "show MODEL --tp 2 --rank 1", f"card lint {CARD}", "card make MODEL CARD --tp 2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", SCREENS)
+def test_output_fits_the_terminal_and_breaks_no_word(line, gpt2, capfd, monkeypatch, tmp_path):
+    places = {"MODEL": gpt2, "CARD": tmp_path / "card"}
+    words = [places.get(word, word) for word in line.split()]
     shown = {}
-    for width in (80, 500):
+    for width in (80, 100, 120, 500):
         monkeypatch.setenv("COLUMNS", str(width))
         _, shown[width], _ = run(capfd, *words)
         lines = [text for text in shown[width].splitlines() if " " in text.strip()]  # else one word
         assert max(map(len, lines)) <= width
     wide = {word for word in shown[500].split() if len(word) > 3 and set(word) != {"-"}}
-    assert [word for word in wide if word not in shown[80] and word not in COLUMNS] == []
+    for width in (80, 100, 120):
+        seen = shown[width]
+        assert [w for w in wide if w not in seen and w not in COLUMNS and w not in HEADS] == []
 
 
 def test_a_plan_says_what_it_counted_and_on_which_hardware(gpt2, capfd):

@@ -30,6 +30,7 @@ def make(
     """Write the zoo's schedule of a model as a card; what was not measured says so."""
     from slapo_zoo.cards.make import zoo_card
     from slapo_zoo.parallel.mesh import Mesh
+    from slapo_zoo.weights.ledger import filled
     from slapo_zoo.zoo.arguments import config_of
 
     with stdout_for_json(as_json):
@@ -41,7 +42,7 @@ def make(
         card.write(folder)
     steps, digest = len(card.program.steps), card.program.hash
     facts = {"folder": folder, "steps": steps, "hash": digest}
-    say(as_json, facts, f"{folder}: {steps} steps, {digest}")
+    say(as_json, facts, filled(f"{folder}: {steps} steps, {digest}"))
 
 
 @app.command()
@@ -49,11 +50,12 @@ def lint(card: Name, as_json: arguments.AsJson = False) -> None:
     """Check a card; nothing of it is executed. Exit code 2 says what is wrong with it."""
     with stdout_for_json(as_json):
         from slapo_zoo.cards.use import load_card
+        from slapo_zoo.weights.ledger import filled
 
         found = load_card(card)
     lines = [f"{card}: {len(found.program.steps)} steps, {found.program.hash}",
              *(f"needs {text}" for text in found.program.constraints)]  # fmt: skip
-    say(as_json, found.metadata()["schedule"], "\n".join(lines))
+    say(as_json, found.metadata()["schedule"], filled("\n".join(lines)))
 
 
 @app.command()

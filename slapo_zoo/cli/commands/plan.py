@@ -144,7 +144,7 @@ def _print_forecast(found: Any, order: str) -> None:
     sizes = [(i, *(human(round(getattr(r, k))) for k in kinds)) for i, r in enumerate(step.ranks)]
     typer.echo(as_table("most bytes per rank, with AdamW", ("rank", *kinds), sizes))
     said = f"predicted bubble: {step.step.bubble_share:.1%} of a step of {step.step.seconds:.3g} s"
-    typer.echo("\n".join(map(filled, [said, *best.text().split("\n")])))
+    typer.echo(filled(f"{said}\n{best.text()}"))
 
 
 def _print_weights(found: Any, what: str, step: int) -> None:

@@ -29,6 +29,7 @@ def show(
         from slapo_zoo.cli.training.inputs import row_length
         from slapo_zoo.cli.training.job import device_named
         from slapo_zoo.parallel.mesh import Mesh
+        from slapo_zoo.weights.ledger import filled
         from slapo_zoo.zoo.arguments import config_of, pick_device
         from slapo_zoo.zoo.outline import Outline
         from slapo_zoo.zoo.survey import survey
@@ -41,7 +42,7 @@ def show(
             kernels=asked[0] if len(asked) == 1 else asked, device=pick_device(device_named(device)),
         )  # fmt: skip
         if rank is not None:
-            typer.echo(str(outline.plan))
+            typer.echo(filled(str(outline.plan)))
             return
         seq_len = seq_len or row_length(None, config)
         found = survey(outline, batch_size, seq_len)
@@ -67,7 +68,7 @@ def as_data(found: Any) -> dict[str, Any]:
 
 
 def _text(found: Any, title: str) -> str:
-    from slapo_zoo.weights.ledger import as_table, human
+    from slapo_zoo.weights.ledger import as_table, filled, human
 
     whole = found.total_parameters
     shapes = [(name, list(shape), " ".join(dict.fromkeys(str(list(s)) for s in local)), " ".join(map(str, stages)))
@@ -85,7 +86,10 @@ def _text(found: Any, title: str) -> str:
         (("in a micro-batch", "mesh dim", "when", "count", "bytes"), traffic),
         (("kernel", "at", "runs", "because"), kernels), (("knob", "values to try"), knobs),
     )  # fmt: skip
-    lines = [f"{title}\n{found.outline.schedule}\n", *(as_table("", *each) for each in tables)]
+    lines = [
+        filled(f"{title}\n{found.outline.schedule}\n"),
+        *(as_table("", *each) for each in tables),
+    ]
     return "\n".join(lines)
 
 
