@@ -81,3 +81,30 @@ def test_reference_has_every_primitive():
         c for c in PRIMITIVES.values() if c.__module__.startswith("slapo_zoo.language.primitives.")
     ]
     assert [c.name for c in ours if id(c) not in found] == []
+
+
+def test_the_page_of_architectures_lists_every_rule():
+    rules = importlib.import_module("slapo_zoo.zoo.rules")
+    ours = {
+        name
+        for name, thing in vars(rules).items()
+        if name[0] != "_"
+        and (
+            isinstance(thing, tuple)
+            or getattr(thing, "__annotations__", {}).get("return") is rules.Rule
+        )
+    }
+    page = (DOCS / "adding_an_architecture.md").read_text(encoding="utf-8")
+    _, _, listed = page.partition("\n## All rules\n")
+    rows = re.findall(r"^\| `(\w+)(\(.*?\))?` \|", listed.partition("\n## ")[0], re.MULTILINE)
+    assert {name for name, _ in rows} == ours
+    for name, call in rows:  # what the page writes can be called
+        if call:
+            eval(f"{name}{call}", vars(rules))
+
+
+def test_the_glossary_is_in_order_and_says_each_word_once():
+    page = (DOCS / "glossary.md").read_text(encoding="utf-8")
+    words = [line.split("|")[1].strip() for line in page.splitlines() if line[:2] == "| "][1:]
+    assert words == sorted(set(words), key=lambda word: word.lower().replace("-", " "))
+    assert len(words) > 50
