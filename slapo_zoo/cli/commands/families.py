@@ -12,8 +12,6 @@ def list_families(as_json: AsJson = False) -> None:
 
         found = features()
     width = max(map(len, found))
-    offers = {
-        name: " ".join(what for what, yes in has.items() if yes) for name, has in found.items()
-    }
-    lines = [filled(f"{name:<{width}}  {text}") for name, text in offers.items()]
-    say(as_json, found, "\n".join(lines))
+    offered = (" ".join(what for what, yes in has.items() if yes) for has in found.values())
+    lines = (f"{name:<{width}}  {text}" for name, text in zip(found, offered, strict=True))
+    say(as_json, found, filled("\n".join(lines)))
