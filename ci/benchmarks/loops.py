@@ -54,8 +54,9 @@ def _without_sums(model: Any, batch: dict[str, Any]) -> None:
 
 def _one_after_the_other(model: Any, batch: dict[str, Any]) -> None:
     _without_sums(model, batch)
-    model._slapo.completion.done = False
-    model._slapo.completion.finish()
+    reducer = model._slapo.calls.reducer
+    reducer.averaged = False
+    reducer.average()
 
 
 def _by_train_step(model: Any, batch: dict[str, Any]) -> None:

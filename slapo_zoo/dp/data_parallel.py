@@ -1,11 +1,11 @@
 """How a scheduled model runs and sums over dp: the seam where an engine takes over.
 
-The default runs the model as it is; hooks average its gradients over dp (`completion`). An engine
+The default runs the model as it is; hooks average its gradients over dp (`gradient_reducer`). An engine
 is a subclass: it may run the model through a wrapper, sum during the backward, and keep parameters,
 gradients and optimizer divided over dp. What is saved is whole over dp, so engines read each other.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slapo_zoo.gradients.completion import Completion, others
+from slapo_zoo.gradients.calls import Calls
+from slapo_zoo.gradients.gradient_reducer import GradientReducer, is_taken
 from slapo_zoo.language import gradients
-from slapo_zoo.parallel import gradient_buckets
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.pipeline.runtime import pipeline_step
 
@@ -42,7 +42,7 @@ class DataParallel:
 
     loss_scale: float = 1.0  # what averages over dp gets losses that are dp times larger
     clips_itself: bool = False  # an engine that steps within train_step has clipped by then
-    completion: Completion
+    reducer: GradientReducer
 
     def run(self, model: Any, batch: dict[str, Any]) -> Any:
         """The output of the model's own forward."""
@@ -51,13 +51,13 @@ class DataParallel:
     @contextmanager
     def new_gradients(self, parameters: list[nn.Parameter]) -> Iterator[None]:
         """Where the gradients of one step are made and summed."""
-        in_hooks = any(others(p) for p in parameters)
-        with self.completion.one_step(in_hooks), gradients.only_new(parameters):
+        at_once = any(is_taken(p) for p in parameters)
+        with self.reducer.one_step(at_once), gradients.only_new(parameters):
             yield
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of one micro-batch."""
-        return nullcontext() if is_last else self.completion.no_sync()
+        return nullcontext() if is_last else self.reducer.no_sync()
 
     def backward(self, loss: Tensor) -> None:
         """The backward of one micro-batch."""
@@ -68,22 +68,16 @@ class DataParallel:
         others: dict[str, Any], count: int,
     ) -> Tensor:  # fmt: skip
         """All micro-batches through the stages; this rank's share of the loss."""
-        before_last = self.completion.last_backward if _ends_once(pipeline) else None
-        with self.completion.no_sync():
+        before_last = self.reducer.last_backward if _ends_once(pipeline) else None
+        with self.reducer.no_sync():
             loss = pipeline_step(
                 pipeline, scaled(run, self.loss_scale), tensors, others, count, before_last
             )
         return loss / self.loss_scale
 
-    def sum_over_tp(self, named: dict[str, nn.Parameter], names: Iterable[str], group: Any) -> None:
-        """Sum the gradients that are partial over a group beside dp, unless the backward did it."""
-        parameters = [named[name] for name in names if name in named]
-        if parameters and not self.completion.over_tp:
-            gradient_buckets.all_reduce_gradients(parameters, group)
-
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
         """Sum all gradients over dp, where the backward has not done it."""
-        self.completion.finish()
+        self.reducer.average()
 
     def own_backward_ended(self, parameters: list[nn.Parameter], mesh: Mesh, paused: bool) -> None:
         """The backward of a loop of one's own has come to its end; hooks have averaged over dp."""
@@ -142,18 +136,17 @@ def use_engine(model: Any, engine: DataParallel, divides: bool = False) -> None:
         divides: its parameters are its own, and take no hooks.
     """
     runtime = model._slapo
-    engine.completion = runtime.completion
-    engine.completion.over_dp, engine.completion.divided_parameters = False, divides
-    engine.completion.guard.needed = not engine.clips_itself
-    runtime.data_parallel = engine
+    calls = runtime.calls
+    calls.divided_parameters, calls.guard.needed = divides, not engine.clips_itself
+    calls.reducer.over_dp = False
+    runtime.data_parallel, engine.reducer = engine, calls.reducer
 
 
 def use_hooks(runtime: Any) -> None:
     """Let hooks complete the gradients of a model: the default."""
-    engine = DataParallel()
-    runtime.completion = engine.completion = Completion(runtime)
+    engine, runtime.calls = DataParallel(), Calls(runtime)
     engine.loss_scale = float(runtime.schedule.mesh.dp)
-    runtime.data_parallel = engine
+    runtime.data_parallel, engine.reducer = engine, runtime.calls.reducer
 
 
 def sum_partial_gradients_in_backward(model: Any) -> None:
@@ -161,8 +154,8 @@ def sum_partial_gradients_in_backward(model: Any) -> None:
 
     The backwards of tp peers run alike.
     """
-    model._slapo.completion.over_dp = False
-    model._slapo.completion.prepare(model)
+    model._slapo.calls.reducer.over_dp = False
+    model._slapo.calls.prepare(model)
 
 
 def scaled(run: Callable[..., Any], scale: float) -> Callable[..., Any]:

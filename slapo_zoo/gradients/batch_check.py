@@ -123,5 +123,5 @@ def _different_for_copies(mesh: Mesh, found: Sequence[int]) -> None:
             "data-parallel ranks are fed the same rows: choose them by model.mesh.coord('dp'); "
             "model.input_check_interval = 0 switches this check off",
             InputWarning,
-            stacklevel=5,
+            stacklevel=6,
         )

@@ -20,20 +20,20 @@ from slapo_zoo.parallel.local_tensors import is_divided
 class OnWhole:
     """A user's hook, in the place where it was registered; its arguments are those of `take_over`."""
 
-    def __init__(self, completion: Any, name: str, parameter: nn.Parameter, hook: Any):
-        self.completion, self.parameter = ref(completion), ref(parameter)
+    def __init__(self, reducer: Any, name: str, parameter: nn.Parameter, hook: Any):
+        self.reducer, self.parameter = ref(reducer), ref(parameter)
         self.name, self.hook = name, hook
 
     def __call__(self, grad: Tensor) -> Any:
         """In a backward; in one of `train_step` it waits for the whole gradient."""
-        completion = self.completion()
-        if completion is None:  # the model is gone, its parameter lives on
+        reducer = self.reducer()
+        if reducer is None:  # the model is gone, its parameter lives on
             return self.hook(grad)
-        return self.on(grad) if completion.over_tp else None
+        return self.on(grad) if reducer.at_once else None
 
     def on(self, grad: Tensor) -> Tensor:
         """Return this rank's gradient after the hook."""
-        runtime, p = self.completion().runtime, self.parameter()  # pyright: ignore[reportOptionalMemberAccess]
+        runtime, p = self.reducer().runtime, self.parameter()  # pyright: ignore[reportOptionalMemberAccess]
         mesh, rows = runtime.schedule.mesh, is_divided(p)
         full, placed = grad, placed_in(runtime, self.name)
         full = runtime.data_parallel.whole_of(p, full) if rows else full
@@ -73,23 +73,23 @@ def on_parts(model: Any) -> int:
     return sum(isinstance(hook, OnWhole) or _is_foreign(hook) for hook in hooks)
 
 
-def take_over(completion: Any, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+def take_over(reducer: Any, named: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Take over hooks that were registered since; those that sum come before them."""
     for name, p in named:
         hooks: Any = p._backward_hooks
         if p.is_leaf and hooks and any(map(_is_foreign, hooks.values())):
-            made = {key: OnWhole(completion, name, p, hook) if _is_foreign(hook) else hook
+            made = {key: OnWhole(reducer, name, p, hook) if _is_foreign(hook) else hook
                     for key, hook in hooks.items()}  # fmt: skip
             hooks.clear()  # the same dict, which torch holds
             hooks.update(sorted(made.items(), key=lambda each: isinstance(each[1], OnWhole)))
 
 
-def run_later(completion: Any, parameters: Iterable[nn.Parameter], scale: float) -> None:
+def run_later(reducer: Any, parameters: Iterable[nn.Parameter], scale: float) -> None:
     """Run the hooks that have waited for a step's whole gradients, unless they ran in the backward.
 
     Hooks see gradients without the loss scale of fp16; an infinite one that a hook makes is an overflow.
     """
-    for p in parameters if not completion.over_tp else ():
+    for p in parameters if not reducer.at_once else ():
         for hook in list((p._backward_hooks or {}).values()):
             if isinstance(hook, OnWhole) and p.grad is not None:
                 with torch.no_grad():

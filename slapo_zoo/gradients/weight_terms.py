@@ -37,7 +37,7 @@ def count_once(runtime: Any, loss: Tensor, began: int) -> None:
     mesh = runtime.schedule.mesh
     if mesh.world_size == 1:
         return
-    names = {id(p): name for name, p in runtime.completion.named}
+    names = {id(p): name for name, p in runtime.calls.named}
     numbers = _numbers(loss, began)
     mixed = next((node.name() for node in numbers if _mixes(node)), "")
     for node, index, p in (place for place in _leaves(numbers) if place[2] in OF_MODELS):

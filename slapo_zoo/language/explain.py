@@ -18,7 +18,7 @@ from slapo_zoo.language.planned_rows import plan_of
 from slapo_zoo.language.traffic import Traffic, Transfer
 from slapo_zoo.parallel.gradient_buckets import buckets
 from slapo_zoo.parallel.mesh import MESH_DIMS
-from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS, RankPlan
+from slapo_zoo.parallel.rank_plan import RankPlan
 
 
 @dataclass(frozen=True)
@@ -192,15 +192,10 @@ def after_backward(
         named: parameters of this rank.
         tokens_sharded: tokens are sharded over tp in the step.
     """
-
-    def summed(why: str) -> list[nn.Parameter]:
-        rows = ((plan.of(name), p) for name, p in sorted(named, key=lambda pair: pair[0]))
-        return [p for row, p in rows if row and row.sums(tokens_sharded, why)]
-
-    found = []
-    if plan.mesh.tp > 1:
-        runs = *([p] for p in summed(REPLICAS)), *buckets(summed(PARTIAL))
-        found += [("tp", run) for run in runs]
+    found, parameters = [], dict(named)
+    for one, names in plan.sums_of(parameters, tokens_sharded).items():
+        if one.mesh_dim == "tp" and len(one.ranks(plan.mesh)) > 1:
+            found += [("tp", run) for run in buckets([parameters[name] for name in names])]
     if plan.mesh.dp > 1:
         found += [("dp", run) for run in buckets([p for _, p in named])]
     return [

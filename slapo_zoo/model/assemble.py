@@ -112,7 +112,7 @@ class Assembly(Outline):
             shard_over_dp(model, blocks, self.shards)
         if self.pipeline is None:  # a part of a stage is refused by its cursor
             call_parts_alone(model, blocks, blocks_too=self.shards is not None)
-        model._slapo.completion.prepare(model)
+        model._slapo.calls.prepare(model)
 
     def _num_tokens(self) -> int | None:
         count = self.table.num_tokens

@@ -169,7 +169,7 @@ class Scheduled(Structure, Generates, Recomputes):
 
         The next backward outside averages all that has come together over dp.
         """
-        return self._slapo.completion.no_sync()
+        return self._slapo.calls.reducer.no_sync()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that the global 2-norm is at most `max_norm`; returns the norm."""

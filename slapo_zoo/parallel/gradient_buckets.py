@@ -1,4 +1,4 @@
-"""Gradients are summed over a group (dp, tied stages) bucket by bucket, each bucket in one collective."""
+"""Gradients are summed over a group of ranks bucket by bucket, each bucket in one collective."""
 
 from collections.abc import Container, Iterable, Iterator
 from typing import Any
@@ -22,87 +22,11 @@ def all_reduce_gradients(
     """
     if group is None:
         return
-    under_way = [FlatSum(bucket, group, factor) for bucket in buckets(list(parameters))]
-    for one in under_way:
-        one.finish()
-
-
-class FlatSum:
-    """The sum over a group of the gradients of a few parameters, under way in one collective.
-
-    rewrite:  p.grad  -->  a view of one flat tensor, where it was summed; it is copied there at most
-              once, and not back. Where it is such a view already, nothing is copied.
-
-    Args:
-        parameters: of one dtype.
-        group: their gradients are the sum over it.
-        factor: times this; 1 / size gives the average.
-    """
-
-    def __init__(self, parameters: list[nn.Parameter], group: Any, factor: float = 1.0):
-        self.parameters = parameters
-        grads = [p.grad if p.grad is None else held_here(p.grad) for p in parameters]
-        self.present = [grad is not None for grad in grads]
-        sizes = [held_here(p).numel() for p in parameters]
-        self.starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        self.flat = self._shared(grads) if all(self.present) else None
-        if self.flat is None:
-            like = held_here(parameters[0])
-            self.flat = like.new_empty(sum(sizes) + len(sizes), requires_grad=False)
-            pieces = [torch.zeros_like(held_here(p)) if g is None else g
-                      for p, g in zip(parameters, grads, strict=True)]  # fmt: skip
-            for part, piece in zip(self._parts(), pieces, strict=True):
-                torch.mul(piece, factor, out=part) if factor != 1.0 else part.copy_(piece)
-            self._point()
-        elif factor != 1.0:
-            self.flat.mul_(factor)
-        self.held = self.flat[-len(sizes) :]  # 1, or 0 where missing
-        if all(self.present):
-            self.held.fill_(1.0)
-        else:
-            for place, is_there in zip(self.held, self.present, strict=True):
-                place.fill_(float(is_there))  # a copied list would be waited for
-        self.work = dist.all_reduce(self.flat, group=group, async_op=True)
-
-    def _shared(self, grads: list[Any]) -> Tensor | None:
-        """The flat tensor that an earlier sum has left them in, or None."""
-        base = grads[0]._base
-        if base is None or base.ndim != 1 or base.dtype != grads[0].dtype:
-            return None
-        same = all(g._base is base and g.storage_offset() == start and g.stride() == _strides(p)
-                   for g, start, p in zip(grads, self.starts, self.parameters, strict=True))  # fmt: skip
-        return base if same and base.numel() == sum(g.numel() + 1 for g in grads) else None
-
-    def _parts(self) -> list[Tensor]:
-        """A view in the flat tensor for each parameter, laid out as the parameter is."""
-        assert self.flat is not None  # noqa: S101 - set by then
-        both = zip(self.parameters, self.starts, strict=True)
-        return [self.flat.as_strided(held_here(p).shape, _strides(p), start) for p, start in both]
-
-    def _point(self) -> None:
-        """`.grad` of those that have one is its view; gradients elsewhere in use get a copy later."""
-        for p, part in zip(self.parameters, self._parts(), strict=True):
-            if p.grad is not None and not is_divided(p.grad) and p.grad._base is None:
-                p.grad = part
-
-    def finish(self, somewhere: Container[int] | None = None) -> None:
-        """Wait for it; `.grad` of each parameter is the sum; `somewhere`: ids of those that a rank has."""
-        self.work.wait()
-        if somewhere is not None:
-            held = [id(p) in somewhere for p in self.parameters]
-        else:
-            held = self.present if all(self.present) else self.held.tolist()
-        for p, part, some in zip(self.parameters, self._parts(), held, strict=True):
-            if p.grad is None and some:
-                p.grad = torch.zeros_like(p) if is_divided(p) else part
-            if p.grad is not None and held_here(p.grad).data_ptr() != part.data_ptr():
-                held_here(p.grad).copy_(part)
-
-
-def _strides(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Return the strides of a parameter without gaps, else those of a contiguous tensor."""
-    here = held_here(parameter)
-    return torch.empty_like(here, device="meta").stride()
+    under_way = [Bucket(each, group, factor) for each in buckets(list(parameters))]
+    for bucket in under_way:
+        bucket.start()
+    for bucket in under_way:
+        bucket.wait()
 
 
 def buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
@@ -119,21 +43,87 @@ def buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 class Bucket:
-    """Parameters whose gradients are averaged over dp in one collective."""
+    """The sum over a group of the gradients of a few parameters, in one collective.
 
-    def __init__(self, parameters: list[nn.Parameter]):
-        self.parameters = parameters
-        self.ready: set[int] = set()
-        self.sum: FlatSum | None = None
-        self.late = False  # some gradient was added to after the sum began
+    rewrite:  p.grad  -->  a view of one flat tensor, where it was summed; it is copied there at most
+              once, and not back. Where it is such a view already, nothing is copied.
 
-    def start(self, group: Any, size: int) -> None:
-        """Begin to average what `.grad` holds now; an average of averages stays what it is."""
+    Args:
+        parameters: of one dtype.
+        group: their gradients are the sum over it.
+        factor: times this; 1 / size gives the average, and an average of averages stays what it is.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], group: Any, factor: float = 1.0):
+        self.parameters, self.group, self.factor = parameters, group, factor
+        self.missing = {id(p) for p in parameters}  # their gradient has not come yet
+        self.sizes = [held_here(p).numel() for p in parameters]
+        self.starts = [sum(self.sizes[:i]) for i in range(len(parameters))]
+        self.flat: Any = None
+        self.work: Any = None
+
+    def start(self) -> None:
+        """Begin to sum what `.grad` holds now."""
         self.wait()
-        self.sum, self.late = FlatSum(self.parameters, group, 1.0 / size), False
+        grads = [p.grad if p.grad is None else held_here(p.grad) for p in self.parameters]
+        self.present = [grad is not None for grad in grads]
+        self.flat = self._shared(grads) if all(self.present) else None
+        if self.flat is None:
+            self._copy(grads)
+        elif self.factor != 1.0:
+            self.flat.mul_(self.factor)
+        self.held = self.flat[-len(self.sizes) :]  # 1, or 0 where missing
+        if all(self.present):
+            self.held.fill_(1.0)
+        else:
+            for place, is_there in zip(self.held, self.present, strict=True):
+                place.fill_(float(is_there))  # a copied list would be waited for
+        self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
 
-    def wait(self, somewhere: set[int] | None = None) -> None:
-        """`.grad` may be read and written again."""
-        if self.sum is not None:
-            self.sum.finish(somewhere)
-            self.sum = None
+    def _shared(self, grads: list[Any]) -> Tensor | None:
+        """The flat tensor that an earlier sum has left them in, or None."""
+        base = grads[0]._base
+        if base is None or base.ndim != 1 or base.dtype != grads[0].dtype:
+            return None
+        same = all(g._base is base and g.storage_offset() == start and g.stride() == _strides(p)
+                   for g, start, p in zip(grads, self.starts, self.parameters, strict=True))  # fmt: skip
+        return base if same and base.numel() == sum(self.sizes) + len(self.sizes) else None
+
+    def _copy(self, grads: list[Any]) -> None:
+        """Into a new flat tensor; `.grad` is a view of it, but for gradients that are one elsewhere."""
+        like = held_here(self.parameters[0])
+        size = sum(self.sizes) + len(self.sizes)
+        self.flat = like.new_empty(size, requires_grad=False)
+        for p, grad, part in zip(self.parameters, grads, self._parts(), strict=True):
+            piece = torch.zeros_like(held_here(p)) if grad is None else grad
+            torch.mul(piece, self.factor, out=part) if self.factor != 1.0 else part.copy_(piece)
+            if p.grad is not None and not is_divided(p.grad) and p.grad._base is None:
+                p.grad = part
+
+    def _parts(self) -> list[Tensor]:
+        """A view in the flat tensor for each parameter, laid out as the parameter is."""
+        both = zip(self.parameters, self.starts, strict=True)
+        return [self.flat.as_strided(held_here(p).shape, _strides(p), start) for p, start in both]
+
+    def wait(self, somewhere: Container[int] | None = None) -> None:
+        """`.grad` of each parameter is the sum, if one was begun; `somewhere`: ids of those that a rank has."""
+        if self.work is None:
+            return
+        self.work.wait()
+        self.work = None
+        if somewhere is not None:
+            held = [id(p) in somewhere for p in self.parameters]
+        else:
+            held = self.present if all(self.present) else self.held.tolist()
+        for p, part, some in zip(self.parameters, self._parts(), held, strict=True):
+            if p.grad is None and some:
+                p.grad = torch.zeros_like(p) if is_divided(p) else part
+            if p.grad is not None and held_here(p.grad).data_ptr() != part.data_ptr():
+                held_here(p.grad).copy_(part)
+        self.flat = None
+
+
+def _strides(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Return the strides of a parameter without gaps, else those of a contiguous tensor."""
+    here = held_here(parameter)
+    return torch.empty_like(here, device="meta").stride()

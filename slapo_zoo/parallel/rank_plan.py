@@ -5,7 +5,7 @@ ranks; `RankPlan.mesh` says whose plan it is.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from slapo_zoo.parallel.mesh import MESH_DIMS, Mesh
@@ -155,6 +155,19 @@ class RankPlan:
         meshes = [replace(self.mesh, rank=rank) for rank in range(self.mesh.world_size)]
         found = {one.ranks(mesh) for one in sums for mesh in meshes}
         return sorted(ranks for ranks in found if len(ranks) > 1)
+
+    def sums_of(self, names: Iterable[str], tokens_sharded: bool) -> dict[Sum, list[str]]:
+        """Each sum beside dp that gradients of these parameters take, and who takes it.
+
+        All ranks have one order: that of the names under which tensors are saved.
+        """
+        places = {name: i for i, name in enumerate(self.tensors)}
+        rows = [self.tensors[name] for name in names if name in self.tensors]
+        found: dict[Sum, list[str]] = {}
+        for row in sorted(rows, key=lambda row: places[row.tied_to or row.name]):
+            for one in row.sums(tokens_sharded, TIED, REPLICAS, PARTIAL):
+                found.setdefault(one, []).append(row.name)
+        return found
 
     def digest(self) -> str:
         """Return a SHA-256 of what all ranks must agree on: sizes, rows and cuts."""

@@ -48,15 +48,15 @@ def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     refuse_divided(model, batch, pp=mesh.pp)
     refuse_outputs(model, batch)
     wants_tuple, run = as_dict(model, batch), functools.partial(_run_own, model, runtime)
-    completion = runtime.completion
+    calls = runtime.calls
     draws = stream.call(model.training, rows * mesh.coord("dp"), rows)
     with calling(model, batch, divided), draws:
         if runtime.pipeline is None:  # whoever calls backward finds complete gradients
             if mesh.tp > 1 and batch.get("past_key_values") is not None:
                 refuse_whole_heads(model, batch)
-            completion.begin(model, batch, model.training)
+            calls.begin(model, batch, model.training)
             output = run(batch)
-            completion.watch(output)
+            calls.watch(output)
         else:
             output = _run_stages(model, run, batch)
     return output.to_tuple() if wants_tuple else output
@@ -93,7 +93,7 @@ def _run_stages(model: Any, run: Callable[..., Any], batch: dict[str, Any]) -> A
     batch = {**batch, "use_cache": False} if takes_cache(runtime) else batch
     with rank_guard("forward"):
         output = pipeline_forward(runtime.pipeline, run, batch)
-    return _without_backward(output) if torch.is_grad_enabled() else output
+    return _without_backward(model, output) if torch.is_grad_enabled() else output
 
 
 def _run_own(model: Any, runtime: Runtime, batch: Mapping[str, Any]) -> Any:
@@ -102,19 +102,19 @@ def _run_own(model: Any, runtime: Runtime, batch: Mapping[str, Any]) -> Any:
     return whole_output(output)
 
 
-def _without_backward(output: Any) -> Any:
+def _without_backward(model: Any, output: Any) -> Any:
     """The output of a pipeline: it asks for a gradient, as a plain one does, and refuses in words."""
-    asks = torch.zeros((), requires_grad=True)
+    asks = torch.zeros((), requires_grad=True), *model.parameters()
     for name in list(output) if hasattr(output, "keys") else ():
         x = output[name]
         if isinstance(x, Tensor) and x.is_floating_point():
-            output[name] = _NoBackward.apply(x.clone() if x._is_view() else x, asks)
+            output[name] = _NoBackward.apply(x.clone() if x._is_view() else x, *asks)
     return output
 
 
 class _NoBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, asks: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *_asks: Tensor) -> Tensor:
         ctx.mark_dirty(x)  # the tensor itself: logits are not copied, and may be changed in place
         return x
 

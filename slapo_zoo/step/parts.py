@@ -30,7 +30,7 @@ class Part:
 
 def called(model: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """What `run` computes, as a call of its own if no call of the model is running."""
-    completion, state = model._slapo.completion, model.schedule.state
+    calls, state = model._slapo.calls, model.schedule.state
     if state.forward.is_call or (torch.compiler.is_compiling() and not model.training):
         return run(*args, **kwargs)
     if torch.compiler.is_compiling():  # a graph would draw the same masks for ever
@@ -40,9 +40,9 @@ def called(model: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, A
     draws = state.random.call(False, rows * model.mesh.coord("dp"), rows)
     compute = computing_forward(lambda _model, *args, **kwargs: run(*args, **kwargs))
     with state.within(ForwardContext(is_call=True)), draws:
-        completion.begin(model, batch, model.training)
+        calls.begin(model, batch, model.training)
         output = compute(model, *args, **kwargs)
-        completion.watch(output)
+        calls.watch(output)
     return output
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from slapo_zoo.dp.data_parallel import DataParallel
 from slapo_zoo.errors import MeshError
-from slapo_zoo.gradients.completion import Completion
+from slapo_zoo.gradients.calls import Calls
 from slapo_zoo.gradients.input_gradients import nodes_of
 from slapo_zoo.gradients.structure import require_known_order
 from slapo_zoo.language.directive import ForwardContext
@@ -48,7 +48,7 @@ class Runtime:
             by the name of the class.
         batch_statistics: whether micro-batches change the result.
         data_parallel: how it runs and sums over dp; an engine puts its own here.
-        completion: the hooks that complete gradients in any backward.
+        calls: what calls leave for their backwards, whose gradients are summed.
         within_engine: a call of the model comes from the engine around it.
         generates: `generate` runs.
         recomputed: layers that `gradient_checkpointing_enable` lets recompute.
@@ -71,7 +71,7 @@ class Runtime:
     shifts_labels: bool | None = None
     batch_statistics: bool = False
     data_parallel: DataParallel = field(default_factory=DataParallel)
-    completion: Completion = field(init=False)
+    calls: Calls = field(init=False)
     within_engine: bool = False
     generates: bool = False
     recomputed: list[str] = field(default_factory=list)
@@ -140,7 +140,7 @@ def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
         warnings.warn(
             f"{lengths} tokens are not a multiple of tp={model.mesh.tp}: this step runs without "
             "sequence parallelism; pad to a multiple (pad_to_multiple_of of the tokenizer)",
-            stacklevel=4,
+            stacklevel=5,
         )
     return divide
 

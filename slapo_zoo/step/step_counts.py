@@ -64,7 +64,7 @@ def ask(
     """
     mesh: Mesh = model.mesh
     device = next(iter(tensors.values())).device
-    missed = float(model._slapo.completion.missed)
+    missed = float(model._slapo.calls.reducer.missed)
     summed = [_number(n, device) for n in (*counts, missed, rows)]
     masks = [tensors[name] for name in MASKS if name in tensors and tensors[name].ndim == 2]
     if mesh.dp == 1 and not masks and not any(isinstance(n, Tensor) for n in counts):

@@ -1,7 +1,5 @@
-"""One training step on any mesh: micro-batches, the pipeline, and the sums of gradients."""
+"""One training step on any mesh, in five phases: check, split, run, reduce, share."""
 
-import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,19 +12,15 @@ from torch import Tensor, nn
 
 from slapo_zoo.dp.data_parallel import DataParallel
 from slapo_zoo.dp.dp_shard import Sharded
-from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.gradients.batch_check import check_batch
-from slapo_zoo.gradients.completion import others
 from slapo_zoo.gradients.input_gradients import InputGradients
 from slapo_zoo.gradients.parameter_hooks import on_parts, run_later
 from slapo_zoo.language.directive import ForwardContext
-from slapo_zoo.losses.loss_means import LABELS, GlobalMeans, count_targets, targets_of
+from slapo_zoo.losses.loss_means import GlobalMeans, count_targets, targets_of
 from slapo_zoo.losses.vocab_parallel import VocabLogits
 from slapo_zoo.parallel.known import knowing
-from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS, TIED
-from slapo_zoo.pipeline.runtime import FOR_LOSS, ROWS, Pipeline, share_output, split_batch
-from slapo_zoo.step import own_loss
+from slapo_zoo.pipeline.runtime import ROWS, Pipeline, share_output, split_batch
+from slapo_zoo.step import own_loss, step_checks
 from slapo_zoo.step.input_errors import explained
 from slapo_zoo.step.outputs import as_dict, refuse_outputs
 from slapo_zoo.step.runtime import (
@@ -37,9 +31,7 @@ from slapo_zoo.step.runtime import (
     takes_cache,
     tokens_divide,
 )
-from slapo_zoo.step.step_counts import ask
-
-SAMPLED, SAME = 1024, 1e-9  # elements of a copy that are compared; rounding of their sum
+from slapo_zoo.step.step_counts import StepCounts, ask
 
 
 @dataclass(frozen=True)
@@ -53,10 +45,100 @@ class StepOptions:
     scaler: Any = None
 
 
+@dataclass(frozen=True)
+class Batch:
+    """A batch that can be trained on.
+
+    Args:
+        tensors: what is divided by rows.
+        whole: what all rows share.
+        rows: of this dp rank.
+        count: of micro-batches.
+        parameters: the trained ones by name.
+    """
+
+    tensors: dict[str, Tensor]
+    whole: dict[str, Any]
+    rows: int
+    count: int
+    parameters: dict[str, nn.Parameter]
+
+    @property
+    def device(self) -> torch.device:
+        """Of its first tensor, and of the pipeline."""
+        return next(iter(self.tensors.values())).device
+
+
+@dataclass(frozen=True)
+class Step:
+    """A batch, divided over dp ranks and micro-batches.
+
+    Args:
+        model: of AutoScheduledModel.
+        batch: its tensors end with the numbers of their rows.
+        number: of the step: its dropout is drawn for it.
+        asked: counts of the batch on all dp ranks.
+        means: makes the model's loss of a micro-batch a share of that of all; None: it is the whole one.
+        own: the caller's loss, or None for that of the model.
+        beside: tensors beside the model that take gradients.
+        scale: of a GradScaler, or None.
+        kept: the logits, if they are asked for.
+    """
+
+    model: Any
+    batch: Batch
+    number: int
+    asked: StepCounts
+    means: GlobalMeans | None
+    own: own_loss.OwnLoss | None
+    beside: InputGradients
+    scale: Tensor | None
+    kept: "LogitsKept | None"
+
+    @property
+    def runtime(self) -> Runtime:
+        """State of the model."""
+        return self.model._slapo
+
+    @property
+    def trains(self) -> bool:
+        """Whether something takes a gradient here."""
+        return bool(self.batch.parameters or self.beside.given or self.own)
+
+    def loss_of(self, part: Mapping[str, Any], rows: Tensor) -> Tensor:
+        """The loss of one micro-batch, its means taken over the whole batch."""
+        model, runtime = self.model, self.runtime
+        state, first, inputs = runtime.schedule.state, int(rows[0]), own_loss.of_model(part)
+        numbers = self.asked.of_rows(
+            first - self.asked.first, len(rows), self.own is not None, self.kept is not None
+        )
+        draws = state.random.at(self.number, first, len(rows))
+        labels = targets_of(runtime.head_name(model), part)
+        means = nullcontext() if self.means is None else self.means.over(model, labels)
+        within = calling(model, inputs, state.forward.tokens_divided)
+        with explained(model, inputs), draws, means, knowing(numbers), within:
+            output = runtime.data_parallel.run(model, inputs)
+            runtime.calls.watch(output)
+        if self.kept is not None:
+            self.kept.add(first, output)
+        loss = (self.own or _loss)(output, part) * runtime.precision.scale
+        self.beside.see(loss, output)
+        return loss if self.scale is None else loss * self.scale
+
+
 def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> Any:
     """Forward and backward of one batch: see `Scheduled.train_step`."""
-    runtime: Runtime = model._slapo
-    mesh, stream, targets = model.mesh, runtime.schedule.state.random, options.targets
+    step = split(model, check(model, batch, options), options)
+    parameters = list(step.batch.parameters.values())
+    with step.runtime.data_parallel.new_gradients(parameters), step.beside.averaged():
+        loss = run(step)
+        reduce(step)
+    return share(step, loss)
+
+
+def check(model: Any, batch: Mapping[str, Any], options: StepOptions) -> Batch:
+    """Refuse what cannot be trained on, and hook the parameters that can."""
+    runtime, mesh = model._slapo, model.mesh
     own_loss.require_gradients()
     if options.loss_fn is not None:
         batch = own_loss.for_loss_alone(runtime.own_forward, batch)
@@ -65,160 +147,125 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
         whole["use_cache"] = False
     rows = count_rows(tensors)
     if not rows:
-        raise _no_rows(batch, mesh)
+        raise step_checks.no_rows(batch, mesh)
     refuse_outputs(model, whole)
     as_dict(model, whole)
-    _require_head(model.unscheduled_class, batch)
+    step_checks.require_head(model.unscheduled_class, batch)
     if options.loss_fn is None and mesh.pp > 1:
-        _require_labels(tensors, whole)
-    count = _micro_batches(runtime, mesh, rows, options.micro_batches)
+        step_checks.require_labels(tensors, whole)
+    count = step_checks.count_micro_batches(runtime, mesh, rows, options.micro_batches)
     refuse_divided(model, whole, micro_batches=count, pp=mesh.pp, dp=mesh.dp)
-    _require_rows(tensors, whole, rows, count)
-    name, device = runtime.head_name(model), next(iter(tensors.values())).device
+    step_checks.require_rows(tensors, whole, rows, count)
+    device = next(iter(tensors.values())).device
+    return Batch(tensors, whole, rows, count, _trained(model, count, device))
+
+
+def split(model: Any, batch: Batch, options: StepOptions) -> Step:
+    """Count the batch on all dp ranks, number its rows, and say of which mean each loss is a share."""
+    runtime, mesh, tensors = model._slapo, model.mesh, batch.tensors
+    state, reducer, device = runtime.schedule.state, runtime.calls.reducer, batch.device
+    said, counts = _targets(model, batch, options)
+    divided = tokens_divide(model, own_loss.of_model({**tensors, **batch.whole}))
+    state.forward = ForwardContext(divided, is_call=True)
+    asked, number = ask(model, tensors, counts, batch.rows, batch.whole), state.random.step + 1
+    reducer.asks_hosts = asked.missed
+    check_batch(mesh, tensors, number, model.input_check_interval, partial(on_parts, model))
+    tensors[ROWS] = asked.rows(batch.rows)  # last: the pipeline's device is the first's
+    own, means, parts = options.loss_fn, None, batch.count * mesh.dp
+    if own is not None:
+        own = own_loss.OwnLoss(own, own_loss.divisor_of(said, asked.totals, parts), runtime)
+    elif parts > 1 or said is not None:
+        counted = targets_of(runtime.head_name(model), tensors) if said is None else None
+        means = GlobalMeans(asked.totals, counted, mesh.group("dp"))
+    times = runtime.data_parallel.loss_scale
+    beside = InputGradients(mesh, tensors, reducer.beyond, options.loss_fn, times)
+    scaler, kept = options.scaler, LogitsKept() if options.return_logits else None
+    scale = None if scaler is None else scaler.scale(torch.ones((), device=device))
+    return Step(model, batch, number, asked, means, own, beside, scale, kept)
+
+
+def _targets(model: Any, batch: Batch, options: StepOptions) -> tuple[Any, Sequence[Any]]:
+    """What the caller says of the numbers of targets, and those that dp ranks add up."""
+    said, mesh = options.targets, model.mesh
     if options.loss_fn is None:
-        items = whole.pop("num_items_in_batch", None)  # of transformers: on all dp ranks
-        targets = [items / mesh.dp] if items is not None and targets is None else targets
-    is_part = options.loss_fn is None and (count * mesh.dp > 1 or targets is not None)
-    counts = targets if targets is not None else count_targets(name, tensors) if is_part else []
-    divided = tokens_divide(model, own_loss.of_model({**tensors, **whole}))
-    runtime.schedule.state.forward = ForwardContext(divided, is_call=True)
-    asked = ask(model, tensors, counts, rows, whole)
-    runtime.completion.asks_hosts = asked.missed
-    step, kept = stream.step + 1, LogitsKept() if options.return_logits else None
-    check_batch(mesh, tensors, step, model.input_check_interval, partial(on_parts, model))
-    tensors[ROWS] = asked.rows(rows)  # last: the pipeline's device is the first's
-    parts = count * mesh.dp
-    own = options.loss_fn and own_loss.OwnLoss(
-        options.loss_fn, own_loss.divisor_of(targets, asked.totals, parts), runtime
-    )
-    loss_of, scale = own or _loss, _loss_scale(options.scaler, device)
-    counted = targets_of(name, tensors) if targets is None else None
-    means = GlobalMeans(asked.totals, counted, mesh.group("dp"))
+        items = batch.whole.pop("num_items_in_batch", None)  # of transformers: on all dp ranks
+        said = [items / mesh.dp] if items is not None and said is None else said
+    if said is not None or options.loss_fn is not None or batch.count * mesh.dp == 1:
+        return said, said or []
+    return None, count_targets(model._slapo.head_name(model), batch.tensors)
 
-    def run(part: Mapping[str, Any], part_rows: Tensor) -> Tensor:
-        """The loss of one micro-batch, its means taken over the whole batch."""
-        place = stream.at(step, int(part_rows[0]), len(part_rows))
-        inputs = own_loss.of_model(part)
-        over = means.over(model, targets_of(name, part)) if is_part else nullcontext()
-        first = int(part_rows[0]) - asked.first
-        numbers = asked.of_rows(first, len(part_rows), own is not None, kept is not None)
-        with (
-            explained(model, inputs),
-            place,
-            over,
-            knowing(numbers),
-            calling(model, inputs, divided),
-        ):
-            output = runtime.data_parallel.run(model, inputs)
-            runtime.completion.watch(output)
-        if kept is not None:
-            kept.add(int(part_rows[0]), output)
-        loss = loss_of(output, part) * runtime.precision.scale
-        beside.see(loss, output)
-        return loss if scale is None else loss * scale
 
-    parameters = _trained(model, count, device)
-    known, times = runtime.completion.beyond, runtime.data_parallel.loss_scale
-    beside = InputGradients(mesh, tensors, known, options.loss_fn, times)
-    trains = bool(parameters or beside.given or own)
-    _require_trained(trains or mesh.pp > 1)  # another stage may have what is trained
-    with runtime.data_parallel.new_gradients(list(parameters.values())), beside.averaged():
-        loss = _forward_and_backward(runtime, run, tensors, whole, count)
-        _reduce(model, runtime, parameters)
-        loss = loss / runtime.precision.scale
-        held = [*parameters.values(), *beside.held()]
-        run_later(runtime.completion, parameters.values(), runtime.precision.scale)
-        runtime.precision.unscale(held, mesh)
-    loss, trained = _share(loss if scale is None else loss / scale, mesh, bool(parameters))
-    _require_trained(trains or bool(trained))
-    averaged = not runtime.completion.paused
-    runtime.completion.guard.complete(list(parameters.values()), trained, averaged)
-    stream.step = step  # a step that failed has drawn nothing
-    return loss if kept is None else kept.output(loss, runtime.pipeline)
+def run(step: Step) -> Tensor:
+    """Forward and backward of all micro-batches; this rank's share of the loss."""
+    runtime, batch = step.runtime, step.batch
+    engine, pipeline = runtime.data_parallel, runtime.pipeline
+    step_checks.require_trained(step.trains or step.model.mesh.pp > 1)  # another stage may
+    given = batch.tensors, batch.whole, batch.count
+    if pipeline is None:
+        loss = _accumulate(engine, step.loss_of, *given)
+    else:
+        loss = engine.pipeline_step(pipeline, step.loss_of, *given)
+    loss = loss / runtime.precision.scale
+    return loss if step.scale is None else loss / step.scale
+
+
+def reduce(step: Step) -> None:
+    """Complete the gradients: their sums, the hooks of a user that waited for these, the scale of fp16."""
+    runtime, mesh, named = step.runtime, step.model.mesh, step.batch.parameters
+    parameters, reducer = list(named.values()), runtime.calls.reducer
+    runtime.data_parallel.sum_over_dp(parameters, mesh)
+    reducer.finish(named)
+    run_later(reducer, parameters, runtime.precision.scale)
+    runtime.precision.unscale([*parameters, *step.beside.held()], mesh)
+
+
+def share(step: Step, loss: Tensor) -> Any:
+    """The loss of the whole batch, and the logits, on every rank."""
+    runtime, mesh, named = step.runtime, step.model.mesh, step.batch.parameters
+    both = torch.stack([loss.detach(), torch.full_like(loss.detach(), float(bool(named)))])
+    for mesh_dim in ("pp", "dp"):  # terms of all micro-batches were divided by global counts
+        if mesh.size(mesh_dim) > 1:
+            dist.all_reduce(both, group=mesh.group(mesh_dim))
+    loss, trained = both  # `trained`: ranks of pp and dp that have something to train
+    step_checks.require_trained(step.trains or bool(trained))
+    averaged = not runtime.calls.reducer.paused
+    runtime.calls.guard.complete(list(named.values()), trained, averaged)
+    runtime.schedule.state.random.step = step.number  # a step that failed has drawn nothing
+    return loss if step.kept is None else step.kept.output(loss, runtime.pipeline)
 
 
 def _trained(model: Any, count: int, device: torch.device) -> dict[str, nn.Parameter]:
     """The parameters that take gradients in this step, hooked and found fit for it."""
     runtime: Runtime = model._slapo
     if type(runtime.data_parallel) in (DataParallel, Sharded):
-        agree_on_frozen_ties(runtime, device)
+        step_checks.agree_on_frozen_ties(runtime, device)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    runtime.completion.prepare(model)
+    runtime.calls.prepare(model)
     if type(runtime.data_parallel) is DataParallel:  # an engine's hooks are its own affair
-        _require_whole_step(model.mesh, parameters, count)
+        step_checks.require_whole_step(model.mesh, parameters, count)
     return parameters
 
 
-def _require_trained(trains: bool) -> None:
-    """Refuse a step without a trained parameter: what peft trains beside a model (prompt tuning) is none of its parameters."""
-    if not trains:
-        problem = "no parameter takes a gradient, and no input asks for one"
-        hint = "unfreeze some; a soft prompt of your own goes into inputs_embeds (docs/your_own_loop.md)"
-        raise SlapoError("train_step", "parameters", problem, hint)
+def _loss(output: Any, _part: Any) -> Tensor:
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        raise step_checks.no_loss("the model returned none")
+    return loss.float()
 
 
-def _loss_scale(scaler: Any, device: torch.device) -> Tensor | None:
-    """Return the factor of a GradScaler; the scaler learns the device too."""
-    return None if scaler is None else scaler.scale(torch.ones((), device=device))
-
-
-def agree_on_frozen_ties(runtime: Runtime, device: torch.device) -> None:
-    """Freeze a weight that stages share on all of them where one has it frozen; compare its copies.
-
-    One all-reduce of three numbers per weight and group, and one wait: none is unfrozen, since an
-    optimizer was made by then.
-    """
-    ties = runtime.summed(TIED)
-    named = dict(runtime.schedule.model.named_parameters()) if ties else {}
-    for group in {id(group): group for _, group in ties}.values():
-        names = [name for name, other in ties if other is group]
-        held = [_state_of_copy(named[name]).to(device) for name in names]
-        found = torch.stack(held)
-        dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
-        for name, (trained, least, most) in zip(names, found.tolist(), strict=True):
-            if least + most < -SAME * least:
-                problem = (
-                    f"the stages that share it hold copies that differ: {least:.6g}, {-most:.6g}"
-                )
-                hint = "change and step it alike on all ranks; load the last checkpoint again"
-                raise MeshError("train_step", name, problem, hint)
-            if not trained:
-                named[name].requires_grad_(False).grad = None
-
-
-def _state_of_copy(p: nn.Parameter) -> Tensor:
-    """Return whether it is trained, how large some of its elements are, and minus that."""
-    sample = p.detach().reshape(-1)
-    size = sample[:: max(1, len(sample) // SAMPLED)].double().abs().sum()
-    return torch.stack([torch.full_like(size, p.requires_grad), size, -size])
-
-
-def _require_whole_step(mesh: Mesh, parameters: Mapping[str, nn.Parameter], count: int) -> None:
-    """A hook of someone else takes a gradient in the first backward that makes it."""
-    if mesh.pp * count > 1 and any(others(p) for p in parameters.values()):
-        found = f"pp={mesh.pp}, {count} micro-batches"
-        problem = f"{found}: it would step before the gradient is complete"
-        hint = "step after train_step, or use pp=1 and micro_batches=1"
-        raise SlapoError("train_step", "a hook that takes gradients", problem, hint)
-
-
-def _no_rows(batch: Mapping[str, Any], mesh: Mesh) -> SlapoError:
-    """The error for a batch of no tensors, or of tensors without rows."""
-    names = [name for name, value in batch.items() if isinstance(value, Tensor) and value.ndim]
-    if not names:
-        problem = f"found no tensor with rows among {list(batch)}"
-        return SlapoError("train_step", "batch", problem, "pass input_ids and labels")
-    problem = f"found 0 rows in {names} on dp rank {mesh.coord('dp')}, expected at least 1"
-    hint = "leave out the short last batch (drop_last=True), or add a row whose labels are all -100"
-    return SlapoError("train_step", "batch", problem, hint)
-
-
-def _require_head(cls: Any, batch: Mapping[str, Any]) -> None:
-    """A model without a head would swallow the labels among its **kwargs."""
-    if "labels" in batch and "labels" not in inspect.signature(cls.forward).parameters:
-        problem = f"{cls.__name__} has no head: its forward takes no labels, so there is no loss"
-        hint = 'name a class that has one when loading, e.g. auto_class="AutoModelForCausalLM"'
-        raise SlapoError("train_step", "labels", problem, hint)
+def _accumulate(
+    engine: DataParallel, run: Callable, tensors: dict[str, Tensor], others: dict, count: int
+) -> Tensor:
+    """Micro-batches one after the other, without a pipeline."""
+    total: Any = 0.0
+    for i in range(count):
+        part = {k: v.tensor_split(count)[i] for k, v in tensors.items()}
+        rows = part.pop(ROWS)
+        with engine.micro_batch(is_last=i == count - 1):
+            loss = run({**part, **others}, rows)
+            engine.backward(loss)
+        total = total + loss.detach()
+    return total
 
 
 class LogitsKept:
@@ -245,107 +292,3 @@ class LogitsKept:
         whole = {name: torch.cat([part[name] for part in parts]) for name in names}
         here = self.cls(loss=loss, **whole) if self.cls else None
         return here if pipeline is None else share_output(pipeline, here, loss.device)
-
-
-def _micro_batches(runtime: Runtime, mesh: Mesh, rows: int, asked: int | None) -> int:
-    """How many equal parts the rows are divided into: asked for, or the default."""
-    count = runtime.micro_batches if asked is None else asked
-    if count is None and runtime.batch_statistics and mesh.pp > 1:
-        warnings.warn(
-            "BatchNorm takes its statistics per micro-batch: one is used, as in one process, and the "
-            f"{mesh.pp} stages take turns; pass micro_batches= to let them overlap",
-            stacklevel=4,
-        )
-        count = 1
-    count = _default_micro_batches(rows, runtime.pipeline) if count is None else count
-    legal = [i for i in range(1, rows + 1) if rows % i == 0]
-    if count not in legal:
-        problem = f"{rows} rows cannot be divided into {count} equal micro-batches"
-        raise MeshError("train_step", "micro_batches", problem, f"legal numbers: {legal}")
-    return count
-
-
-def _require_rows(tensors: dict[str, Tensor], whole: dict, rows: int, count: int) -> None:
-    """Refuse tensors that have no row for each row of the batch; several images per row are allowed."""
-    other = [f"{n.removeprefix(FOR_LOSS)} {list(x.shape)}" for n, x in tensors.items()
-             if len(x) % rows or (x.ndim == 1 and len(x) != rows)]  # fmt: skip
-    other += [n for n in ("encoder_outputs", "past_key_values") if whole.get(n) is not None]
-    if count > 1 and other:
-        problem = f"{rows} rows go into {count} micro-batches, but not {', '.join(other)}"
-        hint = "give each row its own, leave to loss_fn what is of no row, or pass micro_batches=1"
-        raise SlapoError("train_step", "batch", problem, hint)
-
-
-def _default_micro_batches(rows: int, pipeline: Pipeline | None) -> int:
-    """One without a pipeline; else the first number that keeps all stages busy in its order."""
-    if pipeline is None:
-        return 1
-    places = pipeline.places
-    if places.custom is not None:
-        return places.custom.micro_batches
-    legal = [i for i in range(1, rows + 1) if rows % i == 0 and places.admits(i)]
-    return next((i for i in legal if i >= 2 * places.pp), legal[-1] if legal else rows)
-
-
-def _forward_and_backward(
-    runtime: Runtime, run: Callable, tensors: dict[str, Tensor], whole: dict, count: int
-) -> Tensor:
-    if runtime.pipeline is None:
-        return _accumulate(runtime.data_parallel, run, tensors, whole, count)
-    return runtime.data_parallel.pipeline_step(runtime.pipeline, run, tensors, whole, count)
-
-
-def _require_labels(tensors: Mapping[str, Tensor], whole: Mapping[str, Any]) -> None:
-    """Without a loss of one's own: a stage would learn only late that there is none."""
-    if not (any(name in tensors for name in LABELS) or whole.get("return_loss")):
-        raise _no_loss(f"found no labels among {list(tensors)}")
-
-
-def _no_loss(problem: str) -> SlapoError:
-    return SlapoError("train_step", "batch", f"no loss: {problem}", "put labels into the batch")
-
-
-def _loss(output: Any, _part: Any) -> Tensor:
-    loss = getattr(output, "loss", None)
-    if loss is None:
-        raise _no_loss("the model returned none")
-    return loss.float()
-
-
-def _accumulate(
-    engine: DataParallel, run: Callable, tensors: dict[str, Tensor], others: dict, count: int
-) -> Tensor:
-    """Micro-batches one after the other, without a pipeline."""
-    total: Any = 0.0
-    for i in range(count):
-        part = {k: v.tensor_split(count)[i] for k, v in tensors.items()}
-        rows = part.pop(ROWS)
-        with engine.micro_batch(is_last=i == count - 1):
-            loss = run({**part, **others}, rows)
-            engine.backward(loss)
-        total = total + loss.detach()
-    return total
-
-
-def _reduce(model: Any, runtime: Runtime, parameters: dict[str, nn.Parameter]) -> None:
-    """Sum gradients over tied stages, over tp where they are partial, and over dp."""
-    engine = runtime.data_parallel
-    engine.sum_over_dp(list(parameters.values()), model.mesh)
-    for name, group in (*runtime.summed(TIED), *runtime.summed(REPLICAS)):
-        engine.sum_over_tp(parameters, [name], group)
-    tokens_sharded = runtime.schedule.state.forward.tokens_divided
-    rows = runtime.plan.tensors.values()
-    names = sorted(row.name for row in rows if row.sums(tokens_sharded, PARTIAL))
-    engine.sum_over_tp(parameters, names, model.mesh.group("tp"))
-
-
-def _share(loss: Tensor, mesh: Mesh, trains: bool) -> tuple[Tensor, Tensor]:
-    """The global loss on every rank, and how many ranks of pp and dp have something to train.
-
-    Terms of all micro-batches were divided by global counts.
-    """
-    both = torch.stack([loss.detach(), torch.full_like(loss.detach(), float(trains))])
-    for mesh_dim in ("pp", "dp"):
-        if mesh.size(mesh_dim) > 1:
-            dist.all_reduce(both, group=mesh.group(mesh_dim))
-    return both[0], both[1]

@@ -63,12 +63,12 @@ def times(factor):
 
 
 def after(change):
-    """`change(model, runtime, parameters)` follows the sums of a step."""
+    """`change(model, parameters)` follows the sums of a step."""
 
     def make(right):
-        def reduce(model, runtime, parameters, *more):
-            right(model, runtime, parameters, *more)
-            change(model, runtime, parameters)
+        def reduce(step):
+            right(step)
+            change(step.model, step.batch.parameters)
 
         return reduce
 
@@ -76,7 +76,7 @@ def after(change):
 
 
 @after
-def divided_again(model, runtime, parameters):
+def divided_again(model, parameters):
     """Stages before the last divide by the number of micro-batches once more."""
     for p in parameters.values():
         if p.grad is not None and model.mesh.coord("pp") == 0:
@@ -87,13 +87,17 @@ def without(kind, where=lambda mesh: True):
     """Some sums of gradients are left out: of what stages share, or neighbouring tp ranks."""
 
     def make(right):
-        def summed(self, why):
-            left_out = why == kind and where(self.schedule.mesh)
-            return [] if left_out else right(self, why)
+        def sums_of(self, *args):
+            found = right(self, *args)
+            return {
+                one: names
+                for one, names in found.items()
+                if one.why != kind or not where(self.mesh)
+            }
 
-        return summed
+        return sums_of
 
-    return instead("slapo_zoo.step.runtime.Runtime.summed", make)
+    return instead("slapo_zoo.parallel.rank_plan.RankPlan.sums_of", make)
 
 
 def forgets(right):
@@ -167,7 +171,7 @@ def only_where_the_target_is(right):
 
 def by_all_ranks(right):
     """An average over dp divides by the number of all ranks."""
-    return lambda self, group, size: right(self, group, 2 * size)
+    return lambda parameters, group, factor: right(parameters, group, factor / 2)
 
 
 class Experts:
@@ -287,10 +291,10 @@ BUGS = [
         LLAMA, instead("slapo_zoo.dp.data_parallel.DataParallel.backward", lambda right: lambda self, loss: right(self, loss / 2)), "verify", "every gradient", "sp2"),
     Bug("gradients of a stage divided twice", ("deepspeedai/DeepSpeed#8154",),
         "DeepSpeed's pipeline with gradient accumulation", "each stage scales what the next has scaled already",
-        GPT2, instead(f"{STEP}._reduce", divided_again), "verify", "transformer.h.0", "pp2"),
+        GPT2, instead(f"{STEP}.reduce", divided_again), "verify", "transformer.h.0", "pp2"),
     Bug("only the last micro-batch trains", ("NVIDIA-NeMo/Automodel#3530",),
         "AutoModel's pipeline with accumulation and changing lengths", "stages are made anew between micro-batches, which drops what was accumulated; the loss looks fine",
-        GPT2, instead("slapo_zoo.gradients.completion.Completion.last_backward", forgets), "verify", "transformer", "pp2"),
+        GPT2, instead("slapo_zoo.gradients.gradient_reducer.GradientReducer.last_backward", forgets), "verify", "transformer", "pp2"),
     Bug("tied weight: stages keep their own gradients", ("uw-syfi/piper#13",),
         "Piper, tied embeddings over a pipeline", "the embedding and the head each train on half of the gradient",
         GPT2, without(TIED), "verify", "transformer.wte", "pp2"),
@@ -317,7 +321,7 @@ BUGS = [
         GPT2, instead("slapo_zoo.losses.vocab_parallel._VocabParallelCrossEntropy.backward", only_where_the_target_is), "verify", "lm_head"),
     Bug("averages divide by all ranks", ("meta-pytorch/torchtune#2420 (gradients scaled by the world size)",),
         "torchtune with tp beside dp", "gradients are divided by dp times tp",
-        BERT, instead("slapo_zoo.gradients.completion.Bucket.start", by_all_ranks), "verify", "every gradient", "tp2-dp2"),
+        BERT, instead("slapo_zoo.gradients.gradient_reducer.Bucket", by_all_ranks), "verify", "every gradient", "tp2-dp2"),
     Bug("router: gradients of scores not summed", ("huggingface/transformers#48205",),
         "transformers with experts over ranks", "each rank's scores have the gradient of its own experts: all before a block of experts loses the rest",
         MIXTRAL, scores(lambda x, summed: x), "guard", "model.layers.*.mlp.gate"),

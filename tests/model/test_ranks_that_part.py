@@ -1,5 +1,7 @@
 """Ranks of a loop by hand that part company are told: other weights, other gradients, other lines."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import transformers
@@ -43,18 +45,40 @@ def test_a_replica_that_skips_a_step_is_told_at_the_next_backward(by_hand):
     assert "step on all ranks or on none" in caught.value.hint
 
 
-def grads_by_hand():
+def by_autograd(averages):
+    """This rank's gradients by torch.autograd.grad, averaged by hand as the refusal says."""
     model = made(dp=2)
-    parameters = list(model.parameters())
-    for p, grad in zip(
-        parameters, torch.autograd.grad(model(**rows_of(model)).loss, parameters), strict=True
-    ):
-        p.grad = grad
+    named = dict(model.named_parameters())
+    with model.no_sync() if averages else nullcontext():
+        grads = torch.autograd.grad(model(**rows_of(model)).loss, list(named.values()))
+    for grad in grads:
+        torch.distributed.all_reduce(grad.div_(2), group=model.mesh.group("dp"))
+    model(**rows_of(model)).loss.backward()
+    return [(p.grad, grad) for p, grad in zip(named.values(), grads, strict=True)]
 
 
-def test_gradients_of_autograd_grad_are_no_average_and_it_is_said():
-    with pytest.warns(UserWarning, match="not their average over dp"):
-        emulate(grads_by_hand, mesh=(1, 1, 2))
+def test_gradients_of_autograd_grad_are_no_average_and_are_refused():
+    with pytest.raises(MeshError, match="not their average over dp") as caught:
+        emulate(by_autograd, False, mesh=(1, 1, 2))
+    assert "no_sync" in caught.value.hint
+
+
+def test_gradients_of_autograd_grad_that_are_averaged_by_hand():
+    for found in emulate(by_autograd, True, mesh=(1, 1, 2)):
+        for want, grad in found:
+            torch.testing.assert_close(grad, want)
+
+
+def autograd_over_stages():
+    model = made(pp=2)
+    loss = model(**rows_of(model)).loss
+    torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+
+
+def test_autograd_grad_over_stages_is_refused():
+    """It asked this rank's stage for a gradient of which it knows nothing, and got None."""
+    with pytest.raises(SlapoError, match="model with pp > 1"):
+        emulate(autograd_over_stages, mesh=(1, 2, 1))
 
 
 def of_inputs_alone():
@@ -63,9 +87,8 @@ def of_inputs_alone():
     torch.autograd.grad(model(inputs_embeds=embeds).logits.sum(), embeds)
 
 
-def test_gradients_of_inputs_are_nobodys_average(recwarn):
+def test_gradients_of_inputs_are_nobodys_average():
     emulate(of_inputs_alone, mesh=(1, 1, 2))
-    assert not [w for w in recwarn if "average over dp" in str(w.message)]
 
 
 def line_search(mesh):

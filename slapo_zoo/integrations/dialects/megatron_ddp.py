@@ -115,9 +115,6 @@ class _MegatronDdp(DataParallel):
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext() if is_last else self.native.no_sync()
 
-    def sum_over_tp(self, named: Any, names: Any, group: Any) -> None:
-        """Hooks have done it."""
-
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Any) -> None:
         self.native.finish_grad_sync()
 

@@ -180,9 +180,6 @@ class Zero(DataParallel):
     def new_gradients(self, parameters: list[nn.Parameter]) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def sum_over_tp(self, named: Any, names: Any, group: Any) -> None:
-        """Hooks have done it; tied weights of a pipeline are DeepSpeed's."""
-
     def sum_over_dp(self, parameters: Any, mesh: Any) -> None:
         """DeepSpeed has done it, or does it in its step."""
 
