@@ -87,7 +87,8 @@ def add_adapter(
     for matrix in matrices:
         _place(model, matrix, values[matrix.key])
     _set_dropouts(model, name)
-    model._slapo.adapters[name] = [_spec(model, matrix) for matrix in matrices]
+    rows = model._slapo.plan.tensors
+    model._slapo.adapters[name] = [replace(rows[m.parameter], name=m.key) for m in matrices]
 
 
 def _inject(model: Any, inject: Callable[[], None]) -> None:
@@ -368,15 +369,6 @@ def _place(model: Any, matrix: Matrix, value: Tensor) -> None:
     spec = TensorSpec(name, tuple(matrix.shape), str(module.weight.dtype).removeprefix("torch."))
     rows = planned_rows(state, {name: spec}, {name}, {}, lambda _name: stage)
     state.plan = model._slapo.plan.having([replace(rows[name], adapter=matrix.key)])
-
-
-def _spec(model: Any, matrix: Matrix) -> TensorSpec:
-    tensor = model.get_parameter(matrix.parameter)
-    placed = model.schedule.state.placed.get(matrix.parameter)
-    return TensorSpec(
-        matrix.key, matrix.shape, str(tensor.dtype).removeprefix("torch."),
-        placed.placement if placed else None, model.mesh.coord("pp"),
-    )  # fmt: skip
 
 
 def _set_dropouts(model: Any, name: str) -> None:

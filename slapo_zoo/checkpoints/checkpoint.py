@@ -28,7 +28,6 @@ from slapo_zoo.ranks.process_group import rank_guard
 from slapo_zoo.weights import optimizer as optimizers
 from slapo_zoo.weights.checksums import save_in
 from slapo_zoo.weights.encode import encode
-from slapo_zoo.weights.fill import canonical_names
 from slapo_zoo.weights.load import Target
 from slapo_zoo.weights.random_state import pack_states, states_here
 from slapo_zoo.weights.save import save_folder
@@ -259,7 +258,7 @@ def _held(model: Any, whole: Whole) -> tuple[dict[str, Tensor], dict[str, str]]:
     saved = {spec.name for spec in runtime.specs}
     parameters = {name for name, _ in model.named_parameters()}
     tensors = {n: t for n, t in whole.tensors.items() if n in saved or n in parameters}
-    return tensors, canonical_names(tensors, runtime.schedule.state, runtime.specs)
+    return tensors, {name: runtime.plan.saved_as(name) for name in tensors}
 
 
 def names_of(model: Any, whole: Whole) -> dict[int, str]:

@@ -80,8 +80,7 @@ def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 def _added(model: Any, found: dict[str, Tensor], known: set[str]) -> dict[str, Tensor]:
     """Those that neither the checkpoint nor an adapter brought."""
     runtime = model._slapo
-    groups = runtime.schedule.state.owners.values()  # names, as a copy has other tensors
-    tied = {name for names in groups if not known.isdisjoint(names) for name in names
+    tied = {name for names in runtime.plan.ties() if not known.isdisjoint(names) for name in names
             if sum(n in found for n in names) < 2}  # fmt: skip
     of_adapters = {
         adapters.parameter_of(spec.name, name)

@@ -124,7 +124,7 @@ def shard_over_dp(model: Any, blocks: Sequence[str], shards: Shards) -> None:
         shards: over which ranks.
     """
     runtime, dp = model._slapo, model.mesh.dp
-    owners, computes = runtime.schedule.state.owners, runtime.precision.dtype
+    computes = runtime.precision.dtype
     wide = {f"{path}.{name}" for path, module in model.named_modules() if computes is not None
             and stays_wide(model, path, module, computes) for name in module._parameters}  # fmt: skip
     units: dict[str, dict[Any, list[nn.Parameter]]] = {}
@@ -139,7 +139,6 @@ def shard_over_dp(model: Any, blocks: Sequence[str], shards: Shards) -> None:
             part.__dict__.update({k: v for k, v in p.__dict__.items() if k[0] != "_"})
             shards.note(part, p.shape)
         part.dp_copies, parts[id(p)] = dp // shards.size, part
-        owners[id(part)] = owners.pop(id(p), [name])  # names on other stages too
         unit = block_of.get(id(p)) or name.rpartition(".")[0]
         kind = p.dtype, p.requires_grad, name in wide
         units.setdefault(unit, {}).setdefault(kind, []).append(part)

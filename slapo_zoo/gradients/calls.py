@@ -12,13 +12,15 @@ import torch
 from torch import nn
 
 from slapo_zoo.errors import MeshError
+from slapo_zoo.gradients import of_models, optimizers, step_guard
 from slapo_zoo.gradients.batch_check import check_peers
 from slapo_zoo.gradients.gradient_reducer import GradientReducer
-from slapo_zoo.gradients.input_gradients import OF_MODELS, nodes_of, trained_inputs
+from slapo_zoo.gradients.input_gradients import nodes_of, trained_inputs
 from slapo_zoo.gradients.parameter_hooks import take_over
 from slapo_zoo.gradients.step_guard import StepGuard
 from slapo_zoo.gradients.structure import require_known_weights
 from slapo_zoo.language.directive import ForwardContext
+from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS
 
 
@@ -34,9 +36,11 @@ class Calls:
         count: of calls in loops by hand, in training.
     """
 
-    def __init__(self, runtime: Any) -> None:
-        self.runtime, self.mesh = runtime, runtime.schedule.mesh
-        self.reducer, self.guard = GradientReducer(runtime), StepGuard(self.mesh)
+    def __init__(self, runtime: Any, mesh: Mesh) -> None:
+        self.runtime, self.mesh = runtime, mesh
+        self.reducer, self.guard = GradientReducer(runtime, mesh), StepGuard(mesh)
+        optimizers.watch_steps()
+        step_guard.watch_steps()
         self.divided_parameters, self.count = False, 0
         self.named: list[tuple[str, nn.Parameter]] = []
         self.trained: list[int] = []
@@ -45,10 +49,9 @@ class Calls:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Calls":
         """Copy for a copied model: a call of its own looks at its parameters anew."""
-        memo[id(self)] = new = copy.copy(self)
-        new.runtime = memo.get(id(self.runtime), self.runtime)
-        new.reducer, new.guard = copy.deepcopy(self.reducer, memo), StepGuard(self.mesh)
-        new.named, new.trained, new.task = [], [], -1
+        memo[id(self)] = new = Calls(memo.get(id(self.runtime), self.runtime), self.mesh)
+        new.reducer = copy.deepcopy(self.reducer, memo)
+        new.divided_parameters = self.divided_parameters
         return new
 
     def prepare(self, model: Any, own_loop: bool = False) -> None:
@@ -59,33 +62,22 @@ class Calls:
         if torch._C._current_graph_task_id() < 0:  # a backward that failed has not come to its end
             self.abandon()
         self.task = -1
-        for p in model.parameters():
-            OF_MODELS.setdefault(p)
-        if self.divided_parameters:
-            if own_loop:
-                self._require_whole_gradients()
-            return
-        if self.mesh.world_size == 1 and own_loop:
-            return
         every = list(model.named_parameters())
+        of_models.note(self.runtime, every)
+        if self.divided_parameters and own_loop:
+            self._require_whole_gradients()
+        if self.divided_parameters or (self.mesh.world_size == 1 and own_loop):
+            return
         trained = [(name, p) for name, p in every if p.requires_grad]
         self.named = [(name, p) for name, p in trained if p.is_leaf]
         if self.mesh.world_size > 1:
-            self._look_at(model, trained)
-            over_dp, partial = self.reducer.over_dp, self._partial()
-            hooked = [(name, p) for name, p in every if over_dp or name in partial]
-            self.reducer.parameters = [p for _, p in hooked if p.is_leaf]
-            self.reducer.attach(hooked)
+            self.guard.interval, self.guard.device = model.input_check_interval, model.device
+            if [id(p) for _, p in trained] != self.trained:
+                require_known_weights(model, "forward")
+                self.trained = [id(p) for _, p in trained]
+            partial = self._partial()
+            self.reducer.attach((n, p) for n, p in every if self.reducer.over_dp or n in partial)
         take_over(self.reducer, self.named)
-
-    def _look_at(self, model: Any, trained: list[tuple[str, Any]]) -> None:
-        """Tell the guard of parameters that are new, and refuse those that stand in for sharded ones."""
-        self.guard.interval = model.input_check_interval
-        if [id(p) for _, p in trained] != self.trained:
-            require_known_weights(model, "forward")
-            self.trained = [id(p) for _, p in trained]
-            rows = self.runtime.plan.tensors.values()
-            self.guard.watch(trained, {row.name for row in rows if row.placement is not None})
 
     def _partial(self) -> set[str]:
         """Names of parameters whose gradient may be a part of a sum over tp."""
@@ -107,8 +99,7 @@ class Calls:
             number = self.runtime.schedule.state.random.step
             check_peers(self.mesh, batch, self.count, model.input_check_interval, number)
         if self.mesh.world_size > 1:
-            found = trained_inputs(self.mesh, batch, self.reducer.beyond)
-            self.reducer.attach(("", p) for p in found if self.mesh.dp > 1)
+            self.reducer.meet(trained_inputs(self.mesh, batch, self.reducer.beyond))
 
     def watch(self, output: Any) -> None:
         """Notice when a backward arrives at an output of the call that ends now."""
@@ -150,10 +141,9 @@ class Calls:
         finally:
             self._leave()
         if not self.reducer.in_step and self.mesh.world_size > 1:
-            parameters = [p for _, p in self.named]
-            engine, paused = self.runtime.data_parallel, self.reducer.paused
-            engine.own_backward_ended(parameters, self.mesh, paused)
-            self.guard.complete(parameters, averaged=averaged)
+            engine, named = self.runtime.data_parallel, dict(self.named)
+            engine.own_backward_ended(list(named.values()), self.mesh, self.reducer.paused)
+            self.guard.complete(named, self.runtime.plan, averaged)
 
     def _leave(self) -> None:
         """What runs now is no backward of a call."""

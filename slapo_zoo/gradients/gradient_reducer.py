@@ -7,7 +7,6 @@ sum; over dp `.grad` is averaged as DDP does it, bucket by bucket while the back
 `train_step` adds up micro-batches first: it averages in the last backward, and sums the rest after it.
 """
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,8 +21,9 @@ from slapo_zoo.errors import MeshError
 from slapo_zoo.gradients.weight_terms import Uses
 from slapo_zoo.parallel.collectives import all_reduce_, summed
 from slapo_zoo.parallel.gradient_buckets import Bucket, all_reduce_gradients, buckets
+from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.once import refuse_graph
-from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS
+from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS, TIED
 
 _OWN_GRADIENTS = "it returns the gradients of this dp rank's rows, not their average over dp"
 _OWN_HINT = "call backward(); or, within model.no_sync(), average them: all_reduce over model.mesh.group('dp')"
@@ -42,8 +42,8 @@ class GradientReducer:
         asks_hosts: some dp rank `missed`; all of them then ask each other in this step, past the device.
     """
 
-    def __init__(self, runtime: Any) -> None:
-        self.runtime, self.mesh, self.uses = runtime, runtime.schedule.mesh, Uses()
+    def __init__(self, runtime: Any, mesh: Mesh) -> None:
+        self.runtime, self.mesh, self.uses = runtime, mesh, Uses()
         self.over_dp, self.at_once, self.averaged = self.mesh.dp > 1, True, False
         self.paused = self.in_step = self.tokens_sharded = self.missed = self.asks_hosts = False
         self.parameters: list[nn.Parameter] = []
@@ -52,11 +52,9 @@ class GradientReducer:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GradientReducer":
         """Copy for a copied model: a parameter's copy has no hooks yet."""
-        memo[id(self)] = new = copy.copy(self)
-        new.runtime = memo.get(id(self.runtime), self.runtime)
-        new.parameters, new.uses = [], Uses()
-        new.hooked, new.beyond = WeakIdKeyDictionary(), WeakIdKeyDictionary()
-        new.forget()
+        runtime = memo.get(id(self.runtime), self.runtime)
+        memo[id(self)] = new = GradientReducer(runtime, self.mesh)
+        new.over_dp = self.over_dp
         return new
 
     def forget(self) -> None:
@@ -71,17 +69,20 @@ class GradientReducer:
         self.stored: bool | None = None  # whether a gradient that has come is in `.grad`
 
     def attach(self, named: Iterable[tuple[str, Any]]) -> None:
-        """Hook tensors for good: a backward may come after a forward with others (functional_call)."""
-        for name, p in named:
-            if p not in self.hooked and p.is_floating_point() and not p.is_inference():
-                self.hooked[p], trains = True, p.requires_grad
-                p.requires_grad_()  # a frozen one may be trained later, by a call of one module
-                p.register_hook(self._hook(name, p))
-                p.requires_grad_(trains)
+        """Hook the parameters of a forward for good: their backward may come after another forward."""
+        hooked = [self._hook(name, p) for name, p in named]
+        self.parameters = [p for p in hooked if p.is_leaf]
+
+    def meet(self, beyond: Iterable[nn.Parameter]) -> None:
+        """Hook parameters of no model."""
+        for p in beyond if self.mesh.dp > 1 else ():
+            self._hook("", p)
 
     def _hook(self, name: str, p: Any) -> Any:
-        """The one kind of hook; weak, since the collector does not see all that torch keeps."""
-        mine, parameter, is_leaf = ref(self), ref(p), p.is_leaf
+        """Put on the one kind of hook; weak, since the collector does not see all that torch keeps."""
+        if p in self.hooked or not p.is_floating_point() or p.is_inference():
+            return p
+        mine, parameter, is_leaf, trains = ref(self), ref(p), p.is_leaf, p.requires_grad
 
         def hook(grad: Tensor | None) -> Tensor | None:
             reducer = mine()
@@ -91,14 +92,20 @@ class GradientReducer:
             return None if found is grad else found
 
         hook.__torch_unserializable__ = True  # torch.save says nothing of it  # pyright: ignore[reportFunctionMemberAccess]
-        return hook
+        p.requires_grad_()  # a frozen one may be trained later, by a call of one module
+        p.register_hook(hook)
+        p.requires_grad_(trains)
+        self.hooked[p] = True
+        return p
 
     def open(self) -> None:
         """A backward begins, maybe within another one: make the buckets that it fills."""
+        self._settle()
         for bucket in self.buckets:
             bucket.wait()
+        before = self.stored
         self.forget()
-        self.is_open = True
+        self.is_open, self.stored = True, before or None
         wanted = [p for p in reversed(self.parameters) if p.requires_grad and not is_taken(p)]
         for each in buckets(wanted) if self.over_dp else ():
             self.buckets.append(Bucket(each, self.mesh.group("dp"), 1.0 / self.mesh.dp))
@@ -137,7 +144,7 @@ class GradientReducer:
         """Let `.grad` be averaged once it is there; at once what goes elsewhere, or is taken from there."""
         bucket = self.bucket_of.get(id(p))
         if is_leaf and not is_taken(p) and (bucket or p in self.beyond):
-            if bucket and bucket.work:  # what is under way must not be written to
+            if bucket and bucket.work is not None:  # what is under way must not be written to
                 bucket.wait()
                 self.waiting.append(bucket)
             self.latest = p, p.grad, p.grad is not None and p.grad._version
@@ -171,20 +178,16 @@ class GradientReducer:
             where = "torch.autograd.grad with dp > 1"
             raise MeshError("backward", where, _OWN_GRADIENTS, _OWN_HINT)
         if met := bool(self.stored):
-            self._average()
+            for bucket in self.waiting:  # in the same order on every rank
+                bucket.start()
+            somewhere = self._somewhere([p for bucket in self.buckets for p in bucket.parameters])
+            for bucket in self.buckets:
+                bucket.wait(somewhere)
         reached = [p for _, p in sorted(self.reached.items())]
         all_reduce_gradients(reached, self.mesh.group("dp"), 1.0 / self.mesh.dp)
+        self.averaged = self.averaged or met
         self.forget()
         return met
-
-    def _average(self) -> None:
-        """Begin what is not under way, in the same order on every rank; then wait for all."""
-        for bucket in self.waiting:
-            bucket.start()
-        somewhere = self._somewhere([p for bucket in self.buckets for p in bucket.parameters])
-        for bucket in self.buckets:
-            bucket.wait(somewhere)
-        self.averaged = True
 
     def _somewhere(self, parameters: list[nn.Parameter]) -> set[int] | None:
         """Ids of those with a gradient on some dp rank; asked while all sums are under way, or None."""
@@ -226,13 +229,14 @@ class GradientReducer:
         """Average over dp what the backwards of a step have not."""
         if self.over_dp and not self.averaged:
             self.open()
-            self._average()
-            self.forget()
+            self.stored = True
+            self.close()
 
     def finish(self, named: Mapping[str, nn.Parameter]) -> None:
         """Sum over the other mesh dims what the backwards of a step have added up."""
-        sharded = self.runtime.schedule.state.forward.tokens_divided
-        for one, names in () if self.at_once else self.runtime.plan.sums_of(named, sharded).items():
+        sharded, plan = self.runtime.schedule.state.forward.tokens_divided, self.runtime.plan
+        sums = plan.sums_of(named, TIED, REPLICAS, PARTIAL, tokens_sharded=sharded)
+        for one, names in () if self.at_once else sums.items():
             all_reduce_gradients([named[name] for name in names], self.runtime.group(one))
 
 

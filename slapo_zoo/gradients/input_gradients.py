@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.gradients.batch_check import check_trained_inputs
+from slapo_zoo.gradients.of_models import runtime_of
 from slapo_zoo.parallel.collectives import all_reduce_
 from slapo_zoo.parallel.mesh import Mesh
-
-OF_MODELS: Any = WeakIdKeyDictionary()  # parameters of scheduled models, which see to them
 
 
 class InputGradients:
@@ -46,7 +44,7 @@ class InputGradients:
         self.before = {id(p): p.grad for p in self.beyond}
         self.in_loss: list[nn.Parameter] = []
         if isinstance(loss_fn, nn.Module):
-            own = (p for p in loss_fn.parameters() if p.requires_grad and p not in OF_MODELS)
+            own = (p for p in loss_fn.parameters() if p.requires_grad and runtime_of(p) is None)
             self._meet([p for p in own if id(p) not in self.before])
 
     def see(self, loss: Tensor, output: Any) -> None:
@@ -156,4 +154,4 @@ def _made_of(tensors: Iterable[Tensor], ends: Iterable[Any] = ()) -> list[nn.Par
     ends = {None, *ends}
     nodes = reached((x.grad_fn for x in tensors if x.grad_fn not in ends), lambda e: e not in ends)
     leaves = [getattr(node, "variable", None) for node in nodes]
-    return [p for p in leaves if isinstance(p, nn.Parameter) and p not in OF_MODELS]
+    return [p for p in leaves if isinstance(p, nn.Parameter) and runtime_of(p) is None]

@@ -6,8 +6,8 @@ and Muon orthogonalises it: for their step each sharded parameter is put togethe
 rewrite:  p [O/n, I], p.grad, state [as p]  -->  [O, I] while `step()` runs  -->  this rank's part again
 """
 
+import functools
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -19,12 +19,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.language.directive import Placed
-from slapo_zoo.parallel.local_tensors import local_part, put_part
+from slapo_zoo.gradients.of_models import parameters_of, place_of
+from slapo_zoo.parallel.local_tensors import part_of, put_part
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.rank_plan import TensorPlan
 
 ELEMENTWISE = {
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "ASGD", "Rprop",
@@ -50,12 +50,9 @@ class _Swapped:
     grad: Tensor
 
 
-_DIVIDED: Any = WeakIdKeyDictionary()  # parameter --> (Placed, Mesh)
-_APART: Any = WeakIdKeyDictionary()  # parameters of models of which a rank holds a part
 _ASKED: "WeakSet[Any]" = WeakSet()
 _WARNED: "WeakSet[Any]" = WeakSet()
-_RUNNING: "WeakKeyDictionary[Any, list[tuple[Any, _Swapped]]]" = WeakKeyDictionary()
-_HOOKS: list[Any] = []
+_RUNNING: "WeakKeyDictionary[Any, list[tuple[Any, Any, _Swapped]]]" = WeakKeyDictionary()
 
 
 def whole_matrices(optimizer: Any) -> Any:
@@ -75,34 +72,28 @@ def whole_matrices(optimizer: Any) -> Any:
     return optimizer
 
 
-def note_divided(model: Any) -> None:
-    """Remember which parameters of a model are parts, for the hooks around optimizer steps."""
-    placed: Mapping[str, Placed] = model.schedule.state.placed
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if model.mesh.tp * model.mesh.pp > 1:
-            _APART[parameter] = True
-        found = placed.get(name)
-        if found is not None and model.mesh.size(found.placement.mesh_dim) > 1:
-            _DIVIDED[parameter] = found, model.mesh
-    if not _HOOKS:
-        _HOOKS.append(register_optimizer_step_pre_hook(_before))
-        _HOOKS.append(register_optimizer_step_post_hook(_after))
+@functools.cache
+def watch_steps() -> None:
+    """Look at every step of an optimizer from now on."""
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
 
 
 def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
     name = type(optimizer).__name__
     if any(cls.__name__ in ELEMENTWISE for cls in type(optimizer).__mro__):
         return
-    if name.startswith(WHOLE_MODEL) and any(
-        p in _APART for group in optimizer.param_groups for p in group["params"]
-    ):
+    places = {p: place for p in parameters_of(optimizer) if (place := place_of(p))}
+    meshes = [plan.mesh for plan, _ in places.values()]
+    if name.startswith(WHOLE_MODEL) and any(mesh.tp * mesh.pp > 1 for mesh in meshes):
         problem = "its step is made of dot products over all parameters, and this rank holds a part of them"
         hint = "use tp=1 and pp=1 (dp is fine), or an optimizer that works element by element"
         raise SlapoError(f"{name}.step", "optimizer", problem, hint)
-    if any(hasattr(p, "whole_shape") for group in optimizer.param_groups for p in group["params"]):
+    if any(row.row_shards > 1 for plan, n in places.values() if (row := plan.of(n))):
         problem = "it is not known to work element by element, and each dp rank holds some rows"
         raise SlapoError(f"{name}.step", "dp_shard=", problem, "use AdamW, or leave dp_shard= out")
-    held = [p for group in optimizer.param_groups for p in group["params"] if p in _DIVIDED]
+    parts = ((p, plan.sharded(n), plan.mesh) for p, (plan, n) in places.items())
+    held = {p: (row, mesh) for p, row, mesh in parts if row}
     if name not in MATRIX_WISE and optimizer not in _ASKED:
         if held and optimizer not in _WARNED:
             _WARNED.add(optimizer)
@@ -113,24 +104,25 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
                 stacklevel=4,
             )
         return
-    divided = [p for p in held if p.grad is not None]
+    divided = {p: place for p, place in held.items() if p.grad is not None}
     closures = [value for value in (*args[1:], kwargs.get("closure")) if value is not None]
     if divided and closures:
         problem = "it would run the model while its parameters are whole"
         raise SlapoError(f"{name}.step", "closure", problem, "call step() without one")
-    _RUNNING[optimizer] = [(p, _enlarge(optimizer, p)) for p in divided]
+    _RUNNING[optimizer] = [
+        (p, place, _enlarge(optimizer, p, *place)) for p, place in divided.items()
+    ]
 
 
-def _enlarge(optimizer: Any, p: Any) -> _Swapped:
+def _enlarge(optimizer: Any, p: Any, row: TensorPlan, mesh: Mesh) -> _Swapped:
     """Put the whole parameter, gradient and state where the parts were."""
-    placed, mesh = _DIVIDED[p]
     swapped = _Swapped(p.data, p.grad)
     for key, value in optimizer.state[p].items() if p in optimizer.state else ():
         if isinstance(value, Tensor) and value.shape == p.shape and value.ndim:
-            optimizer.state[p][key] = whole(value, placed, mesh)
+            optimizer.state[p][key] = whole(value, row, mesh)
     reads = MATRIX_WISE.get(type(optimizer).__name__, True)
-    full = whole(p.data, placed, mesh) if reads else _own_place(p.data, placed, mesh)
-    gradient = whole(p.grad, placed, mesh)
+    full = whole(p.data, row, mesh) if reads else _own_place(p.data, row, mesh)
+    gradient = whole(p.grad, row, mesh)
     p.grad = None
     p.data = full
     p.grad = gradient
@@ -138,40 +130,34 @@ def _enlarge(optimizer: Any, p: Any) -> _Swapped:
 
 
 def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
-    for p, swapped in _RUNNING.pop(optimizer, ()):
-        placed, mesh = _DIVIDED[p]
+    for p, (row, mesh), swapped in _RUNNING.pop(optimizer, ()):
         full, p.grad = p.data, None
-        swapped.local.copy_(part_of(full, placed, mesh))
+        swapped.local.copy_(part_of(full, row, mesh))
         p.data = swapped.local
         p.grad = swapped.grad
         for key, value in optimizer.state[p].items():
             if isinstance(value, Tensor) and value.ndim and value.shape == full.shape:
-                optimizer.state[p][key] = part_of(value, placed, mesh)
+                optimizer.state[p][key] = part_of(value, row, mesh)
 
 
-def part_of(full: Tensor, placed: Placed, mesh: Mesh) -> Tensor:
-    """This rank's part of what `whole` gives."""
-    n, r = (f(placed.placement.mesh_dim) for f in (mesh.size, mesh.coord))
-    return local_part(full, placed.placement, n, r)
-
-
-def _own_place(local: Tensor, placed: Placed, mesh: Mesh) -> Tensor:
+def _own_place(local: Tensor, row: TensorPlan, mesh: Mesh) -> Tensor:
     """Zeros of the whole size with this rank's part in its place: nothing is sent."""
-    n, r = (f(placed.placement.mesh_dim) for f in (mesh.size, mesh.coord))
-    return put_part(local.new_zeros(placed.shape), local, placed.placement, n, r)
+    return put_part(
+        local.new_zeros(row.shape), local, row.placement, *mesh.place(row.placement.mesh_dim)
+    )
 
 
-def whole(local: Tensor, placed: Placed, mesh: Mesh) -> Tensor:
+def whole(local: Tensor, row: TensorPlan, mesh: Mesh) -> Tensor:
     """The whole tensor of which every rank of a mesh dim holds a part; a collective call over it."""
-    placement = placed.placement
+    placement: Any = row.placement
     n, group = mesh.size(placement.mesh_dim), mesh.group(placement.mesh_dim)
-    shapes = [placement.local_shape(placed.shape, n, r) for r in range(n)]
+    shapes = [placement.local_shape(row.shape, n, r) for r in range(n)]
     longest = max(torch.Size(shape).numel() for shape in shapes)
     mine = local.new_zeros(longest)
     mine[: local.numel()] = local.reshape(-1)
     parts = [torch.empty_like(mine) for _ in range(n)]
     dist.all_gather(parts, mine, group=group)
-    full = local.new_empty(placed.shape)
+    full = local.new_empty(row.shape)
     for r, (shape, part) in enumerate(zip(shapes, parts, strict=True)):
         put_part(full, part[: torch.Size(shape).numel()].view(shape), placement, n, r)
     return full

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from slapo_zoo.errors import MeshError
-from slapo_zoo.gradients.optimizers import part_of, whole
-from slapo_zoo.parallel.local_tensors import is_divided
+from slapo_zoo.gradients.optimizers import whole
+from slapo_zoo.parallel.local_tensors import is_divided, part_of
 
 
 class OnWhole:
@@ -35,7 +35,7 @@ class OnWhole:
         """Return this rank's gradient after the hook."""
         runtime, p = self.reducer().runtime, self.parameter()  # pyright: ignore[reportOptionalMemberAccess]
         mesh, rows = runtime.schedule.mesh, is_divided(p)
-        full, placed = grad, placed_in(runtime, self.name)
+        full, placed = grad, runtime.plan.sharded(self.name)
         full = runtime.data_parallel.whole_of(p, full) if rows else full
         full = whole(full, placed, mesh) if placed else full
         if full is grad:
@@ -58,17 +58,10 @@ class OnWhole:
         return full if found is None else found
 
 
-def placed_in(runtime: Any, name: str) -> Any:
-    """The row of the plan of a parameter of which tp ranks hold parts, else None."""
-    row = runtime.plan.of(name)
-    return row if runtime.schedule.mesh.tp > 1 and row and row.placement else None
-
-
 def on_parts(model: Any) -> int:
     """Count the hooks of a user on parameters of which this rank holds a part."""
-    parts = (
-        p for name, p in model.named_parameters() if is_divided(p) or placed_in(model._slapo, name)
-    )
+    plan = model._slapo.plan
+    parts = (p for name, p in model.named_parameters() if is_divided(p) or plan.sharded(name))
     hooks = (hook for p in parts for hook in (p._backward_hooks or {}).values())
     return sum(isinstance(hook, OnWhole) or _is_foreign(hook) for hook in hooks)
 

@@ -4,24 +4,24 @@
 torch's GradScaler sees an overflow in one rank's part only. Both would let ranks come apart in silence.
 """
 
+import functools
 import inspect
 import sys
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_zoo.errors import MeshError, agreed
-from slapo_zoo.gradients.input_gradients import OF_MODELS
+from slapo_zoo.gradients.of_models import parameters_of, runtime_of
 from slapo_zoo.gradients.scaler import GradScaler
 from slapo_zoo.parallel.local_tensors import is_divided
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.rank_plan import RankPlan
 from slapo_zoo.ranks.process_group import rank_guard
 
 PROBES, ELEMENTS, ALIKE = 8, 64, 1e-4
@@ -30,10 +30,6 @@ COPIES = 1e-6  # of replicas that take the same steps
 LOOSELY = 1e-3  # rounding of kernels that add in any order
 ALWAYS = 16  # the first steps are all looked at, then one in `input_check_interval`
 
-_GUARDS: Any = (
-    WeakIdKeyDictionary()
-)  # parameter --> weak reference to its StepGuard, which holds it
-_HOOKS: list[Any] = []
 GRAD_SCALER = inspect.getfile(torch.amp.GradScaler)
 
 
@@ -50,38 +46,28 @@ class StepGuard:
 
     def __init__(self, mesh: Mesh):
         self.mesh, self.interval, self.steps, self.looks, self.backwards = mesh, ALWAYS, 0, 0, 0
+        self.device = torch.device("cpu")
         self.probes: list[tuple[nn.Parameter, Tensor]] = []
-        self.whole: Any = WeakIdKeyDictionary()  # parameter that each tp rank holds whole --> name
-        self.marks: dict[str, Tensor] = {}  # of the gradients of these
+        self.marks: dict[str, Tensor] = {}  # of gradients of what each tp rank holds whole
         self.trained: Tensor | None = None  # ranks that have something to train; None: all
         self.fresh, self.needed, self.divides = False, True, mesh.tp * mesh.pp > 1
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "StepGuard":
-        return StepGuard(self.mesh)
-
-    def watch(
-        self, named: Iterable[tuple[str, nn.Parameter]], divided: Container[str] = ()
-    ) -> None:
-        """Look before an optimizer steps on one of these, of which tp ranks hold parts of `divided`."""
-        if not _HOOKS:
-            _HOOKS.append(register_optimizer_step_pre_hook(_before_step))
-        mine = ref(self)
-        for name, p in named:
-            _GUARDS[p] = mine
-            if name not in divided:
-                self.whole[p] = name
-
     def complete(
-        self, parameters: list[nn.Parameter], trained: Tensor | None = None, averaged: bool = False
+        self,
+        named: Mapping[str, nn.Parameter],
+        plan: RankPlan,
+        averaged: bool,
+        trained: Tensor | None = None,
     ) -> None:
         """Note that gradients are complete now; `averaged`: all dp ranks have met in this backward."""
         if not self.needed:
             return
+        parameters = list(named.values())
         held = [p for p in parameters if p.grad is not None and not hasattr(p.grad, "full_tensor")]
         self.divides = self.mesh.tp * self.mesh.pp > 1 or any(is_divided(p) for p in held)
         some = held[:: max(1, len(held) // PROBES)][:PROBES]
         self.probes = [(p, _sample(p)) for p in some]
-        self.marks = self._marks_of(parameters) if self._is_due(self.steps + 1) else {}
+        self.marks = self._marks_of(named, plan) if self._is_due(self.steps + 1) else {}
         self.trained, self.fresh = trained, True
         if averaged and self.mesh.dp > 1 and not any(is_divided(p) for p in parameters):
             self._look_at_copies(parameters[:: max(1, len(parameters) // PROBES)][:PROBES])
@@ -107,19 +93,20 @@ class StepGuard:
     def _is_due(self, step: int) -> bool:
         return self.interval >= 1 and (step <= ALWAYS or not step % self.interval)
 
-    def _marks_of(self, parameters: Sequence[nn.Parameter]) -> dict[str, Tensor]:
+    def _marks_of(self, named: Mapping[str, nn.Parameter], plan: RankPlan) -> dict[str, Tensor]:
         """Name --> [2]: a number that tells gradients apart, and their size; a missing one is 0."""
         if self.mesh.tp == 1:
             return {}
-        named = {self.whole[p]: p for p in parameters if p in self.whole and not is_divided(p)}
+        rows = {name: plan.of(name) for name, p in named.items() if not is_divided(p)}
+        whole = {name: named[name] for name, row in rows.items() if not (row and row.placement)}
         grads = [p.new_zeros(1) if p.grad is None else p.grad.detach().reshape(-1)[:ELEMENTS]
-                 for p in named.values()]  # fmt: skip
+                 for p in whole.values()]  # fmt: skip
         if not grads:
             return {}
         padded = pad_sequence([x.float() for x in grads], batch_first=True).double()
         places = torch.arange(1, padded.shape[1] + 1, device=padded.device, dtype=torch.float64)
         found = torch.stack([padded @ places.cos(), padded.norm(dim=1)], 1)
-        return dict(zip(named, found, strict=True))
+        return dict(zip(whole, found, strict=True))
 
     def before_step(self) -> None:
         """MeshError on all ranks where they scaled their gradients by different factors."""
@@ -153,7 +140,7 @@ class StepGuard:
             for i in range(PROBES)
         ):
             return
-        none = torch.zeros(0, 2, dtype=torch.float64, device=next(iter(self._devices())))
+        none = torch.zeros(0, 2, dtype=torch.float64, device=self.device)
         mine = torch.stack([*self.marks.values()]) if self.marks else none
         each = [torch.empty_like(mine) for _ in range(tp)]
         dist.all_gather(each, mine, group=self.mesh.group("tp"))
@@ -174,7 +161,7 @@ class StepGuard:
         Two all-gathers of a few numbers, where an optimizer has such parameters: in the first steps alone.
         """
         beside = [p for p in parameters
-                  if p not in OF_MODELS and p.requires_grad and not hasattr(p, "full_tensor")]  # fmt: skip
+                  if runtime_of(p) is None and p.requires_grad and not hasattr(p, "full_tensor")]  # fmt: skip
         self.looks += 1
         if not (beside and self.needed and self.interval) or self.looks > ALWAYS:
             return
@@ -196,8 +183,7 @@ class StepGuard:
 
         The last row says how much rounding of the gradients' dtype may change a factor.
         """
-        device = self.probes[0][1].device if self.probes else next(iter(self._devices()))
-        found = torch.zeros(PROBES + 1, 4, dtype=torch.float64, device=device)
+        found = torch.zeros(PROBES + 1, 4, dtype=torch.float64, device=self.device)
         for i, mark in enumerate(self.marks.values()):
             found[i % PROBES, 2:] += mark
         alike = max([ALIKE, *(4 * torch.finfo(p.dtype).eps for p, _ in self.probes)])
@@ -227,9 +213,6 @@ class StepGuard:
             if len(factors) == len(group) and max(factors) - min(factors) > alike * max(factors):
                 return ", ".join(f"{factor:.4g}" for factor in factors)
         return ""
-
-    def _devices(self) -> set[torch.device]:
-        return {p.device for p, guard in _GUARDS.items() if guard() is self}
 
 
 def _one_of(row: list[float | None], alike: float) -> float | None:
@@ -261,17 +244,22 @@ def _unlike_beside(parameters: list[nn.Parameter], mesh_dim: str) -> MeshError:
     return MeshError("optimizer.step", "parameters beside the model", problem, hint)
 
 
+@functools.cache
+def watch_steps() -> None:
+    """Look at every step of an optimizer from now on."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
 def _before_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-    guard = None
-    for group in optimizer.param_groups:
-        guard = next((_GUARDS[p]() for p in group["params"] if p in _GUARDS), guard)
-    if guard is None:
+    parameters = parameters_of(optimizer)
+    runtime = next((found for p in parameters if (found := runtime_of(p))), None)
+    if runtime is None or runtime.schedule.mesh.world_size == 1:
         return
-    guard.look_beside([p for group in optimizer.param_groups for p in group["params"]])
-    if not guard.divides:
-        return
-    _require_own_scaler()
-    guard.before_step()
+    guard: StepGuard = runtime.calls.guard
+    guard.look_beside(parameters)
+    if guard.divides:
+        _require_own_scaler()
+        guard.before_step()
 
 
 def _require_own_scaler() -> None:

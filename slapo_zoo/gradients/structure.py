@@ -37,7 +37,7 @@ def require_known_weights(model: Any, step: str) -> None:
     """
     runtime, mesh = model._slapo, model.mesh
     by_name = {spec.name: spec for spec in runtime.specs}
-    found, groups = dict(model.named_parameters()), list(runtime.schedule.state.owners.values())
+    found, groups = dict(model.named_parameters()), runtime.plan.ties()
     rows = any(is_divided(p) for p in found.values())
     sharded = mesh.tp > 1
     parts = {n: spec for n, spec in by_name.items() if rows or (sharded and spec.placement)}

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.errors import MeshError
-from slapo_zoo.gradients.input_gradients import OF_MODELS, nodes_of, reached
+from slapo_zoo.gradients.input_gradients import nodes_of, reached
+from slapo_zoo.gradients.of_models import runtime_of
 from slapo_zoo.parallel.collectives import group_size
 from slapo_zoo.parallel.local_tensors import is_divided
 from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS, TIED
@@ -40,10 +41,10 @@ def count_once(runtime: Any, loss: Tensor, began: int) -> None:
     names = {id(p): name for name, p in runtime.calls.named}
     numbers = _numbers(loss, began)
     mixed = next((node.name() for node in numbers if _mixes(node)), "")
-    for node, index, p in (place for place in _leaves(numbers) if place[2] in OF_MODELS):
+    for node, index, p in (place for place in _leaves(numbers) if runtime_of(place[2])):
         name = names.get(id(p), "")
         row = runtime.plan.of(name)
-        if mixed and (is_divided(p) or (mesh.tp > 1 and row and row.placement)):
+        if mixed and (is_divided(p) or runtime.plan.sharded(name)):
             problem = f"{mixed} looks at a whole weight ({name}), of which this rank holds a part"
             hint = "add up numbers of single elements: p.square().sum() / number of all elements"
             raise MeshError("train_step", "loss_fn", problem, hint)

@@ -18,7 +18,7 @@ from slapo_zoo.language.planned_rows import plan_of
 from slapo_zoo.language.traffic import Traffic, Transfer
 from slapo_zoo.parallel.gradient_buckets import buckets
 from slapo_zoo.parallel.mesh import MESH_DIMS
-from slapo_zoo.parallel.rank_plan import RankPlan
+from slapo_zoo.parallel.rank_plan import DATA, PARTIAL, REPLICAS, RankPlan
 
 
 @dataclass(frozen=True)
@@ -192,15 +192,12 @@ def after_backward(
         named: parameters of this rank.
         tokens_sharded: tokens are sharded over tp in the step.
     """
-    found, parameters = [], dict(named)
-    for one, names in plan.sums_of(parameters, tokens_sharded).items():
-        if one.mesh_dim == "tp" and len(one.ranks(plan.mesh)) > 1:
-            found += [("tp", run) for run in buckets([parameters[name] for name in names])]
-    if plan.mesh.dp > 1:
-        found += [("dp", run) for run in buckets([p for _, p in named])]
+    parameters = dict(named)
+    sums = plan.sums_of(parameters, REPLICAS, PARTIAL, DATA, tokens_sharded=tokens_sharded)
     return [
-        Transfer("all_reduce", mesh_dim, "after backward",
+        Transfer("all_reduce", one.mesh_dim, "after backward",
                  sum(p.nbytes + p.itemsize for p in run),  # one more says whether there is a gradient
                  directive="sums of gradients")
-        for mesh_dim, run in found
+        for one, names in sums.items()
+        for run in buckets([parameters[name] for name in names])
     ]  # fmt: skip

@@ -1,7 +1,6 @@
 """The rows of a rank's plan, read off what the directives of a schedule did."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 
 from slapo_zoo.language.directive import Placed, State
 from slapo_zoo.parallel.mesh import Mesh
@@ -96,8 +95,3 @@ def _replicas(placed: Placed, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
     held = {r: tuple(placement.runs(size, mesh.tp, r)) for r in range(mesh.tp)}
     parts = partition(range(mesh.tp), held)
     return parts if len(parts) < mesh.tp else ()
-
-
-def with_dtypes(rows: Mapping[str, TensorPlan], dtypes: Mapping[str, str]) -> list[TensorPlan]:
-    """Rows whose tensors have another dtype by now."""
-    return [replace(rows[name], dtype=dtype) for name, dtype in dtypes.items() if name in rows]

@@ -13,9 +13,11 @@ from torch import nn
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.integrations.dialects import init_target_engine
 from slapo_zoo.language.missing_sums import warn_of_missing_sums
+from slapo_zoo.language.planned_rows import plan_of
 from slapo_zoo.language.schedule import Schedule
-from slapo_zoo.parallel.local_tensors import local_part
+from slapo_zoo.parallel.local_tensors import part_of
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.rank_plan import RankPlan
 from slapo_zoo.rng.device_seeds import mix
 from slapo_zoo.rng.random_stream import drawn_from
 
@@ -37,7 +39,8 @@ class ScheduleMetadata:
     @staticmethod
     def of(sch: Schedule) -> "ScheduleMetadata":
         """The metadata of a schedule, from its history."""
-        ties = {name: names[0] for names in sch.state.owners.values() for name in names[1:]}
+        rows = plan_of(sch.state).tensors.values()
+        ties = {row.name: row.tied_to for row in rows if row.tied_to}
         names = [directive.name for _, directive in sch.history]
         tags = {getattr(d, "key", "") for _, d in sch.history if d.name == "annotate"}
         return ScheduleMetadata(ties, tags, {name: names.count(name) for name in names})
@@ -104,28 +107,29 @@ def consolidate_model(
             `_init_weights`, or the module's `reset_parameters`.
         **kwargs: kept for the original's signature.
     """
-    state = sch.state
+    state, plan = sch.state, plan_of(sch.state)
     tied: dict[int, nn.Parameter] = {}
     for path, module in state.modules.items():
         names = [n for n, p in module._parameters.items() if p is not None and p.is_meta]
         fresh = [n for n in names if id(module._parameters[n]) not in tied]
         before = {name: module._parameters[name] for name in names}
-        _materialize(sch, path, module, fresh, param_init_fn)
+        _materialize(sch, plan, path, module, fresh, param_init_fn)
         for name in names:
             old: Any = before[name]
             if name in fresh:
-                tied[id(old)] = _cut(sch, f"{path}.{name}" if path else name, module, name)
+                tied[id(old)] = _cut(plan, f"{path}.{name}" if path else name, module, name)
             module._parameters[name] = tied[id(old)]
     state.index()
 
 
-def _materialize(sch: Schedule, path: str, module: Any, names: list[str], init: Any) -> None:
+def _materialize(
+    sch: Schedule, plan: RankPlan, path: str, module: Any, names: list[str], init: Any
+) -> None:
     """Full tensors on the CPU, drawn from a generator of the module's own."""
     before = {name: module._parameters[name] for name in names}
     for name in names:
-        placed = sch.state.placed.get(f"{path}.{name}" if path else name)
-        meta = module._parameters[name]
-        shape = placed.shape if placed else meta.shape
+        row, meta = plan.of(f"{path}.{name}" if path else name), module._parameters[name]
+        shape = row.shape if row else meta.shape
         full = torch.full(shape, torch.nan, dtype=meta.dtype)
         module._parameters[name] = nn.Parameter(full, meta.requires_grad)
     if not names:
@@ -150,10 +154,8 @@ def _call_init(sch: Schedule, path: str, module: Any, init: Any) -> None:
         module.reset_parameters()
 
 
-def _cut(sch: Schedule, full_name: str, module: Any, name: str) -> nn.Parameter:
+def _cut(plan: RankPlan, full_name: str, module: Any, name: str) -> nn.Parameter:
     """This rank's part of a full parameter."""
-    placed, full = sch.state.placed.get(full_name), module._parameters[name]
-    if placed is None:
-        return full
-    n, r = (f(placed.placement.mesh_dim) for f in (sch.mesh.size, sch.mesh.coord))
-    return nn.Parameter(local_part(full.detach(), placed.placement, n, r), full.requires_grad)
+    full = module._parameters[name]
+    part = part_of(full.detach(), plan.of(full_name), plan.mesh)
+    return full if part.shape == full.shape else nn.Parameter(part, full.requires_grad)

@@ -9,7 +9,6 @@ import torch
 from slapo_zoo.dp.data_parallel import use_hooks
 from slapo_zoo.dp.dp_shard import Shards, shard_over_dp
 from slapo_zoo.errors import MeshError
-from slapo_zoo.gradients.optimizers import note_divided
 from slapo_zoo.hf.attention_backends import require_backend
 from slapo_zoo.language.missing_sums import warn_of_missing_sums
 from slapo_zoo.model.mixin import Runtime, scheduled_class
@@ -59,7 +58,7 @@ class Assembly(Outline):
     def weights_of(self, checkpoint: CheckpointFolder, load: LoadOptions) -> Ledger:
         """Read this rank's bytes of a checkpoint; returns the ledger."""
         return fill_from_folder(
-            self.model, lambda: self.skeleton, self.state, self.specs, checkpoint, self.mesh,
+            self.model, lambda: self.skeleton, self.plan, checkpoint,
             torch.device(self.options.device), self.units, self.seed, self.keys, load, self.shards,
         )  # fmt: skip
 
@@ -67,8 +66,7 @@ class Assembly(Outline):
         """Fill the model with new weights, the same for every mesh; returns the ledger."""
         place = torch.device(self.options.device)
         return fill_from_config(
-            self.model, lambda: self.skeleton, self.state, self.specs, self.mesh, place,
-            self.units, self.seed, self.shards,
+            self.model, lambda: self.skeleton, self.plan, place, self.units, self.seed, self.shards,
         )  # fmt: skip
 
     def require_same_weights(self, what: str) -> None:
@@ -85,13 +83,9 @@ class Assembly(Outline):
         """Make the class of the model a scheduled one."""
         model = self.model
         warn_of_missing_sums(self.schedule)
-        undivided = self.table.undivided
         runtime = Runtime(
-            schedule=self.schedule, own_forward=computing_forward(self.cls.forward),
-            pipeline=self.pipeline, keys=self.keys, ledger=ledger,
-            whole_batch=self.table.whole_batch, undivided=undivided is True or self.cls.__name__ in (undivided or ()), shifts_labels=self.table.shifts_labels, batch_statistics=self.table.batch_statistics,
-            num_tokens=self._num_tokens(), micro_batches=micro_batches,
-            source=folder,
+            self.schedule, computing_forward(self.cls.forward), self.table, self.pipeline, self.keys,
+            ledger, micro_batches=micro_batches, source=folder,
         )  # fmt: skip
         runtime.precision = MixedPrecision(
             self.state.compute_dtype, self.options.precision == "fp16"
@@ -101,7 +95,6 @@ class Assembly(Outline):
         use_hooks(runtime)
         model.__class__ = scheduled_class(self.cls)
         model._slapo = runtime
-        note_divided(model)
         _take_generation_config(model, folder)
         return model
 
@@ -110,13 +103,10 @@ class Assembly(Outline):
         blocks = block_paths(self.schedule, self.table)
         if self.shards is not None:
             shard_over_dp(model, blocks, self.shards)
+        self.state.note_owners()
         if self.pipeline is None:  # a part of a stage is refused by its cursor
             call_parts_alone(model, blocks, blocks_too=self.shards is not None)
         model._slapo.calls.prepare(model)
-
-    def _num_tokens(self) -> int | None:
-        count = self.table.num_tokens
-        return count(self.model.config) if count else None
 
 
 def _groups(plan: RankPlan) -> dict[tuple[int, ...], Any]:

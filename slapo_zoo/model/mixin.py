@@ -15,7 +15,7 @@ from slapo_zoo.checkpoints.current_specs import refresh_specs, written_as
 from slapo_zoo.checkpoints.saved_configs import extras_of
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.gradients.batch_check import INTERVAL
-from slapo_zoo.gradients.optimizers import note_divided
+from slapo_zoo.gradients.of_models import note
 from slapo_zoo.gradients.structure import Structure
 from slapo_zoo.language.copying import independent_copy
 from slapo_zoo.language.directive import ForwardContext
@@ -73,9 +73,7 @@ class Scheduled(Structure, Generates, Recomputes):
         memo.update({id(group): group for group in runtime.groups.values()})
         new = independent_copy(model, memo)
         new.schedule.state.index()
-        owners = self.schedule.state.owners  # ties over stages are not seen in what is here
-        new.schedule.state.owners = {id(memo[k]): v for k, v in owners.items() if k in memo}
-        note_divided(new)
+        note(new._slapo, new.named_parameters())
         call_parts_alone(new)
         return new
 

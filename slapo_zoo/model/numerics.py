@@ -137,13 +137,11 @@ class NumericsWatch:
 
 def part_of(model: Any, name: str) -> str:
     """Which part of a parameter this rank holds."""
-    placed = model.schedule.state.placed.get(name)
-    if placed is None:
+    row = model.plan.of(name)
+    if row is None or row.placement is None:
         return "all"
-    mesh, placement = model.mesh, placed.placement
-    size = placed.shape[placement.axis]
-    n, r = mesh.size(placement.mesh_dim), mesh.coord(placement.mesh_dim)
-    return str(placement.runs(size, n, r))
+    cut = row.placement
+    return str(cut.runs(row.shape[cut.axis], *model.mesh.place(cut.mesh_dim)))
 
 
 def digest(tensor: Tensor) -> str:

@@ -1,6 +1,7 @@
 """Gradients are summed over a group of ranks bucket by bucket, each bucket in one collective."""
 
 from collections.abc import Container, Iterable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -57,8 +58,6 @@ class Bucket:
     def __init__(self, parameters: list[nn.Parameter], group: Any, factor: float = 1.0):
         self.parameters, self.group, self.factor = parameters, group, factor
         self.missing = {id(p) for p in parameters}  # their gradient has not come yet
-        self.sizes = [held_here(p).numel() for p in parameters]
-        self.starts = [sum(self.sizes[:i]) for i in range(len(parameters))]
         self.flat: Any = None
         self.work: Any = None
 
@@ -67,6 +66,8 @@ class Bucket:
         self.wait()
         grads = [p.grad if p.grad is None else held_here(p.grad) for p in self.parameters]
         self.present = [grad is not None for grad in grads]
+        self.sizes = [held_here(p).numel() for p in self.parameters]
+        self.starts = [0, *accumulate(self.sizes)][:-1]
         self.flat = self._shared(grads) if all(self.present) else None
         if self.flat is None:
             self._copy(grads)

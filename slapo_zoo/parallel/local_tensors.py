@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.parallel.placement import Placement
+from slapo_zoo.parallel.placement import Placement, TensorSpec
 
 
 @dataclass
@@ -101,6 +101,12 @@ def local_part(tensor: Tensor, placement: Placement, n: int, r: int) -> Tensor:
         shape[axis] = missing
         parts.append(tensor.new_zeros(shape))
     return torch.cat(parts, axis) if len(parts) > 1 else parts[0].clone()
+
+
+def part_of(full: Tensor, spec: TensorSpec | None, mesh: Mesh) -> Tensor:
+    """This rank's elements of a full tensor; without a placement all of them."""
+    cut = spec and spec.placement
+    return local_part(full, cut, *mesh.place(cut.mesh_dim)) if cut else full
 
 
 def put_part(full: Tensor, part: Tensor, placement: Placement, n: int, r: int) -> Tensor:

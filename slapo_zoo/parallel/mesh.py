@@ -82,6 +82,10 @@ class Mesh:
         strides = {"tp": 1, "dp": self.tp, "pp": self.tp * self.dp}
         return self.rank // strides[mesh_dim] % self.size(mesh_dim)
 
+    def place(self, mesh_dim: str) -> tuple[int, int]:
+        """Size of one mesh dim and our coordinate on it, as placements ask for them."""
+        return self.size(mesh_dim), self.coord(mesh_dim)
+
     def at(self, **coords: int) -> int:
         """The rank whose coordinates are ours, except those given: `mesh.at(pp=0)`."""
         tp, dp, pp = (coords.get(name, self.coord(name)) for name in ("tp", "dp", "pp"))

@@ -126,6 +126,23 @@ class RankPlan:
         """Return the row of a parameter or buffer, or None where the plan has none."""
         return self.tensors.get(name)
 
+    def saved_as(self, name: str) -> str:
+        """Return the name under which files hold a tensor: several modules may share it."""
+        return self.tensors[name].tied_to or name if name in self.tensors else name
+
+    def ties(self) -> list[list[str]]:
+        """Return the names of each tensor that has several, first that under which it is saved."""
+        found: dict[str, list[str]] = {}
+        for name in self.tensors:
+            found.setdefault(self.saved_as(name), []).append(name)
+        return [names for names in found.values() if len(names) > 1]
+
+    def sharded(self, name: str) -> TensorPlan | None:
+        """Return the row of a tensor of which ranks of a mesh dim hold parts, else None."""
+        row = self.of(name)
+        cut = row and row.placement
+        return row if cut and self.mesh.size(cut.mesh_dim) > 1 else None
+
     @property
     def saved(self) -> list[TensorPlan]:
         """The rows that a checkpoint holds, in order: each tied tensor once, no adapter."""
@@ -141,10 +158,6 @@ class RankPlan:
         row = self.of(name)
         return row is None or row.stage == self.mesh.coord("pp")
 
-    def at(self, rank: int) -> "RankPlan":
-        """The same rows seen by another rank; units and sites are left out."""
-        return replace(self, mesh=replace(self.mesh, rank=rank), units=(), sites={})
-
     def having(self, rows: Sequence[TensorPlan]) -> "RankPlan":
         """The plan with rows added or replaced by name."""
         return replace(self, tensors={**self.tensors, **{row.name: row for row in rows}})
@@ -156,8 +169,10 @@ class RankPlan:
         found = {one.ranks(mesh) for one in sums for mesh in meshes}
         return sorted(ranks for ranks in found if len(ranks) > 1)
 
-    def sums_of(self, names: Iterable[str], tokens_sharded: bool) -> dict[Sum, list[str]]:
-        """Each sum beside dp that gradients of these parameters take, and who takes it.
+    def sums_of(
+        self, names: Iterable[str], *why: str, tokens_sharded: bool = True
+    ) -> dict[Sum, list[str]]:
+        """Each sum, of the given kinds, that gradients of these parameters take with other ranks.
 
         All ranks have one order: that of the names under which tensors are saved.
         """
@@ -165,8 +180,9 @@ class RankPlan:
         rows = [self.tensors[name] for name in names if name in self.tensors]
         found: dict[Sum, list[str]] = {}
         for row in sorted(rows, key=lambda row: places[row.tied_to or row.name]):
-            for one in row.sums(tokens_sharded, TIED, REPLICAS, PARTIAL):
-                found.setdefault(one, []).append(row.name)
+            for one in row.sums(tokens_sharded, *why):
+                if len(one.ranks(self.mesh)) > 1:
+                    found.setdefault(one, []).append(row.name)
         return found
 
     def digest(self) -> str:

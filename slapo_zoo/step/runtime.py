@@ -25,6 +25,7 @@ from slapo_zoo.step.outputs import shows_layers
 from slapo_zoo.step.precision import MixedPrecision
 from slapo_zoo.weights.keys import KeyMap
 from slapo_zoo.weights.ledger import Ledger
+from slapo_zoo.zoo.table import Table
 
 
 @dataclass
@@ -34,6 +35,7 @@ class Runtime:
     Args:
         schedule: the program that made it.
         own_forward: of the model's own class.
+        table: of its family.
         pipeline: the stages, or None without.
         keys: names that the family's files use.
         adapters: the matrices of each adapter, by its name, that this stage holds.
@@ -41,12 +43,6 @@ class Runtime:
         groups: ranks of a part of a mesh dim --> their process group: see `RankPlan.groups`.
         source: the folder that was loaded.
         micro_batches: default of `train_step`.
-        num_tokens: tokens of an input that is not text.
-        whole_batch: options whose loss is no mean over rows.
-        undivided: the loss is no mean that parts of a batch add up to.
-        shifts_labels: whether the head compares each token with the label of the next; None tells it
-            by the name of the class.
-        batch_statistics: whether micro-batches change the result.
         data_parallel: how it runs and sums over dp; an engine puts its own here.
         calls: what calls leave for their backwards, whose gradients are summed.
         within_engine: a call of the model comes from the engine around it.
@@ -57,6 +53,7 @@ class Runtime:
 
     schedule: Schedule
     own_forward: Callable[..., Any]
+    table: Table
     pipeline: Pipeline | None = None
     keys: KeyMap = field(default_factory=KeyMap)
     ledger: Ledger = field(default_factory=Ledger)
@@ -65,11 +62,6 @@ class Runtime:
     groups: dict[tuple[int, ...], Any] = field(default_factory=dict)
     source: Path | None = None
     micro_batches: int | None = None
-    num_tokens: int | None = None
-    whole_batch: tuple[str, ...] = ()
-    undivided: bool = False
-    shifts_labels: bool | None = None
-    batch_statistics: bool = False
     data_parallel: DataParallel = field(default_factory=DataParallel)
     calls: Calls = field(init=False)
     within_engine: bool = False
@@ -92,20 +84,11 @@ class Runtime:
         mesh = self.schedule.mesh
         return self.groups.get(one.ranks(mesh)) if one.parts else mesh.group(one.mesh_dim)
 
-    def summed(self, why: str) -> list[tuple[str, Any]]:
-        """(name, process group) of this rank's parameters that have such a sum, whatever the tokens."""
-        rows = self.plan.tensors
-        here = (rows[name] for name, _ in self.schedule.model.named_parameters() if name in rows)
-        saved_as = {row.tied_to or row.name: row for row in here}  # in one order on all stages
-        held = (saved_as[name] for name in rows if name in saved_as)
-        found = ((row.name, self.group(one)) for row in held for one in row.sums(True, why))
-        return [(name, group) for name, group in found if group is not None]
-
     def head_name(self, model: Any) -> str:
         """A class name that tells whether labels are shifted: the model's own, or what was found."""
-        if self.shifts_labels is None:
+        if self.table.shifts_labels is None:
             return model.unscheduled_class.__name__
-        return SHIFTED if self.shifts_labels else ""
+        return SHIFTED if self.table.shifts_labels else ""
 
 
 def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
@@ -123,7 +106,8 @@ def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
         batch.get("encoder_outputs")
     ):  # the backward goes on through a call that had whole tokens
         return False
-    lengths = [runtime.num_tokens] if runtime.num_tokens else []
+    count = runtime.table.num_tokens
+    lengths = [count(model.config)] if count else []
     names = {
         "input_ids": -1,
         "inputs_embeds": -2,
@@ -168,10 +152,13 @@ def count_rows(batch: Mapping[str, Any]) -> int:
 def refuse_divided(model: Any, options: Mapping[str, Any], **parts: int) -> None:
     """MeshError for an option whose loss is no mean over rows where the batch is sharded."""
     divided = [f"{name}={count}" for name, count in parts.items() if count > 1]
-    if model._slapo.undivided and any(not part.startswith("pp=") for part in divided):
+    table = model._slapo.table
+    if table.is_undivided(model.unscheduled_class) and any(
+        not part.startswith("pp=") for part in divided
+    ):
         problem = f"parts of a batch do not add up to it, found {', '.join(divided)}"
         raise MeshError("the model", "its loss", problem, "pass micro_batches=1 and use dp=1")
-    for name in model._slapo.whole_batch if divided else ():
+    for name in table.whole_batch if divided else ():
         given = options.get(name)
         if getattr(model.config, name, False) if given is None else given:
             problem = f"its loss needs the whole batch in one piece, found {', '.join(divided)}"

@@ -53,7 +53,7 @@ def no_loss(problem: str) -> SlapoError:
 def count_micro_batches(runtime: Runtime, mesh: Mesh, rows: int, asked: int | None) -> int:
     """How many equal parts the rows are divided into: asked for, or the default."""
     count = runtime.micro_batches if asked is None else asked
-    if count is None and runtime.batch_statistics and mesh.pp > 1:
+    if count is None and runtime.table.batch_statistics and mesh.pp > 1:
         warnings.warn(
             "BatchNorm takes its statistics per micro-batch: one is used, as in one process, and the "
             f"{mesh.pp} stages take turns; pass micro_batches= to let them overlap",
@@ -113,13 +113,11 @@ def agree_on_frozen_ties(runtime: Runtime, device: torch.device) -> None:
     One all-reduce of three numbers per weight and group, and one wait: none is unfrozen, since an
     optimizer was made by then.
     """
-    ties = runtime.summed(TIED)
-    named = dict(runtime.schedule.model.named_parameters()) if ties else {}
-    for group in {id(group): group for _, group in ties}.values():
-        names = [name for name, other in ties if other is group]
+    named = dict(runtime.schedule.model.named_parameters())
+    for one, names in runtime.plan.sums_of(named, TIED).items():
         held = [_state_of_copy(named[name]).to(device) for name in names]
         found = torch.stack(held)
-        dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=runtime.group(one))
         for name, (trained, least, most) in zip(names, found.tolist(), strict=True):
             if least + most < -SAME * least:
                 problem = (

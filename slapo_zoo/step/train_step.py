@@ -46,53 +46,35 @@ class StepOptions:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """A batch that can be trained on.
-
-    Args:
-        tensors: what is divided by rows.
-        whole: what all rows share.
-        rows: of this dp rank.
-        count: of micro-batches.
-        parameters: the trained ones by name.
-    """
-
-    tensors: dict[str, Tensor]
-    whole: dict[str, Any]
-    rows: int
-    count: int
-    parameters: dict[str, nn.Parameter]
-
-    @property
-    def device(self) -> torch.device:
-        """Of its first tensor, and of the pipeline."""
-        return next(iter(self.tensors.values())).device
-
-
-@dataclass(frozen=True)
 class Step:
-    """A batch, divided over dp ranks and micro-batches.
+    """One batch, divided over dp ranks and micro-batches.
 
     Args:
         model: of AutoScheduledModel.
-        batch: its tensors end with the numbers of their rows.
+        tensors: what is divided by rows, then the numbers of the rows.
+        whole: what all rows share.
+        count: of micro-batches.
+        parameters: the trained ones by name.
         number: of the step: its dropout is drawn for it.
         asked: counts of the batch on all dp ranks.
         means: makes the model's loss of a micro-batch a share of that of all; None: it is the whole one.
         own: the caller's loss, or None for that of the model.
         beside: tensors beside the model that take gradients.
-        scale: of a GradScaler, or None.
+        scaler: a GradScaler, or None.
         kept: the logits, if they are asked for.
     """
 
     model: Any
-    batch: Batch
+    tensors: dict[str, Tensor]
+    whole: dict[str, Any]
+    count: int
+    parameters: dict[str, nn.Parameter]
     number: int
     asked: StepCounts
     means: GlobalMeans | None
     own: own_loss.OwnLoss | None
     beside: InputGradients
-    scale: Tensor | None
+    scaler: Any
     kept: "LogitsKept | None"
 
     @property
@@ -103,7 +85,7 @@ class Step:
     @property
     def trains(self) -> bool:
         """Whether something takes a gradient here."""
-        return bool(self.batch.parameters or self.beside.given or self.own)
+        return bool(self.parameters or self.beside.given or self.own)
 
     def loss_of(self, part: Mapping[str, Any], rows: Tensor) -> Tensor:
         """The loss of one micro-batch, its means taken over the whole batch."""
@@ -123,21 +105,23 @@ class Step:
             self.kept.add(first, output)
         loss = (self.own or _loss)(output, part) * runtime.precision.scale
         self.beside.see(loss, output)
-        return loss if self.scale is None else loss * self.scale
+        return loss if self.scaler is None else self.scaler.scale(loss)
 
 
 def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> Any:
     """Forward and backward of one batch: see `Scheduled.train_step`."""
-    step = split(model, check(model, batch, options), options)
-    parameters = list(step.batch.parameters.values())
+    step = split(model, options, *check(model, batch, options))
+    parameters = list(step.parameters.values())
     with step.runtime.data_parallel.new_gradients(parameters), step.beside.averaged():
         loss = run(step)
         reduce(step)
     return share(step, loss)
 
 
-def check(model: Any, batch: Mapping[str, Any], options: StepOptions) -> Batch:
-    """Refuse what cannot be trained on, and hook the parameters that can."""
+def check(
+    model: Any, batch: Mapping[str, Any], options: StepOptions
+) -> tuple[dict[str, Tensor], dict[str, Any], int, int]:
+    """Refuse what cannot be trained on; return what is divided, what is not, rows and micro-batches."""
     runtime, mesh = model._slapo, model.mesh
     own_loss.require_gradients()
     if options.loss_fn is not None:
@@ -156,22 +140,24 @@ def check(model: Any, batch: Mapping[str, Any], options: StepOptions) -> Batch:
     count = step_checks.count_micro_batches(runtime, mesh, rows, options.micro_batches)
     refuse_divided(model, whole, micro_batches=count, pp=mesh.pp, dp=mesh.dp)
     step_checks.require_rows(tensors, whole, rows, count)
-    device = next(iter(tensors.values())).device
-    return Batch(tensors, whole, rows, count, _trained(model, count, device))
+    return tensors, whole, rows, count
 
 
-def split(model: Any, batch: Batch, options: StepOptions) -> Step:
+def split(
+    model: Any, options: StepOptions, tensors: dict[str, Tensor], whole: dict[str, Any], rows: int, count: int
+) -> Step:  # fmt: skip
     """Count the batch on all dp ranks, number its rows, and say of which mean each loss is a share."""
-    runtime, mesh, tensors = model._slapo, model.mesh, batch.tensors
-    state, reducer, device = runtime.schedule.state, runtime.calls.reducer, batch.device
-    said, counts = _targets(model, batch, options)
-    divided = tokens_divide(model, own_loss.of_model({**tensors, **batch.whole}))
+    runtime, mesh, parts = model._slapo, model.mesh, count * model.mesh.dp
+    state, reducer = runtime.schedule.state, runtime.calls.reducer
+    parameters = _trained(model, count, next(iter(tensors.values())).device)
+    said, counts = _targets(model, options, tensors, whole, parts)
+    divided = tokens_divide(model, own_loss.of_model({**tensors, **whole}))
     state.forward = ForwardContext(divided, is_call=True)
-    asked, number = ask(model, tensors, counts, batch.rows, batch.whole), state.random.step + 1
+    asked, number = ask(model, tensors, counts, rows, whole), state.random.step + 1
     reducer.asks_hosts = asked.missed
     check_batch(mesh, tensors, number, model.input_check_interval, partial(on_parts, model))
-    tensors[ROWS] = asked.rows(batch.rows)  # last: the pipeline's device is the first's
-    own, means, parts = options.loss_fn, None, batch.count * mesh.dp
+    tensors[ROWS] = asked.rows(rows)  # last: the pipeline's device is the first's
+    own, means = options.loss_fn, None
     if own is not None:
         own = own_loss.OwnLoss(own, own_loss.divisor_of(said, asked.totals, parts), runtime)
     elif parts > 1 or said is not None:
@@ -179,39 +165,40 @@ def split(model: Any, batch: Batch, options: StepOptions) -> Step:
         means = GlobalMeans(asked.totals, counted, mesh.group("dp"))
     times = runtime.data_parallel.loss_scale
     beside = InputGradients(mesh, tensors, reducer.beyond, options.loss_fn, times)
-    scaler, kept = options.scaler, LogitsKept() if options.return_logits else None
-    scale = None if scaler is None else scaler.scale(torch.ones((), device=device))
-    return Step(model, batch, number, asked, means, own, beside, scale, kept)
+    kept = LogitsKept() if options.return_logits else None
+    return Step(model, tensors, whole, count, parameters, number, asked, means, own, beside, options.scaler, kept)  # fmt: skip
 
 
-def _targets(model: Any, batch: Batch, options: StepOptions) -> tuple[Any, Sequence[Any]]:
+def _targets(
+    model: Any, options: StepOptions, tensors: Mapping[str, Tensor], whole: dict[str, Any], parts: int
+) -> tuple[Any, Sequence[Any]]:  # fmt: skip
     """What the caller says of the numbers of targets, and those that dp ranks add up."""
-    said, mesh = options.targets, model.mesh
+    said = options.targets
     if options.loss_fn is None:
-        items = batch.whole.pop("num_items_in_batch", None)  # of transformers: on all dp ranks
-        said = [items / mesh.dp] if items is not None and said is None else said
-    if said is not None or options.loss_fn is not None or batch.count * mesh.dp == 1:
+        items = whole.pop("num_items_in_batch", None)  # of transformers: on all dp ranks
+        said = [items / model.mesh.dp] if items is not None and said is None else said
+    if said is not None or options.loss_fn is not None or parts == 1:
         return said, said or []
-    return None, count_targets(model._slapo.head_name(model), batch.tensors)
+    return None, count_targets(model._slapo.head_name(model), tensors)
 
 
 def run(step: Step) -> Tensor:
     """Forward and backward of all micro-batches; this rank's share of the loss."""
-    runtime, batch = step.runtime, step.batch
+    runtime = step.runtime
     engine, pipeline = runtime.data_parallel, runtime.pipeline
     step_checks.require_trained(step.trains or step.model.mesh.pp > 1)  # another stage may
-    given = batch.tensors, batch.whole, batch.count
+    given = step.tensors, step.whole, step.count
     if pipeline is None:
         loss = _accumulate(engine, step.loss_of, *given)
     else:
         loss = engine.pipeline_step(pipeline, step.loss_of, *given)
     loss = loss / runtime.precision.scale
-    return loss if step.scale is None else loss / step.scale
+    return loss if step.scaler is None else loss / step.scaler.scale(torch.ones_like(loss))
 
 
 def reduce(step: Step) -> None:
     """Complete the gradients: their sums, the hooks of a user that waited for these, the scale of fp16."""
-    runtime, mesh, named = step.runtime, step.model.mesh, step.batch.parameters
+    runtime, mesh, named = step.runtime, step.model.mesh, step.parameters
     parameters, reducer = list(named.values()), runtime.calls.reducer
     runtime.data_parallel.sum_over_dp(parameters, mesh)
     reducer.finish(named)
@@ -221,7 +208,7 @@ def reduce(step: Step) -> None:
 
 def share(step: Step, loss: Tensor) -> Any:
     """The loss of the whole batch, and the logits, on every rank."""
-    runtime, mesh, named = step.runtime, step.model.mesh, step.batch.parameters
+    runtime, mesh, named = step.runtime, step.model.mesh, step.parameters
     both = torch.stack([loss.detach(), torch.full_like(loss.detach(), float(bool(named)))])
     for mesh_dim in ("pp", "dp"):  # terms of all micro-batches were divided by global counts
         if mesh.size(mesh_dim) > 1:
@@ -229,7 +216,7 @@ def share(step: Step, loss: Tensor) -> Any:
     loss, trained = both  # `trained`: ranks of pp and dp that have something to train
     step_checks.require_trained(step.trains or bool(trained))
     averaged = not runtime.calls.reducer.paused
-    runtime.calls.guard.complete(list(named.values()), trained, averaged)
+    runtime.calls.guard.complete(named, runtime.plan, averaged, trained)
     runtime.schedule.state.random.step = step.number  # a step that failed has drawn nothing
     return loss if step.kept is None else step.kept.output(loss, runtime.pipeline)
 

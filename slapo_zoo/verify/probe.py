@@ -64,7 +64,8 @@ def _rank(subject: Specimen, sizes: tuple[int, int, int], knobs: Any, rates: Any
     rows = len(next(iter(subject.batch.values()))) // dp
     start = model.mesh.coord("dp") * rows
     part = {k: v[start : start + rows] for k, v in subject.batch.items()}
-    whole = model._slapo.batch_statistics or model._slapo.undivided
+    table = model._slapo.table
+    whole = table.batch_statistics or table.is_undivided(model.unscheduled_class)
     loss = float(model.train().train_step(part, micro_batches=1 if whole else 2))
     if knobs.get("sequence_parallel") and not tokens_divide(model, part):
         problem = "its batch has no tokens that tp ranks could divide: it was not seen to be right"

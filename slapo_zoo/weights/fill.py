@@ -3,7 +3,7 @@
 import functools
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.hf import models as hf
-from slapo_zoo.language.directive import State
-from slapo_zoo.parallel.local_tensors import RowsOfRank, local_part, rows_of
+from slapo_zoo.parallel.local_tensors import RowsOfRank, part_of, rows_of
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.parallel.placement import Placement, TensorSpec
+from slapo_zoo.parallel.placement import TensorSpec
+from slapo_zoo.parallel.rank_plan import RankPlan
 from slapo_zoo.ranks.agreement import together
 from slapo_zoo.weights.folder import CheckpointFolder
 from slapo_zoo.weights.initialize import fill_buffers, initialize_weights
@@ -30,9 +30,9 @@ QUANTIZED = r"\.(SCB|weight_format|qweight|qzeros|scales|g_idx|absmax|quant_map|
 
 
 def fill_from_folder(
-    model: Any, skeleton: Callable[[], Any], state: State, specs: Sequence[TensorSpec],
-    folder: CheckpointFolder, mesh: Mesh, device: torch.device, units: Sequence[str], seed: int,
-    keys: KeyMap, options: LoadOptions = LoadOptions(),  # noqa: B008 - frozen
+    model: Any, skeleton: Callable[[], Any], plan: RankPlan, folder: CheckpointFolder,
+    device: torch.device, units: Sequence[str], seed: int, keys: KeyMap,
+    options: LoadOptions = LoadOptions(),  # noqa: B008 - frozen
     over_dp: RowsOfRank | None = None,
 ) -> Ledger:  # fmt: skip
     """Read this rank's slices; what the checkpoint lacks is drawn as `from_config` draws it.
@@ -40,10 +40,8 @@ def fill_from_folder(
     Args:
         model: scheduled, on meta, only this rank's stage.
         skeleton: makes the same model unscheduled and whole, on meta.
-        state: of the schedule.
-        specs: every tensor of the whole model.
+        plan: of this rank.
         folder: the checkpoint.
-        mesh: our place.
         device: where the values go.
         units: paths of blocks and their neighbours.
         seed: of new weights.
@@ -51,7 +49,7 @@ def fill_from_folder(
         options: limits and checks.
         over_dp: which rows of each parameter are ours, where dp ranks divide them.
     """
-    begin = time.perf_counter()
+    begin, mesh, specs = time.perf_counter(), plan.mesh, plan.saved
     with AnonymousPeak(exact=False) as peak:
         key_of = {keys.to_model(key): key for key in folder.keys()}  # noqa: SIM118 - not a dict
         expected = keys.read_specs(specs, key_of)
@@ -69,27 +67,26 @@ def fill_from_folder(
             [tuple(key_of[name] for name in each) for each in names.doubles], folder, mesh
         )
         _check_memory(model, options, mesh, over_dp)
-        held = _allocate(model, state, device, over_dp)
+        held = _allocate(model, device, over_dp)
         local = keys.split(held, specs, mesh, key_of)
         local = {name: tensor for name, tensor in local.items() if tensor.numel()}
-        canonical = canonical_names(local, state, expected)
         known = {spec.name: spec for spec in expected}
         targets = {
             name: Target(
                 tensor,
-                known[canonical[name]].shape,
-                known[canonical[name]].placement,
+                known[plan.saved_as(name)].shape,
+                known[plan.saved_as(name)].placement,
                 rows_of(tensor, mesh),
                 may_map=options.map_weights and held.get(name) is tensor,  # no view of another one
             )
             for name, tensor in local.items()
-            if canonical[name] in names.source
+            if plan.saved_as(name) in names.source
         }
-        source = {name: key_of[names.source[canonical[name]]] for name in targets}
+        source = {name: key_of[names.source[plan.saved_as(name)]] for name in targets}
         load = functools.partial(load_tensors, targets, folder, source, mesh, options.check_finite)
         loaded = together(mesh, "from_pretrained", load)[mesh.rank]  # one cannot read: none goes on
         missing = {name: local[name] for name in local if name not in targets}
-        _draw(skeleton, units, missing, canonical, state, mesh, seed)
+        _draw(skeleton, units, missing, plan, seed)
         fill_buffers(model, device)
     return Ledger(
         tensors=loaded.tensors, bytes_read=loaded.bytes_read,
@@ -100,21 +97,19 @@ def fill_from_folder(
 
 
 def fill_from_config(
-    model: Any, skeleton: Callable[[], Any], state: State, specs: Sequence[TensorSpec],
-    mesh: Mesh, device: torch.device, units: Sequence[str], seed: int,
+    model: Any, skeleton: Callable[[], Any], plan: RankPlan, device: torch.device, units: Sequence[str], seed: int,
     over_dp: RowsOfRank | None = None,
 ) -> Ledger:  # fmt: skip
     """Draw every weight, the same for every layout; arguments as in `fill_from_folder`."""
     begin = time.perf_counter()
     with AnonymousPeak(exact=False) as peak:
-        local = _allocate(model, state, device, over_dp)
-        canonical = canonical_names(local, state, specs)
-        _draw(skeleton, units, local, canonical, state, mesh, seed)
+        local = _allocate(model, device, over_dp)
+        _draw(skeleton, units, local, plan, seed)
         fill_buffers(model, device)
     return Ledger(
         shard_bytes=sum(t.nbytes for t in local.values()),
         seconds=time.perf_counter() - begin, peak_anonymous=peak.growth,
-        newly_initialized=[spec.name for spec in specs],
+        newly_initialized=[row.name for row in plan.saved],
     )  # fmt: skip
 
 
@@ -147,7 +142,7 @@ def _fresh(tensor: nn.Parameter, device: torch.device, over_dp: RowsOfRank | Non
 
 
 def _allocate(
-    model: Any, state: State, device: torch.device, over_dp: RowsOfRank | None = None
+    model: Any, device: torch.device, over_dp: RowsOfRank | None = None
 ) -> dict[str, Tensor]:
     """Give parameters and persistent buffers storage; ties stay one parameter.
 
@@ -162,7 +157,6 @@ def _allocate(
                 continue
             if id(tensor) not in made:
                 made[id(tensor)] = local[prefix + name] = _fresh(tensor, device, over_dp)
-                state.owners[id(made[id(tensor)])] = state.owners.pop(id(tensor))
             module._parameters[name] = made[id(tensor)]
         for name, tensor in module._buffers.items():
             if tensor is not None and name not in module._non_persistent_buffers_set:
@@ -171,40 +165,22 @@ def _allocate(
     return local
 
 
-def canonical_names(
-    local: Iterable[str], state: State, specs: Sequence[TensorSpec]
-) -> dict[str, str]:
-    """Local name --> the name under which a checkpoint holds it: several modules may share it."""
-    known = {spec.name for spec in specs}
-    shared = {}
-    for names in state.owners.values():
-        held = next((name for name in names if name in known), None)
-        shared |= dict.fromkeys(names, held) if held is not None else {}
-    return {name: name if name in known else shared.get(name, name) for name in local}
-
-
-def _placement(state: State, name: str) -> Placement | None:
-    placed = state.placed.get(name)
-    return placed.placement if placed else None
-
-
 def _draw(
-    skeleton: Callable[[], Any], units: Sequence[str], missing: dict[str, Tensor], canonical: dict[str, str],
-    state: State, mesh: Mesh, seed: int,
-) -> None:  # fmt: skip
+    skeleton: Callable[[], Any],
+    units: Sequence[str],
+    missing: dict[str, Tensor],
+    plan: RankPlan,
+    seed: int,
+) -> None:
     """Draw full tensors and keep this rank's part of those in `missing`."""
     wanted: dict[str, list[str]] = {}
     for name in missing:
-        wanted.setdefault(canonical[name], []).append(name)
+        wanted.setdefault(plan.saved_as(name), []).append(name)
 
     def put(full_name: str, full: Tensor) -> None:
         for name in wanted[full_name]:
-            placement = _placement(state, name)
-            part = full
-            if placement is not None:
-                size = mesh.size(placement.mesh_dim), mesh.coord(placement.mesh_dim)
-                part = local_part(full, placement, *size)
-            if rows := rows_of(missing[name], mesh):
+            part = part_of(full, plan.of(name), plan.mesh)
+            if rows := rows_of(missing[name], plan.mesh):
                 part = part.narrow(0, rows.first, rows.count)
             missing[name].detach().copy_(part)
 

@@ -89,6 +89,10 @@ class Table:
         rows = [*body, *self.heads]
         return [(p, tuple(_resolve(d, dims) for d in rule)) for p, rule in rows]
 
+    def is_undivided(self, cls: type) -> bool:
+        """Return whether the loss of a class is no mean that parts of a batch add up to."""
+        return self.undivided is True or cls.__name__ in (self.undivided or ())
+
     def tp_plan(self, model: Any) -> dict[str, str]:
         """The table in the words of `transformers`, where they can say it: `slapo_zoo.zoo.tp_plan`."""
         from slapo_zoo.zoo.tp_plan import tp_plan

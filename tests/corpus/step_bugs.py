@@ -68,7 +68,7 @@ def after(change):
     def make(right):
         def reduce(step):
             right(step)
-            change(step.model, step.batch.parameters)
+            change(step.model, step.parameters)
 
         return reduce
 

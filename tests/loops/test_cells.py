@@ -17,9 +17,6 @@ ELSEWHERE = ("Trainer with compute_loss", "autocast bf16")
 TURNS = (("one", "tp2"), ("dp2", "tp2-dp2"), ("tp2-sp", "pp2"), ("dp2-shard", "dp2"), ("pp2", "one"), ("tp2", "tp2-sp"), ("tp2-dp2", "dp2-shard"))  # fmt: skip
 # Row of what is wrong today --> loop --> its cells, family:layout.
 NOT_YET: dict[str, dict[str, str]] = {
-    "B9: autograd.grad into .grad": {
-        "autograd.grad into .grad": "bert:dp2 vit:pp2 qwen3:pp2",
-    },
     "C1: one rank reads logits": {
         "one rank reads logits": "bert:tp2 bert:tp2-sp llama:tp2-sp gpt2:tp2",
     },

@@ -7,6 +7,8 @@ from parity import Case, batch_of, checkpoint
 from slapo_zoo import AutoScheduledModel
 from slapo_zoo.errors import MeshError
 from slapo_zoo.gradients.step_guard import StepGuard
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.rank_plan import RankPlan
 
 GPT2 = Case("GPT2LMHeadModel", ("tokens",))
 
@@ -70,18 +72,12 @@ def test_what_all_ranks_do_alike_is_not(change, layout, ranks, tmp_path):
     assert ranks.run(step, 2, folder, change, layout) == ["", ""]
 
 
-class Alone:
-    """The mesh of two tp ranks, and what each found of parameters with few elements."""
-
-    tp, pp, dp, world_size, rank = 2, 1, 1, 2, 0
-
-
 @pytest.mark.parametrize(("elements", "known"), [(1, False), (3, False), (64, True)])
 def test_few_elements_tell_no_common_factor(elements, known):
     """One element that was clipped by its value looks as if it were scaled."""
     p = torch.nn.Parameter(torch.ones(elements))
     p.grad = torch.full((elements,), 2.0)
-    guard = StepGuard(Alone())
-    guard.complete([p])
+    guard = StepGuard(Mesh(tp=2))
+    guard.complete({"p": p}, RankPlan(Mesh(tp=2), {}), averaged=False)
     torch.nn.utils.clip_grad_value_([p], 0.5)
     assert bool(guard._factors()[0, 1]) is known

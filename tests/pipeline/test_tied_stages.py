@@ -122,7 +122,8 @@ def as_plain(case, folder, change, dp=1, **options):
             folder, pp=2, auto_class=case.cls, **options
         ).train()
         named = dict(train(model, case, change).named_parameters())
-        ties = {name: named[name].detach() for name, _ in model._slapo.summed(TIED)}
+        (tied,) = model.plan.sums_of(named, TIED).values()
+        ties = {name: named[name].detach() for name in tied}
         return model.consolidated_state_dict(), ties
 
     (found, here), *_, (_, there) = emulate(staged, mesh=(1, 2, dp))

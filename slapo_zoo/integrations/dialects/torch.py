@@ -147,21 +147,21 @@ class _DdpStages(DataParallel):
     """
 
     def __init__(self, native: Any, mesh: Mesh):
-        self.reducer, self.loss_scale = native.reducer, float(mesh.dp)
+        self.sums, self.loss_scale = native.reducer, float(mesh.dp)
 
     def pipeline_step(
         self, pipeline: Any, run: Callable[..., Any], tensors: dict[str, Tensor],
         others: dict[str, Any], count: int,
     ) -> Tensor:  # fmt: skip
         """All micro-batches through the stages; this rank's share of the loss."""
-        self.reducer._rebuild_buckets()  # once, in the order of the first backward
+        self.sums._rebuild_buckets()  # once, in the order of the first backward
         times = scaled(run, self.loss_scale)
         loss = pipeline_step(pipeline, times, tensors, others, count, self._expect_gradients)
         return loss / self.loss_scale
 
     def _expect_gradients(self, outputs: Any) -> None:
         found = [outputs] if isinstance(outputs, Tensor) else outputs
-        self.reducer.prepare_for_backward([x for x in found if x.requires_grad])
+        self.sums.prepare_for_backward([x for x in found if x.requires_grad])
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
         """The backward has done it."""

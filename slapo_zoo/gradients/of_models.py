@@ -1,0 +1,36 @@
+"""Which model a parameter is of: torch's hooks around the step of an optimizer see parameters alone."""
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import ref
+
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from slapo_zoo.parallel.rank_plan import RankPlan
+
+_KNOWN: Any = WeakIdKeyDictionary()  # parameter --> (weak reference to its model's runtime, name)
+
+
+def note(runtime: Any, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Remember the parameters of a scheduled model."""
+    mine = ref(runtime)
+    for name, p in named:
+        if p not in _KNOWN or _KNOWN[p][1] != name:  # an adapter has renamed it
+            _KNOWN[p] = mine, name
+
+
+def runtime_of(p: Any) -> Any:
+    """Return the state of the model that sees to the gradient of a parameter, or None."""
+    return _KNOWN[p][0]() if p in _KNOWN else None
+
+
+def place_of(p: Any) -> tuple[RankPlan, str] | None:
+    """Return the plan of the model of a parameter, and its name there, or None."""
+    runtime = runtime_of(p)
+    return None if runtime is None else (runtime.plan, _KNOWN[p][1])
+
+
+def parameters_of(optimizer: Any) -> list[nn.Parameter]:
+    """Return what an optimizer steps on."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
