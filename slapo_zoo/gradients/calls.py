@@ -64,8 +64,10 @@ class Calls:
         self.task = -1
         every = list(model.named_parameters())
         of_models.note(self.runtime, every)
-        if self.divided_parameters and own_loop:
-            self._require_whole_gradients()
+        partial = self._partial()
+        if self.divided_parameters and own_loop and partial:
+            problem = f"the engine divides parameters, and nothing sums {min(partial)} over tp"
+            raise MeshError("backward", "a loop of your own", problem, "call train_step(batch)")
         if self.divided_parameters or (self.mesh.world_size == 1 and own_loop):
             return
         trained = [(name, p) for name, p in every if p.requires_grad]
@@ -75,7 +77,6 @@ class Calls:
             if [id(p) for _, p in trained] != self.trained:
                 require_known_weights(model, "forward")
                 self.trained = [id(p) for _, p in trained]
-            partial = self._partial()
             self.reducer.attach((n, p) for n, p in every if self.reducer.over_dp or n in partial)
         take_over(self.reducer, self.named)
 
@@ -83,11 +84,6 @@ class Calls:
         """Names of parameters whose gradient may be a part of a sum over tp."""
         rows = self.runtime.plan.tensors.values() if self.mesh.tp > 1 else ()
         return {row.name for row in rows if row.sums(True, PARTIAL, REPLICAS)}
-
-    def _require_whole_gradients(self) -> None:
-        if names := sorted(self._partial()):
-            problem = f"the engine divides parameters, and nothing sums {names[0]} over tp"
-            raise MeshError("backward", "a loop of your own", problem, "call train_step(batch)")
 
     def begin(self, model: Any, batch: Mapping[str, Any], trains: bool) -> None:
         """A call of a model or of a part in a loop by hand: dp averages what its inputs are made of, too."""
@@ -99,7 +95,8 @@ class Calls:
             number = self.runtime.schedule.state.random.step
             check_peers(self.mesh, batch, self.count, model.input_check_interval, number)
         if self.mesh.world_size > 1:
-            self.reducer.meet(trained_inputs(self.mesh, batch, self.reducer.beyond))
+            for p in trained_inputs(self.mesh, batch, self.reducer.beyond):
+                self.reducer.hook("", p)
 
     def watch(self, output: Any) -> None:
         """Notice when a backward arrives at an output of the call that ends now."""

@@ -70,15 +70,10 @@ class GradientReducer:
 
     def attach(self, named: Iterable[tuple[str, Any]]) -> None:
         """Hook the parameters of a forward for good: their backward may come after another forward."""
-        hooked = [self._hook(name, p) for name, p in named]
+        hooked = [self.hook(name, p) for name, p in named]
         self.parameters = [p for p in hooked if p.is_leaf]
 
-    def meet(self, beyond: Iterable[nn.Parameter]) -> None:
-        """Hook parameters of no model."""
-        for p in beyond if self.mesh.dp > 1 else ():
-            self._hook("", p)
-
-    def _hook(self, name: str, p: Any) -> Any:
+    def hook(self, name: str, p: Any) -> Any:
         """Put on the one kind of hook; weak, since the collector does not see all that torch keeps."""
         if p in self.hooked or not p.is_floating_point() or p.is_inference():
             return p
@@ -125,7 +120,7 @@ class GradientReducer:
         grad = grad if term is None else grad + term
         if not is_leaf:
             self.replaced.add(name)
-        averages = not self.in_step if p in self.beyond else self.over_dp
+        averages = self.mesh.dp > 1 and not self.in_step if p in self.beyond else self.over_dp
         return self._over_dp(p, grad, is_leaf) if averages and not self.paused else grad
 
     def _groups(self, name: str) -> list[Any]:

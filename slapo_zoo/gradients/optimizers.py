@@ -8,7 +8,6 @@ rewrite:  p [O/n, I], p.grad, state [as p]  -->  [O, I] while `step()` runs  -->
 
 import functools
 import warnings
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -42,17 +41,12 @@ class OptimizerWarning(UserWarning):
     """An optimizer may need whole matrices, and sees parts of them."""
 
 
-@dataclass
-class _Swapped:
-    """Local tensors of a parameter that one step has replaced by whole ones."""
-
-    local: Tensor
-    grad: Tensor
-
-
 _ASKED: "WeakSet[Any]" = WeakSet()
 _WARNED: "WeakSet[Any]" = WeakSet()
-_RUNNING: "WeakKeyDictionary[Any, list[tuple[Any, Any, _Swapped]]]" = WeakKeyDictionary()
+# (parameter, its row, mesh, local tensor, its gradient) of what a step has replaced by whole ones
+_RUNNING: "WeakKeyDictionary[Any, list[tuple[Any, TensorPlan, Mesh, Tensor, Tensor]]]" = (
+    WeakKeyDictionary()
+)
 
 
 def whole_matrices(optimizer: Any) -> Any:
@@ -109,42 +103,37 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
     if divided and closures:
         problem = "it would run the model while its parameters are whole"
         raise SlapoError(f"{name}.step", "closure", problem, "call step() without one")
-    _RUNNING[optimizer] = [
-        (p, place, _enlarge(optimizer, p, *place)) for p, place in divided.items()
-    ]
+    _RUNNING[optimizer] = [(p, *place, p.data, p.grad) for p, place in divided.items()]
+    for p, place in divided.items():
+        _enlarge(optimizer, p, *place)
 
 
-def _enlarge(optimizer: Any, p: Any, row: TensorPlan, mesh: Mesh) -> _Swapped:
+def _enlarge(optimizer: Any, p: Any, row: Any, mesh: Mesh) -> None:
     """Put the whole parameter, gradient and state where the parts were."""
-    swapped = _Swapped(p.data, p.grad)
     for key, value in optimizer.state[p].items() if p in optimizer.state else ():
         if isinstance(value, Tensor) and value.shape == p.shape and value.ndim:
             optimizer.state[p][key] = whole(value, row, mesh)
     reads = MATRIX_WISE.get(type(optimizer).__name__, True)
-    full = whole(p.data, row, mesh) if reads else _own_place(p.data, row, mesh)
+    if reads:
+        full = whole(p.data, row, mesh)
+    else:  # nothing is sent
+        cut, empty = row.placement, p.new_zeros(row.shape)
+        full = put_part(empty, p.data, cut, *mesh.place(cut.mesh_dim))
     gradient = whole(p.grad, row, mesh)
     p.grad = None
     p.data = full
     p.grad = gradient
-    return swapped
 
 
 def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
-    for p, (row, mesh), swapped in _RUNNING.pop(optimizer, ()):
+    for p, row, mesh, local, grad in _RUNNING.pop(optimizer, ()):
         full, p.grad = p.data, None
-        swapped.local.copy_(part_of(full, row, mesh))
-        p.data = swapped.local
-        p.grad = swapped.grad
+        local.copy_(part_of(full, row, mesh))
+        p.data = local
+        p.grad = grad
         for key, value in optimizer.state[p].items():
             if isinstance(value, Tensor) and value.ndim and value.shape == full.shape:
                 optimizer.state[p][key] = part_of(value, row, mesh)
-
-
-def _own_place(local: Tensor, row: TensorPlan, mesh: Mesh) -> Tensor:
-    """Zeros of the whole size with this rank's part in its place: nothing is sent."""
-    return put_part(
-        local.new_zeros(row.shape), local, row.placement, *mesh.place(row.placement.mesh_dim)
-    )
 
 
 def whole(local: Tensor, row: TensorPlan, mesh: Mesh) -> Tensor:

@@ -88,10 +88,6 @@ class State:
         """Remember which modules own which parameter, so that ties survive re-creation."""
         self.modules = dict(self.model.named_modules())
         self._selected: dict[str, tuple[int, list[str]]] = {}
-        self.note_owners()
-
-    def note_owners(self) -> None:
-        """Remember the names of each parameter that is here."""
         self.owners: dict[int, list[str]] = {}
         for path, module in self.modules.items():
             for name, tensor in module._parameters.items():

@@ -103,8 +103,8 @@ class Assembly(Outline):
         blocks = block_paths(self.schedule, self.table)
         if self.shards is not None:
             shard_over_dp(model, blocks, self.shards)
-        self.state.note_owners()
         if self.pipeline is None:  # a part of a stage is refused by its cursor
+            self.state.index()
             call_parts_alone(model, blocks, blocks_too=self.shards is not None)
         model._slapo.calls.prepare(model)
 

@@ -23,10 +23,7 @@ def all_reduce_gradients(
     """
     if group is None:
         return
-    under_way = [Bucket(each, group, factor) for each in buckets(list(parameters))]
-    for bucket in under_way:
-        bucket.start()
-    for bucket in under_way:
+    for bucket in [Bucket(each, group, factor).start() for each in buckets(list(parameters))]:
         bucket.wait()
 
 
@@ -61,7 +58,7 @@ class Bucket:
         self.flat: Any = None
         self.work: Any = None
 
-    def start(self) -> None:
+    def start(self) -> "Bucket":
         """Begin to sum what `.grad` holds now."""
         self.wait()
         grads = [p.grad if p.grad is None else held_here(p.grad) for p in self.parameters]
@@ -80,6 +77,7 @@ class Bucket:
             for place, is_there in zip(self.held, self.present, strict=True):
                 place.fill_(float(is_there))  # a copied list would be waited for
         self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
+        return self
 
     def _shared(self, grads: list[Any]) -> Tensor | None:
         """The flat tensor that an earlier sum has left them in, or None."""
