@@ -6,7 +6,7 @@ Names are loaded when they are first used: `import slapo_zoo` imports neither to
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from slapo_zoo.version import VERSION
+from slapo_zoo.parallel.version import VERSION
 
 if TYPE_CHECKING:
     from slapo_zoo.checkpoints.checkpoint import async_save_checkpoint as async_save_checkpoint

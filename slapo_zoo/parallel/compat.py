@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slapo_zoo.version import VERSION
+from slapo_zoo.parallel.version import VERSION
 
 MADE_WITHIN_S = 40.0
 
