@@ -16,7 +16,7 @@ STRIPS = 64  # of rows in the backward; partial sums of the bias gradient
 
 @triton.jit
 def _act(h, KIND: tl.constexpr):
-    """Act(h) and its derivative."""
+    """Return the activation of h and its derivative; KIND chooses gelu, tanh gelu, relu or silu."""
     if KIND == "relu":
         y = tl.maximum(h, 0.0)
         d = tl.where(h > 0, 1.0, 0.0)

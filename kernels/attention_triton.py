@@ -20,7 +20,7 @@ from slapo_zoo.kernels.triton_dropout import scaled_keep, threshold_and_scale
 
 @triton.jit
 def _load(base, rows, count, stride, HEAD: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows of [count, HEAD], zeros beyond."""
+    """Load rows of [count, HEAD]; rows beyond `count` are zeros."""
     d = tl.arange(0, BLOCK_D)
     ok = (rows[:, None] < count) & (d[None, :] < HEAD)
     return tl.load(base + rows[:, None].to(tl.int64) * stride + d[None, :], mask=ok, other=0.0)

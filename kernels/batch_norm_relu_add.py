@@ -53,7 +53,7 @@ def inputs(B: int, C: int, h: int, w: int, **like: Any) -> dict[str, Any]:
 
 
 def _forward(module: Any, x: Tensor) -> Tensor:
-    """WideResNetBottleneck."""
+    """Forward of WideResNetBottleneck by this kernel."""
     x = x.contiguous(memory_format=module.format)
     y = _norm(module.bn1, _conv(module.conv1, x))
     y = _norm(module.bn2, module.conv2(y))

@@ -275,7 +275,7 @@ class _Blocks:
         return found.masked_fill_(found[..., :1].isnan(), 0.0)
 
     def mask(self, rows: slice, keys: slice) -> Tensor | None:
-        """The dropout mask of a block."""
+        """Return the dropout mask of one block of rows and keys, or None."""
         if self.keep is not None:
             return self.keep[:, :, rows, keys].flatten(0, 1)
         if self.seeds is None or self.p == 0.0:

@@ -66,7 +66,7 @@ def _gradient_kernel(out, logits, target, log_sum, d_statistics, N, C, stride, B
 
 
 def statistics(logits: Tensor, target: Tensor) -> Tensor:
-    """The arguments of cross_entropy.py."""
+    """Launch the forward kernel; arguments and result: `statistics` of cross_entropy.py."""
     N, C = logits.shape
     out = logits.new_empty((3, N), dtype=torch.float32)
     if not C:

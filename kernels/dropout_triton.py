@@ -23,7 +23,7 @@ def _dropout_kernel(y, x, seeds, size, blocks, threshold, scale, BLOCK: tl.const
 
 
 def dropped(x: Tensor, seeds: Tensor, p: float) -> Tensor:
-    """The arguments of dropout.py."""
+    """Launch the dropout kernel; arguments and result: `dropped` of dropout.py."""
     x, y = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel():
         size = x.numel() // len(seeds)

@@ -32,7 +32,7 @@ def reference(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """The definition (transformers, modeling_bert.py: BertEmbeddings)."""
+    """Compute the definition of the kernel (transformers, modeling_bert.py: BertEmbeddings)."""
     rows = word[ids]
     if padding_idx >= 0:  # that row has no gradient
         rows = torch.where((ids == padding_idx)[..., None], rows.detach(), rows)

@@ -17,7 +17,7 @@ SHAPES = [(7, 24, 10), (5, 33, 16), (64, 16, 1), (0, 8, 4)]
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """The definition (torch.nn.Linear)."""
+    """Compute the definition of the kernel (torch.nn.Linear)."""
     return x @ weight.T + bias
 
 
@@ -41,7 +41,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _forward(module: Any, x: Tensor) -> Tensor:
-    """Linear; Conv1D."""
+    """Forward of nn.Linear and Conv1D by this kernel."""
     weight, in_first = module.weight, hasattr(module, "nf")
     if not _serves(x, weight, in_first):
         return type(module).forward(module, x)

@@ -31,7 +31,7 @@ def reference(
     num_items: Tensor | int | None = None,
     chunk_bytes: int | None = None,
 ) -> Tensor:
-    """The definition (transformers, loss_utils.py: ForCausalLMLoss, ForMaskedLMLoss)."""
+    """Compute the definition of the kernel (transformers, loss_utils.py: ForCausalLMLoss, ForMaskedLMLoss)."""
     logits = (x @ weight.T if bias is None else x @ weight.T + bias).to(cross_entropy.wide_dtype(x))
     log_softmax = logits - torch.logsumexp(logits, -1, keepdim=True)
     counts = target != ignore_index

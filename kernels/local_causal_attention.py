@@ -31,7 +31,7 @@ def reference(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """The definition (transformers, modeling_gpt_neo.py: GPTNeoSelfAttention._attn).
+    """Compute the definition of the kernel (transformers, modeling_gpt_neo.py: GPTNeoSelfAttention._attn).
 
     Not its FlashAttention-2 path, which forgets the window.
     """
@@ -108,7 +108,7 @@ def local_causal_attention(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """Out [B, H, S, D]; work and memory grow with S * window.
+    """Compute causal attention to the last `window` keys, [B, H, S, D]; work and memory grow with S * window.
 
     Args:
         q: [B, H, S, D].

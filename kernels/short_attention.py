@@ -45,7 +45,7 @@ def _is_faster_here() -> bool:
 def _forward(
     core: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any
 ) -> Any:
-    """CoreAttention."""
+    """Forward of CoreAttention by this kernel."""
     if not _serves(core, q, k, v, mask, options):
         return type(core).forward(core, q, k, v, mask, **options)
     causal, scale = options.get("is_causal"), options.get("scaling")

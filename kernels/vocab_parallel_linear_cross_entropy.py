@@ -30,7 +30,7 @@ def reference(
     label_smoothing: float = 0.0,
     chunk_bytes: int | None = None,
 ) -> Tensor:
-    """The definition, on a whole weight."""
+    """Compute the definition of the kernel, on an unsharded weight."""
     logits = x @ weight.T if bias is None else x @ weight.T + bias
     return logits_reference(logits, target, vocab_size, None, ignore_index, label_smoothing)
 

@@ -21,7 +21,7 @@ LICENCE = "apache-2.0"
 
 @dataclass(frozen=True)
 class Card:
-    """One folder of a published schedule.
+    """A published schedule with its reports and page: the contents of one folder.
 
     Args:
         program: of schedule.json.
@@ -44,7 +44,7 @@ class Card:
     repo_id: str = "org/name@sha"
 
     def metadata(self) -> dict[str, Any]:
-        """The YAML block of README.md."""
+        """Return the YAML metadata of README.md."""
         program, sizes = self.program, {name: self.mesh[name] for name in ("tp", "pp", "dp")}
         layout = [f"{name}-{size}" for name, size in sizes.items()]
         found: dict[str, Any] = {
@@ -67,7 +67,7 @@ class Card:
         return found | ({"base_model": [self.base_model]} if "/" in self.base_model else {})
 
     def page(self) -> str:
-        """README.md."""
+        """Return the text of README.md."""
         program = self.program
         exact = "exactly the module tree it was made for"
         values = {

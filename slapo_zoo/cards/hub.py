@@ -29,7 +29,7 @@ class Reference:
 
     @staticmethod
     def parse(text: str) -> "Reference":
-        """CardError when the text is none."""
+        """Parse `org/name@revision`; CardError for any other text."""
         found = _REFERENCE.match(text)
         if not found or ".." in text:
             hint = 'pass a folder, "org/name@<sha>" or "org/name@<tag>"'
@@ -47,7 +47,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Pulled:
-    """A card in the Hub's cache.
+    """A card that was fetched into the Hub's cache.
 
     Args:
         folder: with the files of the card.

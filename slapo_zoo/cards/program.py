@@ -53,7 +53,7 @@ class Program:
         return program
 
     def document(self) -> dict[str, Any]:
-        """The JSON document."""
+        """Return the program as the document of schedule.json."""
         return {
             "format": FORMAT,
             "model": {"model_type": self.model_type, "class": self.model_class},
@@ -64,7 +64,7 @@ class Program:
         }
 
     def to_bytes(self) -> bytes:
-        """For people: one step per line."""
+        """Return the bytes of schedule.json, one step per line."""
         head = {key: value for key, value in self.document().items() if key != "steps"}
         lines = ",\n".join("  " + json.dumps(step) for step in self.document()["steps"])
         return (json.dumps(head, indent=1)[:-2] + f',\n "steps": [\n{lines}\n ]\n}}\n').encode()

@@ -16,7 +16,7 @@ _MARKUP = re.compile(r"<\s*[a-zA-Z/!?]|javascript:|data:text/html", re.IGNORECAS
 
 
 def render(metadata: Mapping[str, Any], values: Mapping[str, Any]) -> str:
-    """The text of a card.
+    """Fill the template of README.md.
 
     Args:
         metadata: the YAML block.

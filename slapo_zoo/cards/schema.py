@@ -34,14 +34,14 @@ PUBLISHABLE: dict[str, tuple[str, ...]] = {
 
 @cache
 def schema() -> dict[str, Any]:
-    """The committed schema."""
+    """Return the JSON Schema of schedule.json, read from the package."""
     file = resources.files("slapo_zoo.cards").joinpath("schedule.schema.json")
     return json.loads(file.read_text(encoding="utf-8"))
 
 
 @cache
 def validator() -> Any:
-    """Checks a document against the schema."""
+    """Return the validator of schedule.json; 1.0 is no integer for it."""
     from jsonschema import Draft202012Validator
     from jsonschema.validators import extend
 

@@ -48,7 +48,7 @@ INITS = (True, False, "gaussian")
 
 @dataclass(frozen=True)
 class Matrix:
-    """One matrix of one LoRA layer.
+    """One LoRA matrix (A or B) of one layer, and how it is sharded.
 
     Args:
         key: in the files of peft.
@@ -122,7 +122,7 @@ def _beside(model: Any, name: str) -> dict[str, Tensor]:
 
 
 def saved_config(folder: Path, is_trainable: bool) -> Any:
-    """The config of a saved adapter."""
+    """Read the peft config of a saved adapter."""
     from peft import PeftConfig
 
     if not (folder / CONFIG).exists():

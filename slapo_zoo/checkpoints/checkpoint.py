@@ -38,7 +38,7 @@ SAVE, LOAD = "save_checkpoint", "load_checkpoint"
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where training stood.
+    """Step, place in the data and extras of a checkpoint that was loaded.
 
     Args:
         step: number of finished optimizer steps.

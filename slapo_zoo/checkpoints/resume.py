@@ -76,7 +76,7 @@ class _Load:
         self.source: dict[str, str] = {}
 
     def open(self) -> TrainingFolder:
-        """Open all that this load reads."""
+        """Open the folder of the checkpoint: weights, optimizer and state."""
         return open_training(self.path, with_optimizer=self.optimizer is not None)
 
     def prepare(self) -> None:

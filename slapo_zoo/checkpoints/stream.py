@@ -39,7 +39,7 @@ class _Run:
 
 
 def stream_weights(model: Any, dtype: Any, bucket: int | str, ranks: Collection[int]) -> Named:
-    """See `Scheduled.stream_weights`."""
+    """Hand out whole tensors one bucket at a time; arguments: `Scheduled.stream_weights`."""
     mesh, most = model.mesh, parse_size(bucket, "bucket") or 0
     wrong = [rank for rank in ranks if not 0 <= rank < mesh.world_size]
     if wrong or not ranks:
@@ -173,7 +173,7 @@ def _row_ranges(tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, int]]
 
 
 def load_stream(model: Any, stream: Iterable[tuple[str, Tensor]] | None, rank: int) -> None:
-    """See `Scheduled.load_stream`."""
+    """Fill the model from whole tensors; arguments: `Scheduled.load_stream`."""
     with rank_guard("load_stream"), torch.no_grad():
         refresh_specs(model, "load_stream")
         whole = model._slapo.data_parallel.whole(model)
@@ -228,7 +228,7 @@ def _spread(
 
 
 def _take(target: Target, piece: Tensor, first: int, mesh: Mesh) -> None:
-    """Copy what of the rows from `first` on is ours."""
+    """Copy this rank's part of a piece that begins at row `first` of the whole tensor."""
     own = target.tensor if target.tensor.ndim else target.tensor.view(1)
     axis, kept, runs = 0, target.rows or Rows(0, len(own)), [Run(0, piece.shape[0] + first)]
     if target.placement is not None:

@@ -14,7 +14,7 @@ FIRST_S, EVERY_S = (
 
 @contextmanager
 def waiting(what: str, first_s: float = FIRST_S, every_s: float = EVERY_S) -> Iterator[None]:
-    """Within it, standard error is told how long `what` has taken, once that is longer than a moment.
+    """Context that reports on standard error how long `what` has taken, if it takes longer than a moment.
 
     Args:
         what: is done.

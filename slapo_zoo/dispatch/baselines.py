@@ -29,7 +29,7 @@ def embed(
     ids: Tensor, position_ids: Tensor, kinds: Tensor, word: Tensor, position: Tensor, kind: Tensor,
     weight: Tensor, bias: Tensor, eps: float = 1e-12, padding_idx: int = -1, p: float = 0.0, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """The embeddings of BERT."""
+    """Compute BERT's embeddings by torch's own operations: sum of three tables, layer norm, dropout."""
     z = functional.embedding(ids, word, padding_idx) + functional.embedding(kinds, kind)
     z = z + functional.embedding(position_ids, position)
     return functional.dropout(functional.layer_norm(z, z.shape[-1:], weight, bias, eps), p)
@@ -54,7 +54,7 @@ def linear_loss(
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
-    """The attention of most models."""
+    """Compute attention as most models do: torch's scaled_dot_product_attention."""
     out = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
     return out.transpose(1, 2)
 
@@ -113,7 +113,7 @@ def eager_local_attention(
 
 
 def batch_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """The end of a residual block."""
+    """Compute the end of a residual block by torch's own operations: batch norm, sum, ReLU."""
     return functional.relu(functional.batch_norm(x, None, None, weight, bias, True) + residual)
 
 

@@ -285,7 +285,7 @@ def _row(
 
 
 def _known(device: str, folder: Path | None) -> set[tuple[str, str, str]]:
-    """The rows of a device's table."""
+    """Return what a device's table already has: (kernel, shape, dtype) of each row."""
     file = (folder or user_folder()) / f"{slug(device)}.json"
     found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return {(row["what"], row["shape"], row["dtype"]) for row in found.get("rows", [])}

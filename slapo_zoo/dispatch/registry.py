@@ -159,7 +159,7 @@ def load_kernels() -> dict[str, Kernel]:
 def _while_as_built(
     forward: Callable[..., Any], module: nn.Module, passes: Sequence[str]
 ) -> Callable[..., Any]:
-    """`forward` while nobody patches the class, and the children that it passes by are as they are now."""
+    """Return a forward that runs `forward` as long as nobody patches the class or the children that it bypasses."""
     own, kinds = type(module).forward, {name: _kind(getattr(module, name, None)) for name in passes}
 
     @wraps(forward)

@@ -60,7 +60,7 @@ class DataParallel:
         return nullcontext() if is_last else self.reducer.no_sync()
 
     def backward(self, loss: Tensor) -> None:
-        """The backward of one micro-batch."""
+        """Run the backward of one micro-batch."""
         (loss * self.loss_scale if self.loss_scale != 1.0 else loss).backward()
 
     def pipeline_step(

@@ -111,7 +111,7 @@ class Sharded(DataParallel):
         return mesh.coord("dp") < self.shards.size
 
     def kept(self, model: Any) -> dict[str, Tensor]:
-        """Each rank writes its own rows."""
+        """Return the tensors that this rank writes: its own rows."""
         return super().tensors(model)
 
 

@@ -73,7 +73,7 @@ class Shards(RowsOfRank):
         return all_gather_single(out, flat, group=self.group, async_op=True), out, flat
 
     def finish(self, begun: Any, shapes: Sequence[Any]) -> list[Tensor]:
-        """Whole tensors, each in memory of its own."""
+        """Wait for an all-gather and return its tensors, each in memory of its own."""
         work, out, _ = begun
         work.wait()
         sizes = [self.rows(s) * _inner(s) for s in shapes]
@@ -137,7 +137,7 @@ class Group:
         self.sums: list[Any] = [None] * len(parameters)  # whole gradients that wait, at stage 1
 
     def __getstate__(self) -> dict[str, Any]:
-        """A deep copy has gathered nothing."""
+        """Copy everything but the gathered tensors."""
         return {**self.__dict__, "_begun": None, "_whole": None, "sums": [None] * len(self.sums)}
 
     def dtype_of(self, computes: torch.dtype | None) -> torch.dtype:
@@ -151,7 +151,7 @@ class Group:
                 self._begun = self.shards.begin(self.parameters, self.shapes, dtype)
 
     def whole(self, dtype: torch.dtype) -> list[Tensor]:
-        """Whole tensors, kept until `drop`."""
+        """Return the unsharded tensors; they stay in memory until `drop`."""
         if self._whole is None:
             with torch.no_grad(), counted_as("weights"):
                 self.begin(dtype)

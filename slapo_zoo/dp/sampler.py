@@ -40,7 +40,7 @@ class MeshSampler:
         self.shuffle, self.seed, self.step = shuffle, seed, 0
 
     def __len__(self) -> int:
-        """Steps of one epoch."""
+        """Return the number of batches of one epoch."""
         return self.size // self.batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -100,7 +100,7 @@ def broadcast_batch(
 def _broadcast(
     batch: dict[str, Any] | None, mesh: Mesh, mesh_dim: str, device: torch.device | str | None
 ) -> dict[str, Any]:
-    """Shapes first, then the tensors themselves."""
+    """Broadcast a batch over one mesh dim: shapes first, then the tensors."""
     first, group = mesh.at(**{mesh_dim: 0}), mesh.group(mesh_dim)
     is_first = mesh.rank == first
     shapes: list[Any] = [None]

@@ -35,7 +35,7 @@ class Saved(Kept):
     layout: tuple[Any, Any, int]
 
     def again(self) -> Tensor:
-        """The tensor, gathered again."""
+        """Return the unsharded tensor, gathered again if it was dropped."""
         group, index = self.place
         return self.block.whole()[group][index].as_strided(*self.layout)
 
@@ -71,7 +71,7 @@ class Block:
         self._running: list[Any] = []
 
     def begin(self) -> None:
-        """Start to gather."""
+        """Start the all-gather of the block's parameters."""
         for group in self.groups:
             group.begin(group.dtype_of(self.blocks.computes))
 
@@ -86,7 +86,7 @@ class Block:
         return [group.whole(group.dtype_of(self.blocks.computes)) for group in self.groups]
 
     def before(self, module: nn.Module, args: Any) -> None:
-        """Modules read whole tensors, and autograd keeps none of them."""
+        """Before a block's forward: put gathered parameters into its modules, and keep autograd from saving them."""
         self._require_own(module)
         computes = self.blocks.computes
         whole = [group.traced(group.dtype_of(computes)) for group in self.groups]
@@ -118,7 +118,7 @@ class Block:
                 raise MeshError("forward", type(module).__name__, problem, hint)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The whole tensors are forgotten."""
+        """After a block's forward: put the shards back."""
         if self._running:  # else it failed before it began
             self._running.pop().__exit__(None, None, None)
             self.blocks.running.pop()
@@ -160,7 +160,7 @@ class Block:
 
 
 class Blocks:
-    """The blocks of one rank.
+    """The blocks of one rank whose parameters are gathered when they run.
 
     Args:
         computes: dtype in which the model computes; None: in that of its parameters.
@@ -181,7 +181,7 @@ class Blocks:
         module.register_forward_hook(block.after, always_call=True)
 
     def keep(self, block: Block, following: int) -> None:
-        """Whole are at most this block and the one that runs next, which begins to be gathered."""
+        """Drop all gathered blocks but this one, and start to gather the one that runs next."""
         ahead = [self.at[following]] if following in self.at else []
         for other in self._kept:
             if other is not block and other not in ahead:
@@ -191,7 +191,7 @@ class Blocks:
         self._kept = [block, *ahead]
 
     def forget(self) -> None:
-        """A step has ended."""
+        """Drop all gathered parameters at the end of a step."""
         for block in self._kept:
             block.drop()
         self._kept = []

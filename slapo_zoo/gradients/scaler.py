@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for a scheduled model.
+    """A `torch.amp.GradScaler` by which all ranks of a scheduled model skip a step together.
 
     An overflow in one rank's part of the gradients would let that rank alone skip the step with torch's
     own, and ranks that hold the same weight would come apart.

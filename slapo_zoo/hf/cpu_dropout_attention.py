@@ -56,7 +56,7 @@ class _Blocks:
                 yield row, slice(first, min(first + step, H))
 
     def make(self, at: tuple[int, slice]) -> tuple[Tensor, Tensor, Tensor]:
-        """Scaled queries, weights and mask of one block."""
+        """Return the scaled queries, the attention weights and the dropout mask of one block."""
         row, heads = at
         q = self.q[at] * self.scaling
         scores = q @ self.k[at].transpose(-1, -2)

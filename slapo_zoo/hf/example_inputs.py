@@ -58,7 +58,7 @@ def random_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor]
 
 
 def training_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor]:
-    """An input with labels."""
+    """Return a batch of example inputs with labels for the model's head."""
     return with_labels(model, example_batch(model, batch_size, seq_len))
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> Iterator[None]:
-    """Modules built within have parameters on meta, which take no memory.
+    """Build modules on meta within the context: their parameters take no memory.
 
     Args:
         enable: False changes nothing.
@@ -42,7 +42,7 @@ def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> It
 def analyze_tie_weights(
     top_mod: nn.Module, is_pipeline_partitioned: bool
 ) -> dict[int, set[tuple[str, int]]]:
-    """Parameters that several modules share.
+    """Find the parameters that several modules share.
 
     Args:
         top_mod: the model; when partitioned, its direct children are the stages.

@@ -78,7 +78,7 @@ class ScheduledTrainer(Trainer):
         return self.model
 
     def get_tp_size(self) -> int:
-        """Ranks that read the same samples."""
+        """Return the number of ranks that read the same samples: tp * pp."""
         mesh: Any = self._scheduled.mesh
         return mesh.tp * mesh.pp
 
@@ -245,7 +245,7 @@ def _add_adapter(cls: type, model: Any, kwargs: dict[str, Any]) -> None:
 
 
 def gather_over_dp(accelerator: Any, mesh: Mesh) -> Callable[..., Any]:
-    """`accelerator.gather_for_metrics` where tp and pp peers hold the same rows: each row once."""
+    """Make a `gather_for_metrics` that returns each row once, though tp and pp peers hold the same rows."""
     from accelerate.utils import recursively_apply
 
     firsts = [mesh.at(dp=i) for i in range(mesh.dp)]

@@ -252,5 +252,5 @@ def primitive(name: str) -> Callable[[type[D]], type[D]]:
 
 
 def subtree(path: str, paths: Iterator[str] | list[str]) -> list[str]:
-    """The paths at or below `path`."""
+    """Return the paths at or below `path`."""
     return [p for p in paths if not path or p == path or p.startswith(path + ".")]

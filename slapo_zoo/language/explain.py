@@ -23,7 +23,7 @@ from slapo_zoo.parallel.rank_plan import DATA, PARTIAL, REPLICAS, RankPlan
 
 @dataclass(frozen=True)
 class Explanation:
-    """Directives and collectives by module.
+    """What was done to each module, and the collectives of a training step by module.
 
     Args:
         done: path of a module --> its directives, in order.
@@ -42,7 +42,7 @@ class Explanation:
         return [(*key, counts[key], sizes[key]) for key in sorted(counts)]
 
     def at(self, path: str) -> list[Transfer]:
-        """The transfers that one module causes."""
+        """Return the transfers that one module causes."""
         return [t for t in self.transfers if t.path == path]
 
     def __str__(self) -> str:

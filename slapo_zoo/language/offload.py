@@ -22,15 +22,15 @@ Pack = Callable[[Tensor], Any]  # a tensor that autograd keeps --> itself, or a 
 
 
 class Kept:
-    """Stands for a tensor that autograd keeps elsewhere."""
+    """Handle that autograd holds in place of an activation: its copy on the host, its shard, or how to gather it."""
 
     def again(self) -> Tensor:
-        """The tensor."""
+        """Return the activation."""
         raise NotImplementedError
 
 
 class Waiting:
-    """The storage of a tensor, on the host.
+    """The storage of an activation, copied to the host until the backward needs it.
 
     Args:
         tensor: any view of it.
@@ -50,7 +50,7 @@ class Waiting:
             whole.record_stream(side)
 
     def begin(self) -> None:
-        """Start to bring it back."""
+        """Start the copy from the host back to the device."""
         if not self.is_away:
             return
         side, self.is_away = _side(self.device), False
@@ -63,7 +63,7 @@ class Waiting:
         self.here = back
 
     def view(self, like: tuple[torch.dtype, Any, Any, int]) -> Tensor:
-        """A tensor over it."""
+        """Return a tensor of a dtype and layout over this storage, brought back to its device."""
         self.begin()
         if self._event is not None:
             torch.cuda.current_stream(self.device).wait_event(self._event)
@@ -78,7 +78,7 @@ def _side(device: torch.device) -> Any:
 
 
 class Offloaded(Kept):
-    """One tensor of a call."""
+    """One activation of a module's call that lies on the host."""
 
     def __init__(self, call: "Call", waiting: Waiting, tensor: Tensor):
         self.call, self.waiting = call, waiting
@@ -149,7 +149,7 @@ class Offloads:
         self._last: Call | None = None
 
     def call(self, path: str, module: nn.Module, keeps: Sequence[Pack]) -> AbstractContextManager:
-        """Around a forward of a module.
+        """Return the context of one forward: what autograd saves in it is offloaded.
 
         Args:
             path: of the module.

@@ -69,7 +69,7 @@ class Selection(_Methods):
 
     @property
     def paths(self) -> list[str]:
-        """The paths that match."""
+        """Paths of the modules that the pattern matches."""
         return self.schedule.state.select(self.path)
 
     @property

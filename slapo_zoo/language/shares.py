@@ -21,7 +21,7 @@ SHARDED = "sharded"
 
 
 class Share(Kept):
-    """This rank's numbers of a tensor that its tp peers have too."""
+    """Handle for an activation that is equal on all tp ranks: each keeps 1/tp of its elements."""
 
     def __init__(self, x: Tensor, mesh: Mesh):
         self.shape, self.group, self.size = x.shape, mesh.group("tp"), mesh.tp
@@ -31,7 +31,7 @@ class Share(Kept):
         self.part[: len(mine)].copy_(mine)
 
     def again(self) -> Tensor:
-        """The tensor, gathered."""
+        """Return the whole activation, gathered over tp."""
         out = self.part.new_empty(self.size * len(self.part))
         all_gather_single(out, self.part, group=self.group)
         return out[: self.shape.numel()].view(self.shape)

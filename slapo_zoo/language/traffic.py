@@ -16,7 +16,7 @@ from slapo_zoo.parallel.mesh import ShapeOnlyGroup
 
 
 class Transfer(NamedTuple):
-    """One collective of one rank.
+    """One collective that one rank takes part in: kind, bytes, module and phase.
 
     Args:
         kind: all_reduce, all_gather, reduce_scatter, all_to_all or send.

@@ -15,7 +15,7 @@ from slapo_zoo.zoo.schedule_source import FROM_TABLE, kind_of
 def within_budget(
     options: LoaderOptions, config: Any, mesh: Mesh, dtype: torch.dtype
 ) -> LoaderOptions:
-    """The options with a policy for each block, where a budget was given.
+    """Choose a recompute policy for each block where `activation_memory=` was given; return the options.
 
     Args:
         options: of the model.

@@ -20,7 +20,7 @@ from slapo_zoo.zoo.options import LoaderOptions
 
 
 class AutoScheduledModel:
-    """Builds scheduled models; not instantiated itself."""
+    """Factory of scheduled models: `from_pretrained` and `from_config`."""
 
     def __init__(self) -> None:
         hint = "call AutoScheduledModel.from_pretrained(...) or .from_config(...)"

@@ -125,7 +125,7 @@ def consolidate_model(
 def _materialize(
     sch: Schedule, plan: RankPlan, path: str, module: Any, names: list[str], init: Any
 ) -> None:
-    """Full tensors on the CPU, drawn from a generator of the module's own."""
+    """Draw a module's unsharded parameters on the CPU, from a generator seeded by its path."""
     before = {name: module._parameters[name] for name in names}
     for name in names:
         row, meta = plan.of(f"{path}.{name}" if path else name), module._parameters[name]

@@ -15,7 +15,7 @@ PLACE = "a position for each row"
 
 @dataclass(frozen=True)
 class Head:
-    """A kind of head.
+    """Labels, outputs and loss of one kind of head.
 
     Attributes:
         ending: of the names of its classes.

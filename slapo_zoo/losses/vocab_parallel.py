@@ -158,7 +158,7 @@ def _cross_entropy(
     x: VocabLogits, target: Tensor, weight: None = None, size_average: None = None, ignore_index: int = -100,
     reduce: None = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """The signature of torch.nn.functional.cross_entropy."""
+    """Stand in for torch.nn.functional.cross_entropy where the logits are sharded over the vocabulary."""
     loss = vocab_parallel_cross_entropy(
         x.local(), target, x.vocab_size, x.group, ignore_index, label_smoothing
     )

@@ -80,7 +80,7 @@ class Assembly(Outline):
         require_same_weights(what, self.mesh, tensors, self.specs, digest, ranks)
 
     def finish(self, ledger: Any, micro_batches: int | None, folder: Path | None) -> Any:
-        """Make the class of the model a scheduled one."""
+        """Give the filled model the class of a scheduled model."""
         model = self.model
         warn_of_missing_sums(self.schedule)
         runtime = Runtime(
@@ -116,7 +116,7 @@ def _groups(plan: RankPlan) -> dict[tuple[int, ...], Any]:
 
 
 def _take_generation_config(model: Any, folder: Path | None) -> None:
-    """generation_config.json of the checkpoint."""
+    """Give the model the generation_config.json of its checkpoint, if there is one."""
     from transformers import GenerationConfig
 
     if model.can_generate() and folder is not None and (folder / "generation_config.json").exists():

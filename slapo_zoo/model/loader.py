@@ -136,7 +136,7 @@ def _build(
     stored: Callable[[], torch.dtype], fill: Callable[[Assembly], Any], folder: Path | None,
     prepare: Prepare,
 ) -> Any:  # fmt: skip
-    """The model of a config, filled.
+    """Build the model of a config and fill its parameters.
 
     Args:
         step: as error messages name it.

@@ -16,7 +16,7 @@ from slapo_zoo.weights.ledger import human
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on this rank.
+    """Predicted bytes on this rank: weights, gradients, optimizer state, activations and buffers.
 
     Args:
         parameters: of this rank's part of the model before dp divides it, a number and no bytes.

@@ -20,11 +20,11 @@ SPIKE, HISTORY, LEAST = 3.0, 50, 8  # times the median of the last losses, and h
 
 
 class NumericsError(SlapoError, ArithmeticError):
-    """A module made NaN or infinity."""
+    """Raised by `NumericsWatch` where a module made NaN or infinity."""
 
 
 class NumericsWarning(UserWarning):
-    """Replicas differ, or the loss jumped."""
+    """Warned by `NumericsWatch` where replicas differ or the loss jumped."""
 
 
 class NumericsWatch:

@@ -23,7 +23,7 @@ from slapo_zoo.parallel.once import once
 
 
 class _Sum:
-    """One all-reduce under way."""
+    """An all-reduce that runs while the weight gradient is computed."""
 
     def __init__(self, group: Group):
         self.group, self.work = group, None
@@ -115,7 +115,7 @@ class ColumnForward:
         self.prepared: tuple[Tensor, Tensor, list] | None = None
 
     def prepare(self) -> None:
-        """Make the node of the weight gradient now, before the node that starts the sum."""
+        """Create the autograd node of the weight gradient before the node that starts the all-reduce."""
         weight: Any = self.module._parameters["weight"]
         if weight is not None and weight.requires_grad:
             put_off: list = []

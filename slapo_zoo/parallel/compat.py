@@ -90,7 +90,7 @@ class _WorldPerThread:
 
     @property
     def pg_config_info(self) -> list[dict[str, Any]]:
-        """For torch's own error reports."""
+        """Return no configuration: torch asks for one in its own error reports."""
         return []
 
 

@@ -42,7 +42,7 @@ def known() -> Known:
 
 @contextmanager
 def knowing(numbers: Known) -> Iterator[None]:
-    """Within it, these numbers are known."""
+    """Set the counts of the running micro-batch within the context."""
     token = _NOW.set(numbers)
     try:
         yield

@@ -34,7 +34,7 @@ class RowsOfRank:
         return first, min(rows, shape[0] - first)
 
     def part(self, whole: Tensor) -> Tensor:
-        """Our rows of a whole tensor."""
+        """Return this rank's rows of an unsharded tensor."""
         return whole.narrow(0, *self.mine(whole.shape)).clone()
 
     def note(self, part: Any, shape: Sequence[int]) -> Any:

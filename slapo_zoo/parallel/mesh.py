@@ -71,14 +71,14 @@ class Mesh:
         return {"tp": self.tp, "pp": self.pp, "dp": self.dp}
 
     def size(self, mesh_dim: str) -> int:
-        """Size of one mesh dim."""
+        """Return the size of one mesh dim."""
         if mesh_dim not in MESH_DIMS:
             problem = f"expected one of {MESH_DIMS}"
             raise MeshError("mesh", f"mesh_dim={mesh_dim!r}", problem, "check its spelling")
         return getattr(self, mesh_dim)
 
     def coord(self, mesh_dim: str) -> int:
-        """Our coordinate on one mesh dim."""
+        """Return this rank's coordinate on one mesh dim."""
         strides = {"tp": 1, "dp": self.tp, "pp": self.tp * self.dp}
         return self.rank // strides[mesh_dim] % self.size(mesh_dim)
 

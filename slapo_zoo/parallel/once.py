@@ -26,7 +26,7 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_graph() -> None:
-    """SlapoError in a backward that is to be differentiated in its turn."""
+    """Raise SlapoError in a backward with `create_graph=True`."""
     if torch.is_grad_enabled():
         problem = (
             "what ran here (a collective, a kernel) knows its gradient, not the gradient of that"

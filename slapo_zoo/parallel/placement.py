@@ -191,5 +191,5 @@ class TensorSpec:
     stage: int = 0
 
     def local_shape(self, n: int, r: int) -> tuple[int, ...]:
-        """Shape on rank `r` of `n`."""
+        """Return the shape on rank `r` of `n`."""
         return self.placement.local_shape(self.shape, n, r) if self.placement else self.shape

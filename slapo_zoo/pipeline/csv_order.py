@@ -33,7 +33,7 @@ _COMMUNICATION = re.compile(r"\d+(SEND|RECV|UNSHARD|RESHARD|REDUCE_GRAD)")
 
 @dataclass(frozen=True)
 class CsvOrder:
-    """A checked order.
+    """A pipeline order that was read from a CSV file and checked.
 
     Args:
         path: of the file.

@@ -197,7 +197,7 @@ def _first_float(tree: Any) -> Tensor | None:
 
 
 def _as_fake(found: Any) -> Any:
-    """A fake tensor of its size and dtype; a tensor of numbers has no place among fake ones."""
+    """Return a fake tensor of the same size and dtype, which may be mixed with other fake tensors."""
     if not isinstance(found, Tensor):
         return found
     return torch.empty(tuple(found.shape), dtype=found.dtype)

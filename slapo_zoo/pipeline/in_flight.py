@@ -83,7 +83,7 @@ class Sends:
         self._wait(self.arrived.get(action, ()))
 
     def finish(self) -> None:
-        """Wait for all."""
+        """Wait for every transfer that was started."""
         self._wait(list(self._works))
 
     def _wait(self, actions: Iterable[Action]) -> None:

@@ -94,7 +94,7 @@ class StageMap:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole model."""
+        """Number of pipeline stages over all ranks."""
         return self.pp * self.per_rank
 
     @property

@@ -33,7 +33,7 @@ class Seen:
 
 
 def skip_repeated(counter: Counter, model: nn.Module, units: Sequence[str]) -> None:
-    """Let calls after the second of equal blocks, on inputs of equal shapes, run nothing.
+    """Skip every call after the second of equal blocks on inputs of equal shapes, and reuse its counts.
 
     rewrite:  y = block(x)  -->  y of the shape of the second call's; its cost is added again
 

@@ -279,7 +279,7 @@ def recomputed_units(units: Sequence[str], checkpointed: Sequence[str]) -> set[s
 
 
 def _examples(plan: StagePlan, stage: int) -> tuple[Tensor, ...]:
-    """Shapes of what enters a stage."""
+    """Return empty tensors of the shapes that enter a stage."""
     return tuple(plan.shape(value).empty("meta") for value in plan.crossing(stage))
 
 

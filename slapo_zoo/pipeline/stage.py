@@ -25,7 +25,7 @@ from slapo_zoo.ranks.process_group import is_lost_peer
 
 
 class Stage(InFlightStage):
-    """One stage of one step.
+    """One pipeline stage during one training step.
 
     Its methods of a chunk are what the schedules of torch call; only this class names them.
 
@@ -55,7 +55,7 @@ class Stage(InFlightStage):
         self._whole: bool | None = None  # the same for all micro-batches of a step
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Forward of a micro-batch."""
+        """Run the forward of one micro-batch on this stage."""
         run = super().forward_one_chunk
         return self._perform(FORWARD, fwd_chunk_id, lambda: run(fwd_chunk_id, *args, **kwargs))
 

@@ -156,7 +156,7 @@ class StagePlan:
 
     @property
     def extent(self) -> str:
-        """Its first and last unit."""
+        """Name the first and the last unit of the stage."""
         first, last = self.units[0], self.units[-1]
         return first if first == last else f"{first} .. {last}"
 
@@ -181,7 +181,7 @@ class Cursor:
         self.wanted = set(plan.crossing(plan.stage + 1))
 
     def end(self) -> None:
-        """Forget the forward."""
+        """Forget the current forward and what it holds."""
         self.plan, self.values = None, {}
 
     def outgoing(self) -> tuple[Tensor, ...]:

@@ -113,7 +113,7 @@ def makespan(spans: Sequence[Span]) -> float:
 
 
 def busy(spans: Sequence[Span]) -> dict[int, float]:
-    """Seconds in which each rank computes."""
+    """Return the seconds in which each rank computes."""
     total: dict[int, float] = {}
     for span in spans:
         total[span.rank] = total.get(span.rank, 0.0) + span.end - span.begin

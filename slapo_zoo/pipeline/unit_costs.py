@@ -30,7 +30,7 @@ MOST_TOKENS, SCANNED_TOKENS = 512, 16  # a scan runs token by token, and its cos
 
 @dataclass(frozen=True)
 class UnitCost:
-    """One call of a unit.
+    """Operations and bytes of one call of a unit (a block, an embedding, a head).
 
     Args:
         unit: its path.
@@ -60,7 +60,7 @@ class UnitCost:
 
     @property
     def backward_weights(self) -> float:
-        """Operations of the other part."""
+        """Operations of the backward that makes weight gradients."""
         return self.forward + 2.0 * ELEMENT * self.parameters
 
 

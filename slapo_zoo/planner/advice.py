@@ -9,7 +9,7 @@ FASTER = 2.0  # links and network, to see whether they bind
 
 @dataclass(frozen=True)
 class Worth:
-    """Worth of a step.
+    """Throughput, MFU and bottleneck of a predicted step.
 
     Args:
         tokens_per_s: of the whole cluster.

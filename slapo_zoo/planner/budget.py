@@ -72,7 +72,7 @@ def hardware_of(device: torch.device | str) -> Hardware:
 
 
 def require_shape(value: Any) -> tuple[int, int]:
-    """(rows, tokens) of a micro-batch.
+    """Return (rows, tokens) of `micro_batch_shape`; MeshError where it is none.
 
     Raises:
         SlapoError: they are not two positive numbers.

@@ -16,7 +16,7 @@ SIZE, ELEMENTS, REPEATS = 1024, 1 << 22, 7
 
 
 def measure(device: str | None, ranks: int = 2) -> Hardware:
-    """The profile of this machine.
+    """Measure this machine and return its hardware profile.
 
     Args:
         device: "cpu", "cuda", or None for a GPU where there is one.
@@ -78,7 +78,7 @@ def launch_time(device: torch.device, count: int = 200) -> float:
 
 
 def host_memory() -> int:
-    """Bytes of this machine's memory."""
+    """Return the bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

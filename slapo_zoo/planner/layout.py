@@ -74,7 +74,7 @@ class Layout:
 
 
 def places_of(layout: Layout) -> StageMap:
-    """Which rank holds which stage."""
+    """Return which pipeline rank holds which stage."""
     if layout.pipeline_order.endswith(".csv"):
         return StageMap.make(layout.pipeline_order, layout.pp, None)
     return _places(layout.pipeline_order, layout.pp, layout.stages_per_rank)
@@ -86,7 +86,7 @@ def _places(order: str, pp: int, virtual: int) -> StageMap:
 
 
 def divisors(n: int) -> list[int]:
-    """All of them, in order.
+    """Return all divisors of n, in ascending order.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]

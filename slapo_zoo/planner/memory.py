@@ -19,7 +19,7 @@ PREFETCHED = 2  # units whose weights are whole at a time where each rank keeps 
 
 @dataclass(frozen=True)
 class Recompute:
-    """Which blocks are recomputed.
+    """Share and policy of the blocks whose activations are recomputed.
 
     Args:
         blocks: their names.

@@ -76,7 +76,7 @@ class Meter:
         self._read.discard(key)
 
     def now(self) -> tuple[float, ...]:
-        """The totals."""
+        """Return the totals so far."""
         return (len(self.products), self.moved, self.ops, self.fused, self.launches, self.comm,
                 self.collectives)  # fmt: skip
 

@@ -17,7 +17,7 @@ CHOICES = ("keep", "save_matmuls", "offload", "recompute", "sharded")
 
 
 class Mixture(NamedTuple):
-    """Time and memory of some blocks.
+    """A policy of recomputation per block, with the time and memory it takes.
 
     Args:
         bytes: that they keep on the device.

@@ -42,7 +42,7 @@ KEPT_BLOCKS = 3  # first, middle, last
 
 @dataclass(frozen=True)
 class Unit:
-    """One call of a unit.
+    """Costs of one call of a unit (a block, an embedding, a head) on one tp rank.
 
     Args:
         name: its path.
@@ -67,7 +67,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Profile:
-    """A model on one tp rank.
+    """Costs of every unit of a model on one tp rank.
 
     Args:
         units: calls of its units, in order.

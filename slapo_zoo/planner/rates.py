@@ -37,7 +37,7 @@ def _tiled(batch: float, m: float, n: float, k: float, count: int, fill: float) 
 
 
 def group_rate(hardware: Hardware, ranks: int, stride: int = 1, cards: int | None = None) -> float:
-    """Bytes per second of a ring over `ranks` devices that lie `stride` apart.
+    """Return the bytes per second of a ring of `ranks` devices that lie `stride` apart.
 
     Across nodes every node's share of the ring uses the network cards of its own devices, as the rings of
     NCCL do: with eight members in a node eight cards carry one ring. `cards`: at most so many.

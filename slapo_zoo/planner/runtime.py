@@ -10,7 +10,7 @@ HOST = 8.0  # fitted, with the seconds of an operation, to published single-node
 
 @dataclass(frozen=True)
 class Runtime:
-    """A way to run a model.
+    """Constants of one way to run a model: eager, with kernels, compiled, or by Megatron.
 
     Args:
         fused: chains of element-wise operations are one kernel.
@@ -58,7 +58,7 @@ RUNTIMES = {
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes that a parameter takes.
+    """Bytes per parameter for its weight, gradient and optimizer state in one precision.
 
     Args:
         dtype: of products and activations.
@@ -89,7 +89,7 @@ class Precision:
 
     @property
     def per_parameter(self) -> int:
-        """All of them."""
+        """Bytes per parameter: weight, gradient and optimizer state together."""
         return self.weights + self.gradients + self.optimizer
 
 
@@ -103,7 +103,7 @@ PRECISIONS = {
 
 
 def find_runtime(name: str) -> Runtime:
-    """The runtime of a name."""
+    """Return the runtime of a name; an unknown one is an error that lists all."""
     if name not in RUNTIMES:
         hint = f"choose one of {', '.join(RUNTIMES)}"
         raise SlapoError("Planner", f"runtime={name!r}", "no such runtime", hint)
@@ -111,7 +111,7 @@ def find_runtime(name: str) -> Runtime:
 
 
 def find_precision(name: str) -> Precision:
-    """The precision of a name."""
+    """Return the precision of a name; an unknown one is an error that lists all."""
     name = precision_name(name)
     if name not in PRECISIONS:
         hint = f"choose one of {', '.join(PRECISIONS)}"

@@ -59,7 +59,7 @@ class Forecasted:
 
 @dataclass(frozen=True)
 class Found:
-    """The outcome of a search.
+    """Layouts that fit, fastest first, and why others do not.
 
     Args:
         feasible: layouts that fit, the fastest first.
@@ -159,7 +159,7 @@ class Planner:
     def _refined(
         self, fits: Sequence[Forecasted], limit: float, orders: Sequence[str] | None
     ) -> list[Forecasted]:
-        """Faster ones near the fastest."""
+        """Return layouts near the fastest ones that are faster still."""
 
         def fit(layout: Layout) -> bool:
             return self.most_memory(layout) <= limit
@@ -225,7 +225,7 @@ class Planner:
         return Forecasted(layout, step, ranks, fullest)
 
     def ranks(self, layout: Layout) -> list[RankMemory]:
-        """Memory of every pipeline rank."""
+        """Return the predicted memory of every pipeline rank."""
         stages, places = self.stages_of(layout), places_of(layout)
         return [
             self._rank(layout, rank, [stages[i][0] for i in places.stages_of(rank)])
@@ -270,11 +270,11 @@ class Planner:
         return other
 
     def how(self, layout: Layout) -> How:
-        """How the layout is run."""
+        """Return how the layout is run: hardware, runtime, precision and tp."""
         return How(self.hardware, self.runtime, self.precision, layout.tp)
 
     def why(self, found: Forecasted) -> str:
-        """Why a layout does not fit."""
+        """Return in words why a layout does not fit."""
         total = (found.memory + self.hardware.reserved) / GIB
         rank = found.ranks[found.fullest]
         sizes = {name: getattr(rank, name) for name in PARTS} | {

@@ -62,7 +62,7 @@ class How:
 
 @dataclass(frozen=True)
 class StageTime:
-    """One stage for one micro-batch.
+    """Predicted seconds of one pipeline stage for one micro-batch.
 
     Args:
         forward_s: seconds of the forward, tp collectives included.
@@ -88,7 +88,7 @@ class StageTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A training step.
+    """Predicted seconds and bytes sent of one training step.
 
     Args:
         seconds: of it.
@@ -116,7 +116,7 @@ class StepTime:
 
     @property
     def bubble_share(self) -> float:
-        """Share of the whole step in which the busiest rank waits, transfers apart."""
+        """Share of the step in which the busiest rank waits for other stages, without transfers."""
         within = self.seconds - self.gradients_s - self.optimizer_s
         return max(self.bubble * within - self.transfer_s, 0.0) / self.seconds
 

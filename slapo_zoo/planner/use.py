@@ -49,11 +49,11 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of all products."""
+        """Floating-point operations of all matrix products."""
         return sum(product.flops for product in self.products)
 
     def plus(self, other: "Work") -> "Work":
-        """Both, one after the other."""
+        """Return the work of both, one after the other."""
         numbers = (a + b for a, b in zip(_numbers(self), _numbers(other), strict=True))
         return Work(self.products + other.products, *numbers)
 

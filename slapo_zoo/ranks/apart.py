@@ -19,7 +19,7 @@ OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_R
 
 @dataclass(frozen=True)
 class Ended:
-    """What is left of a process.
+    """Exit status and output of a process that has ended.
 
     Args:
         code: exit status, negative for a signal; None where it ran longer than it was given.

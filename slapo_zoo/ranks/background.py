@@ -31,7 +31,7 @@ class Saving(Future):
         return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait; the error, or None."""
+        """Wait for the end; return the error, or None."""
         found = super().exception(timeout)
         self.told = True
         return found

@@ -95,7 +95,7 @@ def emulate(
 
 
 class RankTracebackError(Exception):
-    """Where a rank failed, in words."""
+    """The traceback of the emulated rank that failed, shown as the cause."""
 
 
 def _without_frames(error: BaseException) -> BaseException:

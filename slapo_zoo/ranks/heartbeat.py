@@ -137,7 +137,7 @@ def _at(rank: int) -> str:
 
 
 def _line_of(thread: int) -> str:
-    """The innermost line of a thread that is neither ours nor of an installed package."""
+    """Return the innermost line of a thread in the user's own code."""
     frame = sys._current_frames().get(thread)
     while frame is not None and _is_installed(frame.f_code.co_filename):
         frame = frame.f_back
@@ -211,6 +211,6 @@ def silent_ranks(seconds: float) -> list[int]:
 
 
 def names_of(ranks: Iterable[int]) -> str:
-    """ "rank 1", "ranks 1, 3"."""
+    """Write ranks as "rank 1" or "ranks 1, 3"."""
     found = sorted(ranks)
     return f"rank{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}"

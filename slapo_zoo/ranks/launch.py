@@ -149,7 +149,7 @@ def start_rank(
 
 
 def prepare_rank(threads: int) -> None:
-    """Set up a rank's process."""
+    """Set up the process of a rank: its threads, its signals, and its end with its parent."""
     gc.freeze()  # a group of the parent that is freed here would wait for threads that it left behind
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl+C too, and stops us
     torch.set_num_threads(threads)

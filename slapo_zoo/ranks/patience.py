@@ -100,7 +100,7 @@ def gather_objects(what: str, mine: Any) -> list[Any]:
 
 
 def _watch(what: str, place: str, number: int, is_done: Callable[[], bool]) -> None:
-    """Until it is done: say for whom we wait, and stop for an error or a silent rank."""
+    """Wait until `is_done`; say for which ranks, and raise for an error or a silent rank."""
     begin = time.monotonic()
     pause, looked, told = 2e-5, begin, begin
     while not is_done():

@@ -54,7 +54,7 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 def later(seeds: Tensor, elements: Tensor | int) -> Tensor:
-    """Seeds of cells that begin `elements` later: element i of the new one is i + elements of the old."""
+    """Return seeds of the stream shifted by `elements`: its element i is element i + elements of the old one."""
     if torch.compiler.is_compiling() and not isinstance(elements, Tensor):
         return moved_seeds(seeds, 1, 0, elements)
     return seeds + elements * signed(STRIDE) if isinstance(elements, Tensor) else seeds + signed(elements * STRIDE)  # fmt: skip
@@ -105,7 +105,7 @@ def hashed_bits(counter: Tensor, key: Tensor) -> Tensor:
 
 @torch.library.custom_op(f"{NAMESPACE}::hashed_mask", mutates_args=())
 def hashed_mask(seeds: Tensor, p: float, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """hashed_cells for a tensor of `shape`."""
+    """Custom op: `random_stream.hashed_cells` (a dropout mask of 0 and 1) for a tensor of `shape`."""
     whole = torch.empty((), dtype=dtype, device=seeds.device).expand(list(shape))
     return hashed_cells(whole, p, seeds)
 

@@ -36,7 +36,7 @@ class RngTracker:
     always: bool = False
 
     def reset(self) -> None:
-        """Forget all states."""
+        """Forget all random states that were added."""
         self.states.clear()
 
     def add(self, name: str, seed: int) -> None:

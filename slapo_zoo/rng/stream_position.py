@@ -150,7 +150,7 @@ class StreamPosition:
                     advance_generator()
 
     def _begin(self) -> None:
-        """The first draw of a call."""
+        """Note the position of the stream at the first draw of a call."""
         start, self._start = self._start, None
         self.calls = max(self.calls, -self.step)
         self._remember(start)

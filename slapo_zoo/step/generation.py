@@ -23,7 +23,7 @@ class LateEncoder(nn.Module):
     """Stands for the encoder of a model in stages: it runs with the decoder, in each forward."""
 
     def forward(self, **kwargs: Any) -> SourceTokens:
-        """The arguments themselves."""
+        """Return the encoder's inputs themselves, to be encoded with each decoder forward."""
         return SourceTokens({k: v for k, v in kwargs.items() if isinstance(v, Tensor)})
 
 

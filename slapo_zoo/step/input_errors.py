@@ -18,7 +18,7 @@ class InputError(SlapoError, IndexError):
 
 @contextmanager
 def explained(model: Any, batch: Mapping[str, Any]) -> Iterator[None]:
-    """Around a forward: an error of torch becomes one that names the tokens at fault.
+    """Context around a forward: an index error of torch becomes one that names the tokens at fault.
 
     Nothing is looked at before something failed. On a GPU an embedding fails only later, when nothing
     can be asked any more, and memory that ran out says so itself.

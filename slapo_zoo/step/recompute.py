@@ -66,7 +66,7 @@ def _require_no_options(function: Callable[..., Any] | None) -> None:
 
 
 def _layers(model: Any) -> list[str]:
-    """The layers of all stages that `transformers` would recompute."""
+    """Return the paths of the layers that `gradient_checkpointing_enable()` of transformers recomputes."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     found = []

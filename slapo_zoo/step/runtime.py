@@ -30,7 +30,7 @@ from slapo_zoo.zoo.table import Table
 
 @dataclass
 class Runtime:
-    """State of a scheduled model.
+    """What a scheduled model needs to run: schedule, stages, data parallelism, options.
 
     Args:
         schedule: the program that made it.
@@ -71,7 +71,7 @@ class Runtime:
 
     @property
     def plan(self) -> RankPlan:
-        """Plan of this rank."""
+        """Plan of this rank: where each tensor lies, and over which ranks its gradient is summed."""
         return plan_of(self.schedule.state)
 
     @property

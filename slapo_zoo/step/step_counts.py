@@ -18,7 +18,7 @@ MASKS = ("attention_mask", "decoder_attention_mask")
 
 @dataclass(frozen=True)
 class StepCounts:
-    """The numbers of a step.
+    """Counts of one step: targets over all dp ranks, targets per row, padding, missed gradients.
 
     Args:
         totals: targets of each loss term, on all dp ranks together.

@@ -12,7 +12,7 @@ from slapo_zoo.tune.space import Space
 
 
 class Database:
-    """Results of tuning by key.
+    """Outcomes of tuning by key, in a file or in memory.
 
     The file holds a JSON object per line; a later line of the same key counts. A line that was cut
     off by a kill or a full disk is passed over, and the next commit begins a new one. Several

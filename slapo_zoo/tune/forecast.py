@@ -9,7 +9,7 @@ from slapo_zoo.planner.search import Forecasted, Planner
 
 @dataclass(frozen=True)
 class StageForecast:
-    """One stage.
+    """Predicted time and activations of one pipeline stage.
 
     Args:
         rank: pp coordinate.

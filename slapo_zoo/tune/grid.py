@@ -121,7 +121,7 @@ class Grid:
         return np.concatenate([one, rows[:, None], rows[:, None] * columns], 1)
 
     def memory_parts(self) -> tuple[np.ndarray, np.ndarray]:
-        """(rows, share that is kept) at every point, by the symbols that tell memory: 0..1 each."""
+        """Return (rows, share of activations kept) of every configuration, each scaled to 0..1."""
         rows, kept = np.ones(len(self.points)), np.zeros(len(self.points))
         for name, direction in self.memory.items():
             values = self.values.get(name, [])
@@ -144,7 +144,7 @@ class Grid:
         return found / max(len(names), 1)
 
     def text(self, number: int) -> str:
-        """A point in one line."""
+        """Write a configuration in one line."""
         return Space.cfg_dict_to_str(self.points[number])
 
 

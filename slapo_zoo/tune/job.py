@@ -166,7 +166,7 @@ class Workers:
         self.probe: float | None = None
 
     def __call__(self, point: Point, steps: int) -> Outcome:
-        """Measure one point."""
+        """Measure one configuration in processes of its own."""
         if self.probe is None:
             self.probe = self._probe()
         return measure_in_worker(self._job(point, steps, self.probe), self.setting.timeout_s)

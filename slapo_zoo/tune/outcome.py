@@ -16,7 +16,7 @@ NO_MEMORY = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """One measurement.
+    """Throughput and memory of one configuration, or why it failed.
 
     Args:
         kind: ok; out_of_memory; crash; timeout; wrong (it computes something else); slow (given up
@@ -41,12 +41,12 @@ class Outcome:
         return self.kind in (OK, SLOW)
 
     def to_dict(self) -> dict[str, Any]:
-        """For the database."""
+        """Return the outcome as plain data for the database."""
         return asdict(self)
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> "Outcome":
-        """From the database."""
+        """Make an outcome from plain data of the database."""
         return Outcome(**data)
 
 

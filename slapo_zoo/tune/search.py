@@ -30,7 +30,7 @@ MORE_MEMORY = (
 
 
 class Strategy(Protocol):
-    """One way to search."""
+    """A search strategy: it names the next configuration to measure."""
 
     def ask(self, known: Known, left: Sequence[int]) -> int | None:
         """The number of the next point; None when no other is worth measuring."""
@@ -38,25 +38,25 @@ class Strategy(Protocol):
 
 
 class Exhaustive:
-    """Every point, in order."""
+    """Strategy that measures every configuration, in order."""
 
     def __init__(self, grid: Grid, **options: Any):
         self.grid = grid
 
     def ask(self, known: Known, left: Sequence[int]) -> int | None:
-        """The first that is left."""
+        """Return the first configuration that was not measured."""
         return left[0] if left else None
 
 
 class Random:
-    """Points in random order."""
+    """Strategy that measures configurations in random order."""
 
     def __init__(self, grid: Grid, seed: int = 0, **options: Any):
         self.order = list(range(len(grid.points)))
         random.Random(seed).shuffle(self.order)  # noqa: S311 - no secret
 
     def ask(self, known: Known, left: Sequence[int]) -> int | None:
-        """The next of the shuffled order."""
+        """Return the next configuration of the shuffled order that was not measured."""
         return next((i for i in self.order if i in set(left)), None)
 
 
@@ -246,7 +246,7 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
 
 
 def find_strategy(name: str) -> Callable[..., Strategy]:
-    """The strategy of a name."""
+    """Return the strategy of a name; an unknown name is an error with the known ones."""
     if name not in STRATEGIES:
         hint = f"choose one of {', '.join(STRATEGIES)}"
         raise SlapoError("tune", f"search={name!r}", "no such strategy", hint)

@@ -25,7 +25,7 @@ def printer(total: int) -> OnTrial:
 
 
 def line_of(trial: Trial) -> str:
-    """One evaluation in a line."""
+    """Write one measured configuration in one line."""
     outcome = trial.outcome
     known = " (known)" * trial.was_known
     rate = f" {outcome.throughput:.4g} rows/s" if outcome.throughput else ""
@@ -34,7 +34,7 @@ def line_of(trial: Trial) -> str:
 
 
 def as_text(result: Result, most: int = 10) -> str:
-    """Return the fastest points, the failures by kind, and what was never measured."""
+    """Write the fastest configurations, the failures by kind, and what was never measured."""
     names = list(dict.fromkeys(name for trial in result.trials for name in trial.point))
     ran = (t for t in result.trials if t.outcome.kind == "ok")
     ran = sorted(ran, key=lambda t: -t.outcome.throughput)[:most]
@@ -59,7 +59,7 @@ def as_json(result: Result) -> dict[str, Any]:
 
 
 def write_csv(result: Result, path: Path) -> None:
-    """One line per evaluation, in order."""
+    """Write one CSV line per measured configuration, in order."""
     names = list(dict.fromkeys(name for trial in result.trials for name in trial.point))
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)

@@ -66,7 +66,7 @@ class Space:
         return None
 
     def reset(self) -> None:
-        """No symbol is fixed any more."""
+        """Forget the values that were chosen for symbols."""
         self.fixed_idx = -1
         for symbol in self.space.values():
             symbol.fixed_idx = -1
@@ -77,7 +77,7 @@ class Space:
         return {n: symbol.value for n, symbol in self.space.items() if n not in self._absent}
 
     def clone(self) -> "Space":
-        """An independent copy."""
+        """Return an independent copy of the space."""
         other = Space()
         for name, symbol in self.space.items():
             other.space[name] = Symbol(name, symbol.vals)

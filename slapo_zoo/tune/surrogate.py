@@ -22,7 +22,7 @@ LINEAR, QUADRATIC, CONSTANT, SMOOTH = (
 
 
 class Surrogate:
-    """Mean and deviation of a value at every point of a grid.
+    """Gaussian-process model of a measured value: its mean and deviation at every configuration of a grid.
 
     Args:
         coordinates: [points, axes] in 0..1.
@@ -54,7 +54,7 @@ class Surrogate:
         self.deviation = self.scale * np.sqrt(np.maximum(prior - (half**2).sum(0), 1e-12))
 
     def improvement(self, best: float) -> np.ndarray:
-        """Expected improvement over a value, at every point."""
+        """Return the expected improvement over `best` at every configuration."""
         from math import erf, pi
 
         gain = self.mean - best

@@ -11,7 +11,7 @@ class SpaceError(SlapoError, ValueError):
 
 
 class Symbol:
-    """A tunable symbol.
+    """One knob of a search space and its candidate values.
 
     Comparisons with a number are False until the symbol is fixed, so that a function that builds a
     space may ask `if batch_size >= 64:` before it is known.

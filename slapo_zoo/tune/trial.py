@@ -33,7 +33,7 @@ OWN = ("batch_size", "threads")  # symbols beside the knobs of `from_pretrained`
 
 @dataclass(frozen=True)
 class Job:
-    """One measurement.
+    """Request for one measurement: model, configuration, steps and limits.
 
     Args:
         model: a family, a folder or a Hub id; only its config is used.
@@ -83,7 +83,7 @@ def build(job: Job) -> Any:
 
 
 def measure(job: Job) -> Outcome:
-    """On one rank: the probe, then the timed steps."""
+    """Run one measurement on this rank: the probe batch, then the timed steps."""
     torch.set_num_threads(int(job.point.get("threads") or job.threads))
     with AnonymousPeak(exact=False) as peak:
         model = build(job)

@@ -16,7 +16,7 @@ MOST_STARTS = 2  # a point that ended this often without a result took the tuner
 
 @dataclass(frozen=True)
 class Trial:
-    """One evaluation.
+    """One measured configuration and its outcome.
 
     Args:
         number: of the point in the grid.
@@ -33,7 +33,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Limits:
-    """When to stop.
+    """Limits of a search: how many configurations and steps, and when to give up.
 
     Args:
         evaluations: at most; those from the database count, so that a resumed run ends alike.
@@ -70,7 +70,7 @@ class Result:
 
 
 class Tuner:
-    """Searches a grid.
+    """Measure configurations of a grid, one after the other, and keep the fastest.
 
     Args:
         grid: the space.

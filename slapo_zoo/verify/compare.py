@@ -49,11 +49,11 @@ class Comparison:
 
     @staticmethod
     def empty() -> "Comparison":
-        """Nothing was compared yet."""
+        """Make a comparison without findings."""
         return Comparison([], {}, {})
 
     def note(self, check: str, what: str, problem: str, rank: int | None = None) -> None:
-        """Something is wrong."""
+        """Record a difference."""
         self.findings.append(Finding(check, what, problem, rank))
 
     def did(self, check: str, ratio: float = 0.0) -> None:
@@ -88,7 +88,7 @@ class Tolerance:
         self, into: Comparison, check: str, name: str, found: Any, what: Callable[[Result], Any],
         scale: float = 0.0, rank: int | None = None,
     ) -> None:  # fmt: skip
-        """Compare one value.
+        """Compare one value of the scheduled model with the plain runs.
 
         Args:
             into: where the outcome goes.
@@ -202,7 +202,7 @@ def _weights(into: Comparison, near: Tolerance, result: RankResult) -> None:
 
 
 def largest_of(tensors: Mapping[str, Tensor]) -> float:
-    """The largest magnitude."""
+    """Return the largest absolute value of all tensors."""
     return max((float(t.abs().max()) for t in tensors.values() if t.numel()), default=0.0)
 
 

@@ -103,7 +103,7 @@ class _Outcome:
 
 
 class _Verification:
-    """One verification, its files below `scratch`."""
+    """One run of all checks; its files lie below `scratch`."""
 
     def __init__(self, subject: Subject, scratch: Path):
         self.subject, self.scratch = subject, scratch
@@ -111,7 +111,7 @@ class _Verification:
         self.comparison = Comparison.empty()
 
     def run(self) -> _Outcome:
-        """Every check; on failure also where."""
+        """Run every check; where one fails, find the first module that differs."""
         try:
             self.subject.outline()
         except (ArchitectureError, MeshError) as error:

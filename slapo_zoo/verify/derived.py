@@ -136,7 +136,7 @@ class Search:
         return (False, True) if self.sizes[1:] == (1, 1) else (False,)
 
     def candidates(self) -> list[Make]:
-        """The most useful ones, unproven."""
+        """Return tables to prove, the most useful first."""
         plan = [self._planned] if self._has_plan() else []
         structural = [self._structural] if self.sizes[0] > 1 else []
         return [*plan, *structural, self._gathered]

@@ -37,7 +37,7 @@ class Seen:
 
 
 class Recorder:
-    """Records while it is entered.
+    """Records calls of modules, their outputs and gradients within the context.
 
     Args:
         model: its hooks run after those of the schedule, so they see what the schedule made.

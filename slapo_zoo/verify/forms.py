@@ -79,7 +79,7 @@ def _without_repeats(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _tokens_of_flat_rows(parts: Sequence[Tensor], want: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """OPT flattens [rows, tokens, ...] to [rows * tokens, ...]; each rank holds some tokens of all rows."""
+    """Yield the whole tensor where OPT flattened [rows, tokens, ...] and each rank holds some tokens of every row."""
     n, flat = len(parts), parts[0].shape[0] if parts[0].ndim else 0
     if want.ndim < 2 or any(p.shape != parts[0].shape for p in parts) or flat * n != want.shape[0]:
         return

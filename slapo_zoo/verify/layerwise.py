@@ -158,7 +158,7 @@ class _Numbers:
         )  # fmt: skip
 
     def _split(self, path: str) -> tuple[int, int] | None:
-        """Where the number of the block begins and ends."""
+        """Return where the block number in a path begins and ends, or None."""
         found = self._known.match(path)
         digits = re.compile("[0-9]+").match(path, found.end()) if found else None
         return digits.span() if digits else None

@@ -16,7 +16,7 @@ NAMED = 8  # directives
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome.
+    """The outcome of a verification: verdict, findings and the first module that differs.
 
     Args:
         model: class of the model.
@@ -51,7 +51,7 @@ class Report:
         return not self.findings and self.error is None
 
     def document(self) -> dict[str, Any]:
-        """verify.json."""
+        """Return the contents of verify.json."""
         found = asdict(self)
         found["findings"] = found["findings"][:100]
         return {"verdict": VERIFIED if self.ok else FAILED, **found}

@@ -135,7 +135,7 @@ def plain(
 
 
 def load(subject: Subject, changes: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """This rank of the scheduled model."""
+    """Load this rank of the scheduled model."""
     tp, pp, dp = subject.sizes
     options = LoaderOptions(
         tp=tp, pp=pp, dp=dp, seed=subject.seed, auto_class=subject.cls, schedule=subject.schedule,

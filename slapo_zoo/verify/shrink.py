@@ -144,7 +144,7 @@ def _set(small: dict[str, Any], config: Any, names: Iterable[str], change: Any) 
 
 
 def _whole_pattern(config: Any, layers: int) -> int:
-    """GPT-Neo: layers come in whole patterns."""
+    """Round the number of layers up to whole patterns of attention types (GPT-Neo)."""
     patterns = getattr(config, "attention_types", None)
     period = len(patterns[0][0]) if patterns else 1
     return -(-layers // period) * period

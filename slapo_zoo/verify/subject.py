@@ -22,7 +22,7 @@ LEAST_TOKENS = 12
 
 @dataclass(frozen=True)
 class Subject:
-    """Subject of a verification.
+    """What is verified: config, class, mesh, schedule and weights.
 
     Args:
         config: of `transformers`.
@@ -78,7 +78,7 @@ class Subject:
         return -(-LEAST_TOKENS // (2 * tp)) * 2 * tp
 
     def batch(self, step: int = 0) -> dict[str, Tensor]:
-        """The rows of all dp ranks."""
+        """Return the batch of all dp ranks for a step."""
         config = copy.deepcopy(self.config)
         seam = table_for(config.model_type).seam
         model = hf.build_on_meta(self.cls, config, torch.float32, seam)
@@ -87,7 +87,7 @@ class Subject:
         return batch.example(model, rows, self.tokens, self.seed + 100 + step, tp)
 
     def part(self, whole: dict[str, Tensor], dp_coord: int) -> dict[str, Tensor]:
-        """The rows of one dp rank."""
+        """Return the rows of one dp rank."""
         n = self.rows_per_rank
         return {k: v[dp_coord * n : (dp_coord + 1) * n] for k, v in whole.items()}
 

@@ -32,7 +32,7 @@ Sums = dict[str, int]
 
 @dataclass(frozen=True)
 class Checksums:
-    """Record of the tensors that a save wrote.
+    """CRC-32 of every tensor that a save wrote.
 
     Args:
         save: its id.

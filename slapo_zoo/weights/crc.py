@@ -29,7 +29,7 @@ def times(a: int, b: int) -> int:
 
 @cache
 def _power(k: int) -> int:
-    """x^(8 * 2^k)."""
+    """Return x^(8 * 2^k) modulo the CRC polynomial: the shift by 2^k bytes."""
     return 1 << 23 if k == 0 else times(_power(k - 1), _power(k - 1))
 
 
@@ -50,7 +50,7 @@ def zeros(count: int) -> int:
 
 
 def linear(piece: "memoryview | bytes") -> int:
-    """L of one piece."""
+    """Return the linear part L of the checksum of one piece (see the head of this file)."""
     return zlib.crc32(piece) ^ zeros(len(piece))
 
 

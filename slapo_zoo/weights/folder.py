@@ -45,7 +45,7 @@ class CheckpointFolder:
         return len(self._files)
 
     def keys(self) -> list[str]:
-        """All keys of the checkpoint."""
+        """Return all keys of the checkpoint."""
         return list(self.key_to_file)
 
     def view(self, key: str) -> Tensor:
@@ -67,11 +67,11 @@ class CheckpointFolder:
         self._file(self._name(key)).read_ahead(key, first, count)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """The shape in the file."""
+        """Return the shape that a tensor has in the file."""
         return self._file(self._name(key)).entries[key].shape
 
     def dtype(self, key: str) -> torch.dtype:
-        """The dtype in the file."""
+        """Return the dtype that a tensor has in the file."""
         return self._file(self._name(key)).entries[key].dtype
 
     def nbytes(self, key: str) -> int:

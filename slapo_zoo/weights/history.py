@@ -30,7 +30,7 @@ def latest(folder: Path) -> Path | None:
 
 
 def steps_in(folder: Path) -> list[Path]:
-    """The step folders, oldest first."""
+    """Return the step folders of a checkpoint folder, oldest first."""
     found = [path for path in folder.glob("step-*") if STEP.fullmatch(path.name)]
     return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
 

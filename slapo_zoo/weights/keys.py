@@ -73,7 +73,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class KeyMap:
-    """How the names in files differ from the model's.
+    """Renames between the tensors of a model and the keys of its files.
 
     rewrite:  vit.encoder.layer.0.intermediate.dense.bias  <->  vit.layers.0.mlp.fc1.bias
 

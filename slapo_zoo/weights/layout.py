@@ -26,7 +26,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The files of a checkpoint.
+    """Which tensor lies in which file of a checkpoint, at which offset.
 
     Args:
         headers: file name --> its first bytes, the length of the header included.

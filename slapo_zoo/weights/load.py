@@ -28,7 +28,7 @@ AHEAD = 256 << 20  # bytes that the kernel may fetch before they are copied
 
 @dataclass(frozen=True)
 class Target:
-    """A local tensor to be filled.
+    """A local tensor that a load fills, and its place in the whole tensor.
 
     Args:
         tensor: allocated, of any dtype and device; the copy casts.

@@ -20,7 +20,7 @@ LEFTOVERS = (
 
 @dataclass(frozen=True)
 class NameMap:
-    """The outcome of matching.
+    """Which key of the files fills which tensor of the model, and what is left over.
 
     Args:
         source: model name --> checkpoint key.

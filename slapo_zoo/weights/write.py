@@ -154,7 +154,7 @@ def _write(
 
 
 def _start_flush(file: BinaryIO, begin: int, count: int) -> None:
-    """Let the disk begin with what is written, while we go on.
+    """Start writing a range of the file to the disk, without waiting.
 
     Left to fsync, the disk would idle until the last byte is in memory. Pages that are not yet on
     the disk are only queued by this advice, those that are may be dropped: so never for rows that

@@ -51,7 +51,7 @@ class Named(int):
 
 
 def parse(text: str) -> Node:
-    """The tree of a sum; ScheduleError says what is no integer arithmetic."""
+    """Parse integer arithmetic over names into a tree; ScheduleError for anything else."""
     return _Parser(text).whole(comparison=False)
 
 

@@ -29,7 +29,7 @@ class Source:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the unsharded tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -54,7 +54,7 @@ class RankRead:
 
 @dataclass(frozen=True)
 class WeightsPlan:
-    """Reads of all ranks.
+    """Which bytes of which files every rank would read.
 
     Args:
         mesh: sizes of the mesh dims.

@@ -19,7 +19,7 @@ from slapo_zoo.zoo.precision import PRECISIONS, precision_name
 
 @dataclass(frozen=True)
 class Knob:
-    """Description of one option.
+    """One option of the loader: its help, its type, and the values that a tuner may try.
 
     Args:
         help: what it does, in one sentence.
@@ -101,7 +101,7 @@ class BuildOptions:
         object.__setattr__(self, "precision", precision_name(self.precision))
 
     def but(self, **changes: Any) -> "BuildOptions":
-        """These options with some changed."""
+        """Return these options with some changed."""
         return dataclasses.replace(self, **changes)
 
     @property

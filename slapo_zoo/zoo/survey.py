@@ -43,7 +43,7 @@ class TrafficRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Survey:
-    """The outcome.
+    """Shapes, parameters, collectives and kernels of a scheduled model.
 
     Args:
         outline: of the schedule.

@@ -206,7 +206,7 @@ def load_tables() -> None:
 
 
 def families() -> list[str]:
-    """The `model_type`s that have a table."""
+    """Return the `model_type`s that have a table."""
     load_tables()
     return sorted(ZOO)
 

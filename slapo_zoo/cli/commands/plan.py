@@ -107,7 +107,7 @@ def _forecast(
 
 
 def _weights_data(found: Any) -> dict[str, Any] | None:
-    """Sizes in bytes; None where it was not asked for."""
+    """Return the reads of all ranks as plain data, in bytes; None where they were not asked for."""
     if found is None:
         return None
     ranks = [{**vars(rank), "files": sorted(rank.files)} for rank in found.ranks]
@@ -118,7 +118,7 @@ def _weights_data(found: Any) -> dict[str, Any] | None:
 
 
 def _step_data(found: Any) -> dict[str, Any] | None:
-    """Sizes in bytes, times in seconds; None where it was not asked for."""
+    """Return a step's forecast as plain data, in bytes and seconds; None where it was not asked for."""
     if found is None:
         return None
     step, stages, best, hardware = found
@@ -148,7 +148,7 @@ def _print_forecast(found: Any, order: str) -> None:
 
 
 def _print_weights(found: Any, what: str, step: int) -> None:
-    """A line for every `step` ranks, which are those of a stage or each by itself."""
+    """Print the reads as a table: a line per group of `step` ranks (a stage, or one rank)."""
     from slapo_zoo.weights.ledger import as_table, filled, human
 
     rows = []

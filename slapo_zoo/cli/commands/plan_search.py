@@ -10,7 +10,7 @@ from slapo_zoo.cli.errors import check_new_file, say, stdout_for_json
 
 
 def make_planner(model: str, seq_len: int | None, device: tuple[str, str | None, str, str]) -> Any:
-    """The planner of a model.
+    """Make the planner of a model for a cluster's hardware.
 
     Args:
         model: a folder, an id of the Hub or a family.

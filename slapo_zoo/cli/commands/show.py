@@ -51,7 +51,7 @@ def show(
 
 
 def as_data(found: Any) -> dict[str, Any]:
-    """A survey as lists and numbers."""
+    """Return a survey as plain data for `--json`."""
     steps = found.outline.schedule.history
     return {
         "program": [[pattern, str(directive)] for pattern, directive in steps],

@@ -138,7 +138,7 @@ class WideResNetPreTrainedModel(PreTrainedModel):
 
 
 class WideResNetModel(WideResNetPreTrainedModel):
-    """The network without its classifier."""
+    """WideResNet without its classifier."""
 
     def __init__(self, config: WideResNetConfig):
         super().__init__(config)
@@ -178,7 +178,7 @@ class WideResNetModel(WideResNetPreTrainedModel):
 
 
 class WideResNetForImageClassification(WideResNetModel):
-    """The network of the paper."""
+    """WideResNet with its classifier, as in the paper."""
 
     def __init__(self, config: WideResNetConfig):
         super().__init__(config)

@@ -47,7 +47,7 @@ def get_dialect_cls(cls_type: str, target: str, allow_none: bool = False) -> Any
 
 
 def init_target_engine(sch: Any, target: str | None, **kwargs: Any) -> tuple[Any, Any]:
-    """The engine of a framework around a scheduled model: (engine, optimizer).
+    """Put a scheduled model into the engine of a framework; return (engine, optimizer).
 
     Args:
         sch: a schedule, or a model of AutoScheduledModel.

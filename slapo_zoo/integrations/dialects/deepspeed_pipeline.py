@@ -149,7 +149,7 @@ def _with_gradient(x: Tensor) -> Tensor:
 
 
 class _ZeroPipeline(Zero):
-    """DeepSpeed runs the whole optimizer step."""
+    """DeepSpeed's pipeline with ZeRO: DeepSpeed runs the whole optimizer step."""
 
     clips_itself = True
 

@@ -142,7 +142,7 @@ class _Parallel(nn.Module):
 
 
 class ColumnParallel(_Parallel):
-    """Its output is this rank's columns."""
+    """Megatron's column-parallel linear, whose output is this rank's columns."""
 
     axis = 0
 

@@ -136,7 +136,7 @@ class _Ddp(DataParallel):
         return nullcontext() if is_last else self.native.no_sync()
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
-        """The backward has done it."""
+        """Do nothing: the backward has averaged the gradients over dp."""
 
 
 class _DdpStages(DataParallel):
@@ -164,7 +164,7 @@ class _DdpStages(DataParallel):
         self.sums.prepare_for_backward([x for x in found if x.requires_grad])
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
-        """The backward has done it."""
+        """Do nothing: the backward has averaged the gradients over dp."""
 
 
 class _Fsdp2(DataParallel):
@@ -180,7 +180,7 @@ class _Fsdp2(DataParallel):
             return model(**batch)
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
-        """The backward has done it."""
+        """Do nothing: the backward has averaged the gradients over dp."""
 
     def tensors(self, model: Any, grads: bool = False) -> dict[str, Tensor]:
         found = super().tensors(model, grads)

@@ -101,7 +101,7 @@ class Call:
                 raise ScheduleError(self.where or "(the model)", "trace", problem, hint)
 
     def inputs(self) -> dict[str, Any]:
-        """Placeholder --> value."""
+        """Return the example value of each placeholder, by name."""
         values = {a.name: a.value for a in self.arguments}
         return {**values, f"**{self.others}": {}}
 

@@ -94,7 +94,7 @@ FREE = {"weight", "bias", "normalized_shape", "eps", "p"}
 
 
 def describe(node: fx.Node, owner: nn.Module, in_pattern: bool = False) -> Operation:
-    """The operation of a call node.
+    """Return the operation of a call node in the form in which patterns are compared.
 
     Args:
         node: of the graph of `owner`.

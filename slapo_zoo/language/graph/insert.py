@@ -20,7 +20,7 @@ class Function(nn.Module):
         self.__signature__ = inspect.signature(function)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The function."""
+        """Call the function."""
         return self.function(*args, **kwargs)
 
 
@@ -72,7 +72,7 @@ def add_child(owner: nn.Module, name: str, module: nn.Module) -> str:
 
 
 def called(owner: nn.Module, node: fx.Node) -> nn.Module | None:
-    """The module that a node calls."""
+    """Return the module that a node calls, or None."""
     return owner.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 

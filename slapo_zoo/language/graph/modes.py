@@ -48,7 +48,7 @@ def merge(graph: Graph, training: bool, other: Graph | None, where: str) -> bool
 
 
 def _training(graph: Graph) -> Node:
-    """`self.training`, read where the graph begins."""
+    """Return the node that reads `self.training` at the start of the graph."""
     last = [n for n in graph.nodes if n.op == "placeholder"][-1:]
     with graph.inserting_after(last[0]) if last else graph.inserting_before():
         module = graph.create_node("get_attr", "itself")

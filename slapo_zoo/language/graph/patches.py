@@ -19,7 +19,7 @@ RANDOM = ("rand", "randn", "randint", "randperm")  # drawn anew in every call of
 
 @contextmanager
 def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
-    """`owner.name` is `new` within."""
+    """Set `owner.name` to `new` within the context."""
     old = owner.__dict__[name]
     setattr(owner, name, new)
     try:

@@ -39,7 +39,7 @@ class ModulePattern(nn.Module):
         self.name = name
 
     def forward(self, *args: Any) -> Any:
-        """Matched, never run."""
+        """Raise ScheduleError: a pattern's call is matched, never run."""
         raise ScheduleError("pattern", f"ModulePattern({self.name!r})", "it runs in no model")
 
 

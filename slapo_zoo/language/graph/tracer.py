@@ -25,7 +25,7 @@ EXAMPLE_HINT = "pass example_inputs: a tuple of arguments, or a dict of them by 
 
 
 class ValueTracer(fx.Tracer):
-    """Records the calls of one module.
+    """Traces one module into a graph whose proxies carry real values.
 
     Args:
         where: path of the module, for errors.

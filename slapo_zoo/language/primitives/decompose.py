@@ -14,14 +14,14 @@ class DecomposedLinear(nn.Linear):
     """A Linear whose product and bias are two operations, which a trace can tell apart."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., I] --> [..., O]."""
+        """Multiply [..., I] to [..., O], then add the bias."""
         y = nn.functional.linear(input, self.weight)
         return y if self.bias is None else y + self.bias
 
 
 @cache
 def _decomposed_conv1d() -> type:
-    """The same for the Conv1D of transformers, whose weight is [I, O]."""
+    """Make the decomposed class of Conv1D of transformers, whose weight is [I, O]."""
     from transformers.pytorch_utils import Conv1D
 
     class DecomposedConv1D(Conv1D):

@@ -85,7 +85,7 @@ class ForkRng(Directive):
             module.forward = self._forked(site, module.forward)
 
     def _made(self, site: Site) -> str:
-        """The path of `after`."""
+        """Return the path of the child named by `after`."""
         drops = isinstance(site.module, nn.Dropout | nn.Identity)  # of 0 it may be an Identity
         inside = site.path.rpartition(".")[0] if drops else site.path
         return join(inside, self.after)
@@ -228,7 +228,7 @@ class OwnDropout(TorchFunctionMode):
 def _dropout_arguments(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> tuple[Tensor, float, bool]:
-    """The signature of torch.nn.functional.dropout."""
+    """Return (input, p, training) of a call of torch.nn.functional.dropout."""
     return input, p, training
 
 

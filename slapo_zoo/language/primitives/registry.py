@@ -12,7 +12,7 @@ from slapo_zoo.language.directive import PRIMITIVES, Directive, Site, primitive
 
 
 def list_primitives(name_only: bool = True) -> list[str] | dict[str, type[Directive]]:
-    """All schedule primitives.
+    """Return the names of all schedule primitives, or with `name_only=False` name --> class.
 
     Args:
         name_only: their names; otherwise a dict from name to class.
@@ -52,22 +52,22 @@ class SiteView:
 
     @property
     def mod(self) -> nn.Module:
-        """The module, as it is now."""
+        """The module at the path, as it is now."""
         return self.site.state.modules[self.site.path]
 
     @property
     def path(self) -> str:
-        """Its path."""
+        """Path of the module."""
         return self.site.path
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
+        """The last part of the module's path."""
         return self.site.path.rpartition(".")[2]
 
     @property
     def parent(self) -> "SiteView | None":
-        """The module that holds it."""
+        """The module that holds this one; None for the root."""
         if not self.site.path:
             return None
         path, state = self.site.path.rpartition(".")[0], self.site.state

@@ -61,7 +61,7 @@ class ShardAttribute(Directive):
         return self.attribute.removeprefix(OF_CONFIG)
 
     def _holder(self, site: Site) -> Any:
-        """The module, or its config."""
+        """Return what holds the attribute: the module, or its config."""
         of_config = self.attribute.startswith(OF_CONFIG)
         return getattr(site.module, "config", None) if of_config else site.module
 

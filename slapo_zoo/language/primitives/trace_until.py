@@ -55,7 +55,7 @@ class TraceUntil(Directive):
         put(site, _traced.pop(site.module))
 
     def _below(self, site: Site, path: str) -> str:
-        """The path relative to the site."""
+        """Return a path relative to the site."""
         modules = site.state.modules
         if path and join(site.path, path) in modules:
             return path

@@ -30,7 +30,7 @@ def _plain(directive: Any) -> Any:
 
 
 def to_document(table: Table) -> dict[str, Any]:
-    """A frozen table as plain data."""
+    """Return a table as plain data for the cache."""
     rows = [[path, [[type(d).name, d.arguments()] for d in rule]] for path, rule in table.heads]
     fields = {name: getattr(table, name) for name in (*LISTS, *PLAIN, *PAIRS)}
     pieces = [[piece.tensor, list(piece.names)] for piece in table.pieces]

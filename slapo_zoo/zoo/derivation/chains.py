@@ -38,7 +38,7 @@ class Chains:
     _held: Any = field(default_factory=WeakIdKeyDictionary)
 
     def enter(self, path: str, module: nn.Module, linear: bool, args: Any) -> None:
-        """A module is called."""
+        """Record that a module is called: which sharded columns reach it."""
         held = self._columns(args)
         if linear:
             self.feeds.setdefault(path, set()).update(held)
@@ -48,12 +48,12 @@ class Chains:
             self.dropouts.setdefault(path, set()).update(held)
 
     def leave(self, path: str, output: Any) -> None:
-        """A linear has run."""
+        """Record the output of a linear as its columns."""
         if isinstance(output, Tensor):
             self._held[output] = {path}
 
     def call(self, name: str, args: Any, kwargs: Any, out: Any, draws: bool) -> None:
-        """A function was called outside of linears."""
+        """Record a function that was called outside of linears: columns go through element-wise ones, and mix in others."""
         held = self._columns((args, kwargs))
         if not held or name in LOOKS:
             return

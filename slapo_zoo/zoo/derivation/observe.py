@@ -25,7 +25,7 @@ def linear_axis(module: nn.Module) -> int | None:
 
 @dataclass
 class Observation:
-    """Observations of one forward.
+    """What one forward of a tiny model showed: modules, parameters, draws, and what lies between linears.
 
     Args:
         calls: path of a module --> how often it was called.

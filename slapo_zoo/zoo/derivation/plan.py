@@ -53,7 +53,7 @@ def plan_of(config: Any) -> dict[str, str]:
 
 
 def table_of_plan(config: Any, model: Any, seen: Observation) -> Table:
-    """The table of a plan, unproven.
+    """Make a table from the tp plan of transformers; it is not proven yet.
 
     Args:
         config: of `transformers`.

@@ -117,7 +117,7 @@ def derive_table(
     config: Any, model: Any, seen: Observation, left_whole: Mapping[str, str] | None,
     chains: bool = True, only: Collection[str] | None = None, stack: str = "", tokens: bool = False,
 ) -> Table:  # fmt: skip
-    """The table of a model, unproven.
+    """Derive a table from what one forward showed; it is not proven yet.
 
     Args:
         config: of `transformers`.

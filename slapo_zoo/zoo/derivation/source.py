@@ -13,7 +13,7 @@ NAMED = ("vocab", "vocab_head", "whole", "dropout", "enter", "enter_once", "ente
 
 
 def to_source(table: Table, per_rank: Mapping[str, str]) -> str:
-    """The file of a table.
+    """Write a table as the Python source of its file.
 
     Args:
         table: with names for its numbers.

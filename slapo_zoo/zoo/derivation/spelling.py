@@ -60,7 +60,7 @@ def _explains(keys: KeyMap, pairs: Mapping[str, str], same: Iterable[str]) -> bo
 
 
 def _whole_keys(key: str, name: str) -> tuple[str, str]:
-    """The names themselves, for any number.
+    """Return a rename of whole keys, with the block number left open.
 
     >>> _whole_keys("llm.layers.0.wq.weight", "layers.0.q_proj.weight")
     ('^llm.layers.{}.wq.weight', '^layers.{}.q_proj.weight')

@@ -123,7 +123,7 @@ def _own_of_layers(config: Any, rules: "_Rules") -> dict[str, dict[str, Any]]:
 
 
 def _repair(config: Any, own: dict[str, Any]) -> None:
-    """Numbers that follow from several others."""
+    """Set fields of a shrunken config that follow from several others."""
     now = {name: value for name, value in vars(config).items() if type(value) is int}
     rope, rest = now.get("qk_rope_head_dim"), now.get("qk_nope_head_dim")
     width = now.get("mamba_expand", now.get("expand", 0)) * now.get("hidden_size", 0)
@@ -189,7 +189,7 @@ class _Rules:
             self.scale = 2.0 ** math.ceil(math.log2(self.scale)) if sizes.widths == HALVED else 1.0
 
     def of(self, name: str, value: Any) -> Any:
-        """The new value of a field."""
+        """Return the shrunken value of a field."""
         if type(value) is int and value > 0:
             return self._number(name, value)
         per_layer = isinstance(value, list) and len(value) in self.layers
