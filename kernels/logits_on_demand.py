@@ -12,14 +12,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn import functional
 
-from slapo_zoo.errors import SlapoError
+from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.parallel.known import IGNORED, known, places
 from slapo_zoo.parallel.once import once
 from slapo_zoo.parallel.stand_ins import as_read_now
+from slapo_zoo.ranks.heartbeat import names_of
+from slapo_zoo.ranks.patience import meet
 from slapo_zoo.ranks.process_group import rank_guard
 
 _TENSOR: Any = torch.Tensor  # its attributes are descriptors, which type checkers do not know
@@ -178,11 +181,11 @@ class LogitsOnDemand(torch.Tensor):
         return mine or (self.parent is not None and self.parent.changed())
 
     def _of_rows(self) -> Tensor:
-        with (
-            rank_guard("output.logits, which all ranks of tp look at or none"),
-            self.head.reading(),
-        ):
-            return _whole(self.make(self.rows), self.head)
+        with rank_guard("output.logits, which all ranks of tp look at or none"):
+            if self.head.group is not None:
+                _require_all(dist.get_process_group_ranks(self.head.group))
+            with self.head.reading():
+                return _whole(self.make(self.rows), self.head)
 
     def _of_parent(self, parent: "LogitsOnDemand") -> Tensor:
         """A copy that was asked for before the parent changed holds what the parent was then."""
@@ -284,6 +287,17 @@ def _whole(logits: Any, head: Head) -> Tensor:
     if not isinstance(logits, VocabLogits):
         logits = VocabLogits.wrap(logits, head.vocab_size, head.group) if head.group else logits
     return logits.gathered() if isinstance(logits, VocabLogits) else logits
+
+
+def _require_all(ranks: list[int]) -> None:
+    """MeshError where some ranks look at logits of which each makes a part, and others have gone on."""
+    if gone := meet("output.logits", ranks):
+        problem = f"read where {names_of(gone)} went on without, and each rank makes a part of them"
+        hint = (
+            "read them on all ranks of tp, each gets the whole, and print them on one; "
+            'kernels="reference" makes them in every forward'
+        )
+        raise MeshError("output", "logits", problem, hint)
 
 
 def _plain(value: Any, below: bool = False) -> Any:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slapo_zoo.parallel.begun import collective, explained
 from slapo_zoo.parallel.compat import all_gather_single, new_group, reduce_scatter_single
 from slapo_zoo.parallel.live_bytes import counted_as
 from slapo_zoo.parallel.local_tensors import RowsOfRank
@@ -70,12 +71,12 @@ class Shards(RowsOfRank):
         pairs = zip(parts, shapes, strict=True)
         flat = torch.cat([_padded(x.detach().to(dtype), self.rows(s)) for x, s in pairs])
         out = flat.new_empty(self.size * flat.numel())
-        return all_gather_single(out, flat, group=self.group, async_op=True), out, flat
+        return collective(all_gather_single, out, flat, group=self.group, async_op=True), out, flat
 
     def finish(self, begun: Any, shapes: Sequence[Any]) -> list[Tensor]:
         """Wait for an all-gather and return its tensors, each in memory of its own."""
         work, out, _ = begun
-        work.wait()
+        explained(work.wait)
         sizes = [self.rows(s) * _inner(s) for s in shapes]
         found = out.view(self.size, -1).split(sizes, 1)
         return [x.reshape(-1, *s[1:])[: s[0]] for x, s in zip(found, shapes, strict=True)]
@@ -97,11 +98,11 @@ class Shards(RowsOfRank):
                 rows = grad[r * self.rows(shape) : (r + 1) * self.rows(shape)].reshape(-1)
                 place[r, : len(rows)].copy_(rows)
         out = flat.new_empty(flat.shape[1])
-        reduce_scatter_single(out, flat.reshape(-1), group=self.group)
+        collective(reduce_scatter_single, out, flat.reshape(-1), group=self.group)
         if average:
             out.mul_(1.0 / self.ranks)
             if self.copies is not None:
-                dist.all_reduce(out, group=self.copies)
+                collective(dist.all_reduce, out, group=self.copies)
         *sums, held = out.split(sizes)
         found: list[Any] = []
         for i, (grad, part, shape) in enumerate(zip(grads, sums, shapes, strict=True)):
@@ -162,7 +163,7 @@ class Group:
     def drop(self) -> None:
         """Forget the whole tensors; what is under way is waited for."""
         if self._begun is not None:
-            self._begun[0].wait()
+            explained(self._begun[0].wait)
         self._begun = self._whole = None
 
     def traced(self, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -22,6 +22,8 @@ from slapo_zoo.gradients.scaler import GradScaler
 from slapo_zoo.parallel.local_tensors import is_divided
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import RankPlan
+from slapo_zoo.ranks.heartbeat import names_of
+from slapo_zoo.ranks.patience import meet
 from slapo_zoo.ranks.process_group import rank_guard
 
 PROBES, ELEMENTS, ALIKE = 8, 64, 1e-4
@@ -120,6 +122,8 @@ class StepGuard:
         mine = self._factors()
         each = [torch.empty_like(mine) for _ in range(self.mesh.world_size)]
         with rank_guard("optimizer.step, which all ranks take or none"):
+            if gone := meet("optimizer.step", range(self.mesh.world_size)):
+                raise _alone(gone)
             dist.all_gather(each, mine)
         rows = torch.stack(each).tolist()
         alike = max(row[PROBES][0] for row in rows)
@@ -230,6 +234,15 @@ def _apart(marks: Sequence[Sequence[float]], loosely: float) -> bool:
 def _sample(p: nn.Parameter) -> Tensor:
     assert p.grad is not None  # noqa: S101 - asked for before
     return p.grad.detach().reshape(-1)[:ELEMENTS].double()
+
+
+def _alone(gone: Sequence[int]) -> MeshError:
+    problem = f"{names_of(gone)} went on without a step: their weights are others from here on"
+    hint = (
+        "step on all ranks or on none: let them agree on a number, e.g. torch.distributed.all_reduce of "
+        "whether the loss is finite; slapo_zoo.GradScaler does it"
+    )
+    return MeshError("optimizer.step", "taken by some ranks", problem, hint)
 
 
 def _unlike_beside(parameters: list[nn.Parameter], mesh_dim: str) -> MeshError:

@@ -22,6 +22,7 @@ from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.model.memory import Memory, memory
 from slapo_zoo.parallel import gather as consolidate
+from slapo_zoo.parallel.begun import note_step
 from slapo_zoo.parallel.local_tensors import rows_of
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import RankPlan
@@ -143,6 +144,7 @@ class Scheduled(Structure, Generates, Recomputes):
         """
         model: Any = self
         own_call = self.schedule.state.within(ForwardContext(is_call=True))
+        note_step()
         with rank_guard("train_step"), own_call, self._slapo.precision.step(model):
             options = StepOptions(micro_batches, return_logits, targets, loss_fn, scaler)
             return train_step(model, batch, options)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slapo_zoo.parallel.begun import collective, explained
 from slapo_zoo.parallel.collectives import Group
 from slapo_zoo.parallel.once import once
 
@@ -39,7 +40,7 @@ class _Wait(torch.autograd.Function):
     @once
     def backward(ctx, grad):
         if ctx.under_way.work is not None:
-            ctx.under_way.work.wait()
+            explained(ctx.under_way.work.wait)
             ctx.under_way.work = None
         return grad, None
 
@@ -49,7 +50,9 @@ class _Start(_Wait):
     @once
     def backward(ctx, grad):
         total = grad.contiguous().clone()
-        ctx.under_way.work = dist.all_reduce(total, group=ctx.under_way.group, async_op=True)
+        ctx.under_way.work = collective(
+            dist.all_reduce, total, group=ctx.under_way.group, async_op=True
+        )
         return total, None
 
 

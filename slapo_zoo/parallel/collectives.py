@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slapo_zoo.parallel.begun import collective
 from slapo_zoo.parallel.compat import all_gather_single, reduce_scatter_single
 from slapo_zoo.parallel.mesh import ShapeOnlyGroup
 from slapo_zoo.parallel.once import once
@@ -45,7 +46,7 @@ def _dry_run_of(group: Group, kind: str, whole: Tensor) -> bool:
 def all_reduce_(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """Reduce x over the group in place; nothing to do for None or in a dry run."""
     if group is not None and not _dry_run_of(group, "all_reduce", x):
-        dist.all_reduce(x, op=op, group=group)
+        collective(dist.all_reduce, x, op=op, group=group)
     return x
 
 
@@ -54,7 +55,7 @@ def gather_along(x: Tensor, axis: int, group: Group) -> Tensor:
     flat = x.movedim(axis, 0).contiguous()
     out = flat.new_empty((group_size(group) * flat.shape[0], *flat.shape[1:]))
     if not _dry_run_of(group, "all_gather", out):
-        all_gather_single(out, flat, group=group)
+        collective(all_gather_single, out, flat, group=group)
     return _in_format_of(x, out.movedim(0, axis))
 
 
@@ -63,7 +64,7 @@ def reduce_scatter_along(x: Tensor, axis: int, group: Group) -> Tensor:
     flat = x.movedim(axis, 0).contiguous()
     out = flat.new_empty((flat.shape[0] // group_size(group), *flat.shape[1:]))
     if not _dry_run_of(group, "reduce_scatter", flat):
-        reduce_scatter_single(out, flat, group=group)
+        collective(reduce_scatter_single, out, flat, group=group)
     return _in_format_of(x, out.movedim(0, axis))
 
 
@@ -79,7 +80,7 @@ def exchange_along(x: Tensor, split_axis: int, join_axis: int, group: Group) -> 
     parts = torch.stack(x.chunk(n, split_axis))
     out = torch.empty_like(parts)
     if not _dry_run_of(group, "all_to_all", parts):
-        dist.all_to_all_single(out, parts, group=group)
+        collective(dist.all_to_all_single, out, parts, group=group)
     return torch.cat(list(out), join_axis)
 
 

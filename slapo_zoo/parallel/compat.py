@@ -36,10 +36,15 @@ def new_group(ranks: Sequence[int]) -> Any:
 
     A collective call of all ranks. A rank that hangs or dies would stop its peers only then.
     """
-    world: Any = dist.group.WORLD
     if len(ranks) == dist.get_world_size():
-        return world
-    return dist.new_group(ranks, timeout=world._get_backend(group_device()).options._timeout)
+        return dist.group.WORLD
+    return dist.new_group(ranks, timeout=timedelta(seconds=timeout_of_world()))
+
+
+def timeout_of_world() -> float:
+    """Seconds that a collective of all ranks may wait."""
+    world: Any = dist.group.WORLD
+    return world._get_backend(group_device()).options._timeout.total_seconds()
 
 
 def patient_group(seconds: float) -> Any:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slapo_zoo.parallel.begun import collective, explained
 from slapo_zoo.parallel.local_tensors import held_here, is_divided
 
 BUCKET_BYTES = 32 << 20  # large enough to amortise a collective, small beside a model
@@ -76,7 +77,7 @@ class Bucket:
         else:
             for place, is_there in zip(self.held, self.present, strict=True):
                 place.fill_(float(is_there))  # a copied list would be waited for
-        self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
+        self.work = collective(dist.all_reduce, self.flat, group=self.group, async_op=True)
         return self
 
     def _shared(self, grads: list[Any]) -> Tensor | None:
@@ -108,7 +109,7 @@ class Bucket:
         """`.grad` of each parameter is the sum, if one was begun; `somewhere`: ids of those that a rank has."""
         if self.work is None:
             return
-        self.work.wait()
+        explained(self.work.wait)
         self.work = None
         if somewhere is not None:
             held = [id(p) in somewhere for p in self.parameters]

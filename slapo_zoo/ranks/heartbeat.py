@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary, WeakSet, finalize
 import torch.distributed as dist
 
 from slapo_zoo.errors import RankError
+from slapo_zoo.parallel import begun
 
 BEAT_S = 1.0
 STILL = 3  # beats at one line, after which a rank tells it
@@ -35,13 +36,14 @@ class Heart:
         store: of the process group; the thread has a connection of its own.
         rank: ours.
         size: of the world.
+        counts: how many collectives this rank has begun in each group.
 
     Attributes:
         error: what `publish_error` of some rank wrote, once it was seen.
     """
 
-    def __init__(self, store: Any, rank: int, size: int):
-        self.store, self.rank, self.size = store, rank, size
+    def __init__(self, store: Any, rank: int, size: int, counts: dict[str, list[int]]):
+        self.store, self.rank, self.size, self.begun = store, rank, size, counts
         self.error = ""
         self._stopped, self._of = threading.Event(), threading.get_ident()
         self._seen: dict[int, tuple[str, float]] = {}
@@ -50,10 +52,12 @@ class Heart:
         _ALIVE.add(self)
 
     def _work(self) -> None:
-        count, line, since = 0, "", 0
+        count, line, since, told = 0, "", 0, {}
         with suppress(RuntimeError):  # the store went with the process that held it
             while True:
                 self.store.set(_beat(self.rank), str(count := count + 1))
+                if (counts := {name: n for name, (n,) in list(self.begun.items())}) != told:
+                    self.store.set(_begun(self.rank), json.dumps(told := counts))
                 line, before = (
                     _line_of(self._of) or line,
                     line,
@@ -85,6 +89,20 @@ class Heart:
     def late(self, place: str, number: int) -> list[int]:
         """The ranks that have not come to a place yet."""
         return [r for r in range(self.size) if int(self._get(f"slapo_zoo/at/{place}/{r}", "0")) < number]  # fmt: skip
+
+    def come(self, place: str) -> None:
+        """Tell that we are at a place to which all ranks come; `came` counts them, all times together."""
+        self.store.add(f"slapo_zoo/met/{place}", 1)
+
+    def came(self, place: str) -> int:
+        """How often a rank has come to a place."""
+        return self.store.add(f"slapo_zoo/met/{place}", 0)
+
+    def past(self, ranks: Iterable[int]) -> list[int]:
+        """Those of some ranks that have begun more collectives in a group than we have."""
+        mine = {name: n for name, (n,) in list(self.begun.items())}
+        theirs = ((rank, json.loads(self._get(_begun(rank), "{}"))) for rank in ranks)
+        return [rank for rank, found in theirs if any(found.get(name, 0) > n for name, n in mine.items())]  # fmt: skip
 
     def silence(self) -> dict[int, float]:
         """Rank --> seconds since it was last heard of, as far as we have looked."""
@@ -130,6 +148,10 @@ def _stop_all() -> None:
 
 def _beat(rank: int) -> str:
     return f"slapo_zoo/beat/{rank}"
+
+
+def _begun(rank: int) -> str:
+    return f"slapo_zoo/begun/{rank}"
 
 
 def _at(rank: int) -> str:
@@ -182,7 +204,8 @@ def _start(world: Any) -> Heart | None:
     from torch.distributed.distributed_c10d import _get_default_store
 
     with suppress(RuntimeError, AttributeError, NotImplementedError):
-        heart = Heart(_get_default_store().clone(), dist.get_rank(), dist.get_world_size())
+        store, counts = _get_default_store().clone(), begun.of_world()
+        heart = Heart(store, dist.get_rank(), dist.get_world_size(), counts)
         finalize(world, heart.leave)
         return heart
     return None

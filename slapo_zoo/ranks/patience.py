@@ -6,7 +6,7 @@ end of a process at once, and names a rank that is stopped.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -99,6 +99,42 @@ def gather_objects(what: str, mine: Any) -> list[Any]:
     return found
 
 
+def meet(what: str, ranks: Sequence[int]) -> list[int]:
+    """Wait until all of some ranks are here; those that have gone on without, if there are any.
+
+    A rank that has begun more collectives than we, and is not here, will not come: ours would meet another of its
+    own. It takes two round trips to the store.
+
+    Args:
+        what: the place, as messages name it.
+        ranks: all that come here, ours among them; or may not know that they should.
+
+    Raises:
+        RankError: another rank failed, or is later than a collective may be.
+    """
+    heart = heartbeat.current()
+    if heart is None:
+        return []
+    place, steps = f"{what}/{ranks[0]}/{len(ranks)}", _waiting().steps
+    steps[place] += 1
+    heart.come(place)
+    begin = looked = time.monotonic()
+    pause, others = 2e-5, [rank for rank in ranks if rank != heart.rank]
+    while heart.came(place) < steps[place] * len(ranks):
+        time.sleep(pause)
+        pause, now = min(2 * pause, 0.02), time.monotonic()
+        if now - looked < LOOK_S / 2:
+            continue
+        looked, gone = now, heart.past(others)
+        if gone and heart.came(place) < steps[place] * len(ranks):
+            return gone
+        if heart.error:
+            raise heartbeat.parse_error(heart.error)
+        if now - begin > compat.timeout_of_world():
+            raise _too_late(what, [], now - begin, heart.lines())
+    return []
+
+
 def _watch(what: str, place: str, number: int, is_done: Callable[[], bool]) -> None:
     """Wait until `is_done`; say for which ranks, and raise for an error or a silent rank."""
     begin = time.monotonic()
@@ -134,9 +170,10 @@ def _check_peers(what: str, place: str, number: int, seconds: float) -> list[int
     return late
 
 
-def _too_late(what: str, late: list[int], seconds: float) -> RankError:
+def _too_late(what: str, late: list[int], seconds: float, lines: str = "") -> RankError:
     who = heartbeat.names_of(late) if late else "another rank"
     problem = f"timed out after {seconds:.0f} s waiting for {who} at {what}"
+    problem += f" ({lines})" if lines else ""
     return RankError(f"rank {dist.get_rank()}", what, problem, "see the output of that rank")
 
 

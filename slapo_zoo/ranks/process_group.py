@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from slapo_zoo.errors import MeshError, RankError, SlapoError, is_agreed
+from slapo_zoo.parallel.begun import EXPLAIN
 from slapo_zoo.ranks import background, heartbeat
 from slapo_zoo.ranks.heartbeat import ERROR_KEY
 from slapo_zoo.ranks.slurm import slurm_environment
@@ -40,6 +42,9 @@ _LOST_PEER = re.compile(
 
 SILENT_S = 4.0  # a rank that does not beat for so long, once contact is lost, is named
 _TIMED_OUT = re.compile(r"[Tt]imed out waiting (\d+) ?ms")
+
+
+_WITHIN: ContextVar[str] = ContextVar("within", default="a collective")  # a thread starts without
 
 
 class _State:
@@ -172,22 +177,35 @@ def peer_error() -> RankError | None:
 @contextmanager
 def rank_guard(what: str) -> Iterator[None]:
     """Tell the peers about an error in the block; turn the loss of a peer into that peer's error."""
+    token = _WITHIN.set(what)
     try:
         yield
     except Exception as exc:
         if isinstance(exc, RankError) or is_agreed(exc) or not dist.is_initialized():
             raise  # an inner guard has done it, or every rank raises in this very step
+        explain_lost_peer(exc)
         _State.failed = True
-        if not is_lost_peer(exc):
-            publish_error(exc, what)
-            raise
-        error = _await_peer_error()
-        if error is None:
-            error = lost_peer(exc, what)
-            publish_error(error, what)  # all who are left say the same
-        else:
-            _linger()
-        raise error from exc
+        publish_error(exc, what)
+        raise
+    finally:
+        _WITHIN.reset(token)
+
+
+def explain_lost_peer(exc: Exception) -> None:
+    """RankError with the error of the peer that was lost, where that is what an error came of."""
+    if not (dist.is_initialized() and is_lost_peer(exc)):
+        return
+    _State.failed, what = True, _WITHIN.get()
+    error = _await_peer_error()
+    if error is None:
+        error = lost_peer(exc, what)
+        publish_error(error, what)  # all who are left say the same
+    else:
+        _linger()
+    raise error from exc
+
+
+EXPLAIN.append(explain_lost_peer)
 
 
 def is_lost_peer(exc: BaseException | None) -> bool:

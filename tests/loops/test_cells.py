@@ -16,14 +16,7 @@ ELSEWHERE = ("Trainer with compute_loss", "autocast bf16")
 # Layouts of one line share what plain transformers computed.
 TURNS = (("one", "tp2"), ("dp2", "tp2-dp2"), ("tp2-sp", "pp2"), ("dp2-shard", "dp2"), ("pp2", "one"), ("tp2", "tp2-sp"), ("tp2-dp2", "dp2-shard"))  # fmt: skip
 # Row of what is wrong today --> loop --> its cells, family:layout.
-NOT_YET: dict[str, dict[str, str]] = {
-    "C1: one rank reads logits": {
-        "one rank reads logits": "bert:tp2 bert:tp2-sp llama:tp2-sp gpt2:tp2",
-    },
-    "C3: a dp rank skips its step": {
-        "a dp rank skips its step": "albert:tp2-dp2 llama:tp2-dp2 roberta:dp2-shard roberta:tp2-dp2 qwen3:dp2-shard",
-    },
-}  # fmt: skip
+NOT_YET: dict[str, dict[str, str]] = {}
 
 
 def cells():
@@ -42,7 +35,7 @@ def marks(name, family, layout, always):
         row for row, loops in NOT_YET.items() if f"{family}:{layout}" in loops.get(name, "").split()
     )
     return found + [
-        pytest.mark.xfail(reason=row, raises=AssertionError, strict=False) for row in known
+        pytest.mark.xfail(reason=row, raises=AssertionError, strict=True) for row in known
     ]
 
 

@@ -1,6 +1,8 @@
 """Ranks of a loop by hand that part company are told: other weights, other gradients, other lines."""
 
+import time
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -17,8 +19,8 @@ CONFIG = transformers.GPT2Config(
 IDS = torch.arange(32).reshape(4, 8)
 
 
-def made(tp=1, pp=1, dp=1):
-    return AutoScheduledModel.from_config(CONFIG, tp=tp, pp=pp, dp=dp, seed=0).train()
+def made(tp=1, pp=1, dp=1, **options):
+    return AutoScheduledModel.from_config(CONFIG, tp=tp, pp=pp, dp=dp, seed=0, **options).train()
 
 
 def rows_of(model):
@@ -113,7 +115,7 @@ def read_alone():
     loss = (output := model(**rows_of(model))).loss
     if model.mesh.rank == 0:
         print(output.logits.mean())
-    loss.backward()  # the line where the other waits
+    loss.backward()
 
 
 def step_alone():
@@ -125,13 +127,69 @@ def step_alone():
     model.train_step(rows_of(model))
 
 
-@pytest.mark.parametrize("loop", [read_alone, step_alone])
-def test_a_rank_that_waits_alone_says_at_which_lines_all_are(loop, monkeypatch):
+def skip_beside(by_hand, **layout):
+    """The second dp rank skips a step, with its tp and pp peers."""
+    model = made(**layout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        batch = rows_of(model)
+        model(**batch).loss.backward() if by_hand else model.train_step(batch)
+        if step != 1 or model.mesh.coord("dp") == 0:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+LEFT = {
+    "logits": (read_alone, (2, 1, 1)),
+    "step of tp": (step_alone, (2, 1, 1)),
+    "tp and dp": (partial(skip_beside, True, tp=2, dp=2), (2, 1, 2)),
+    "tp and dp, train_step": (partial(skip_beside, False, tp=2, dp=2), (2, 1, 2)),
+    "pp and dp, train_step": (partial(skip_beside, False, pp=2, dp=2), (1, 2, 2)),
+    "dp_shard": (partial(skip_beside, True, dp=2, dp_shard=2), (1, 1, 2)),
+    "dp_shard, train_step": (partial(skip_beside, False, dp=2, dp_shard=2), (1, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_a_rank_that_others_left_behind_says_so_on_all_ranks(name, monkeypatch):
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.1)
+    loop, mesh = LEFT[name]
+    told = {}
+
+    def run():
+        try:
+            loop()
+        except Exception as error:
+            told[torch.distributed.get_rank()] = error
+            raise
+
+    with pytest.raises(SlapoError):
+        emulate(run, mesh=mesh, timeout_s=60)
+    assert len(told) == mesh[0] * mesh[1] * mesh[2]
+    for rank, error in told.items():
+        assert isinstance(error, SlapoError), f"rank {rank}: {error}"
+        assert "went on without" in str(error), f"rank {rank}: {error}"
+        assert "imed out" not in str(error)
+
+
+def wait_alone(what):
+    """The other rank comes nowhere: it is busy in a line of its own."""
+    model = made(tp=2)
+    output = model(**rows_of(model))
+    if model.mesh.rank:
+        time.sleep(5)
+    if what == "logits":
+        print(output.logits.mean())
+    output.loss.backward()
+
+
+@pytest.mark.parametrize("what", ["logits", "backward"])
+def test_a_rank_that_waits_alone_says_at_which_lines_all_are(what, monkeypatch):
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.1)
     monkeypatch.setattr(process_group, "ERROR_WAIT_S", 0.2)
     monkeypatch.setattr(process_group, "SILENT_S", 0.2)
-    with pytest.raises((RankError, RuntimeError)) as caught:
-        emulate(loop, mesh=(2, 1, 1), timeout_s=6)
+    with pytest.raises(RankError) as caught:
+        emulate(wait_alone, what, mesh=(2, 1, 1), timeout_s=2)
     told = str(caught.value)
     assert "rank 0 is at test_ranks_that_part.py" in told, told
     assert "rank 1 is at test_ranks_that_part.py" in told, told

@@ -261,7 +261,7 @@ def skipped(t: Trainee) -> None:
         t.optimizer.step()
 
 
-@loop("one rank reads logits", families=ONE_STACK, pp=CALL_TRAIN_STEP)
+@loop("one rank reads logits", families=ONE_STACK, pp=CALL_TRAIN_STEP, tp="went on without")
 def read_on_one(t: Trainee) -> None:
     """A metric that rank 0 alone prints."""
     for step in range(STEPS):
