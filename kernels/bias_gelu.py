@@ -13,7 +13,7 @@ SHAPES = [(1, 64), (63, 100), (9, 1025), (0, 32)]
 
 
 def reference(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
-    """The definition (Hendrycks & Gimpel 2016, arXiv:1606.08415).
+    """Compute the definition of the kernel (Hendrycks & Gimpel 2016, arXiv:1606.08415).
 
     "tanh" is what `transformers` calls gelu_new (activations.py, NewGELUActivation); it differs from
     the exact one by up to 5e-4, so one never stands in for the other.

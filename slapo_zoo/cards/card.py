@@ -88,7 +88,7 @@ class Card:
         return readme.render(self.metadata(), values)
 
     def contents(self) -> dict[str, bytes]:
-        """Every file of the folder, by name."""
+        """Return every file of the folder: name --> bytes."""
         reports = dict(zip(files.REPORTS, (self.verify, self.bench, self.tuning), strict=True))
         return {
             files.README: self.page().encode(),

@@ -27,7 +27,7 @@ def names_of(folder: Path) -> list[str]:
 
 
 def read(folder: Path, name: str, root: Path | None = None) -> bytes:
-    """The bytes of a file of a card.
+    """Read one file of a card.
 
     Args:
         folder: of the card.

@@ -16,7 +16,7 @@ def pictures_of(bench: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def draw(bench: Mapping[str, Any]) -> dict[str, bytes]:
-    """The pictures as PNG files, by name.
+    """Draw the pictures of a card: name --> PNG bytes.
 
     Args:
         bench: of a card: measure --> value or "unmeasured"; "baselines" is name --> measure --> value.

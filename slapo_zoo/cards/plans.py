@@ -14,7 +14,7 @@ MOST = 64  # plans of a card
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How to train one model on some devices.
+    """A planned layout for one model on one kind of device, with its predicted times.
 
     Args:
         size: name of the checkpoint whose sizes the model has.
@@ -54,7 +54,7 @@ class Plan:
         return f"{self.gpus} x {self.device}"
 
     def row(self) -> tuple[str, str, str, str, str]:
-        """For people: devices, knobs, seconds, tokens/s, error."""
+        """Return the cells of a table: devices, knobs, seconds, tokens/s, error."""
         knobs = ", ".join(f"{name}={value!r}" for name, value in self.knobs.items())
         error = "unmeasured" if self.mean_error is None else f"{self.mean_error:.0%}"
         return self.name, f"`{knobs}`", f"{self.step_s:g}", f"{self.tokens_per_s:g}", error

@@ -77,7 +77,7 @@ class Program:
         )
 
     def resolve(self, config: Any, mesh: Mapping[str, int]) -> list[Step]:
-        """The directives for one model and mesh.
+        """Return the directives for one model and mesh, all arithmetic evaluated.
 
         Args:
             config: of `transformers`; only its integers are seen.
@@ -105,7 +105,7 @@ class Program:
             raise _card_error(error, "steps") from None
 
     def lines(self) -> list[str]:
-        """The program for people, numbers by name."""
+        """Return the program in lines for people; numbers keep their names."""
         lines = [f"constraint {text}" for text in self.constraints]
         lines += [f"{name} = {text}" for name, text in sorted(self.numbers.items())]
         for pattern, name, arguments in self.steps:
@@ -161,7 +161,7 @@ def _filled(value: Any) -> Any:
 
 
 def _check(document: Any, where: str) -> None:
-    """Against the schema; the error names the place."""
+    """Check a document against the schema; the error names the place."""
     error = next(validator().iter_errors(document), None)
     while error is not None and error.context:
         error = error.context[0]

@@ -13,7 +13,7 @@ _BRACKET = re.compile(r"[\[{\]}]")
 
 
 class RefusedError(ValueError):
-    """Problem of a value, found while parsing."""
+    """Raised while parsing JSON for a value that a card may not have."""
 
 
 def parse(data: bytes, where: str) -> Any:
@@ -83,7 +83,7 @@ def _depth(text: str) -> int:
 
 
 def strings(document: Any) -> list[str]:
-    """Every text in a document, keys included."""
+    """Return every string in a document, keys included."""
     if isinstance(document, str):
         return [document]
     if isinstance(document, dict):

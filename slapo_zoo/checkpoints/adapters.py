@@ -232,7 +232,7 @@ def _undone_on_error(model: Any, name: str) -> Iterator[None]:
 
 
 def _layers(model: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Path and layer of peft, of one adapter."""
+    """Yield (path, peft layer) of one adapter."""
     from peft.tuners.lora import LoraLayer
 
     for path, module in model.named_modules():

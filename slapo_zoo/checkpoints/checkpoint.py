@@ -268,5 +268,5 @@ def names_of(model: Any, whole: Whole) -> dict[int, str]:
 
 
 def device_of(model: Any) -> torch.device:
-    """Where the parameters of this rank are."""
+    """Return the device of this rank's parameters."""
     return next(model.parameters()).device

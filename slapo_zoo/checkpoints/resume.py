@@ -96,7 +96,7 @@ class _Load:
             self._prepare_optimizer()
 
     def _check_integrity(self) -> None:
-        """Every rank reads its share of the files."""
+        """Compare the checksums of the files; every rank reads its share."""
         kept, mesh = self.opened.kept, self.model.mesh
         if kept is None:  # of an older version
             return

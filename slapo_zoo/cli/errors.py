@@ -41,7 +41,7 @@ def readable_errors(state: SimpleNamespace | None = None) -> Iterator[None]:
 
 
 def _of_the_disk(error: OSError) -> SlapoError:
-    """A write says no name of a file."""
+    """Return an error for a failed write, which itself names no file."""
     hint = "check the path, the rights and the space there"
     if is_full(error):
         hint = "make room there; a run with a checkpoint goes on from it by the same command"

@@ -47,7 +47,7 @@ def linear_loss(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
     label_smoothing: float = 0.0, num_items: Any = 1, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """The head and its loss, all logits kept."""
+    """Compute a head and its loss with all logits in memory."""
     logits = functional.linear(x, weight, bias).float()
     options = {"label_smoothing": label_smoothing, "reduction": "sum"}
     return functional.cross_entropy(logits, target, **options) / num_items
@@ -103,7 +103,7 @@ def eager_local_attention(
     q: Tensor, k: Tensor, v: Tensor, window: int, scale: float = 1.0,
     key_mask: Tensor | None = None, p: float = 0.0, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """GPT-Neo's own attention: scores in fp32, in memory."""
+    """Compute GPT-Neo's own attention, with its scores in memory in fp32."""
     S, T = q.shape[-2], k.shape[-2]
     scores = q.float() @ k.float().transpose(-1, -2) * scale
     scores = scores.masked_fill(_hidden(q, S, T, True, window), torch.finfo(torch.float32).min)
@@ -120,7 +120,7 @@ def batch_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Ten
 def bias_dropout_residual_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, x_bias: Tensor, p: float = 0.0, **_: Any
 ) -> Tensor:  # fmt: skip
-    """The end of a block of BERT."""
+    """Compute the end of a block of BERT: bias, dropout, residual sum, layer norm."""
     z = functional.dropout(x + x_bias, p) + residual
     return functional.layer_norm(z, x.shape[-1:], weight, bias)
 

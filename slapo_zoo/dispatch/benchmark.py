@@ -93,7 +93,7 @@ def step(function: Any, given: dict[str, Any]) -> Callable[[], None]:
 
 
 def timed(steps: dict[str, Callable[[], None]], device: str) -> dict[str, list[float]]:
-    """Milliseconds of each, sorted; they run in turn."""
+    """Time functions in turn; return the sorted milliseconds of each."""
     found: dict[str, list[float]] = {name: [] for name in steps}
     waste = torch.empty(FLUSH if device == "cuda" else 0, dtype=torch.uint8, device=device)
     begin = time.perf_counter()

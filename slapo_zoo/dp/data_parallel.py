@@ -45,7 +45,7 @@ class DataParallel:
     reducer: GradientReducer
 
     def run(self, model: Any, batch: dict[str, Any]) -> Any:
-        """The output of the model's own forward."""
+        """Run the model's own forward and return its output."""
         return model._slapo.own_forward(model, **batch)
 
     @contextmanager
@@ -56,7 +56,7 @@ class DataParallel:
             yield
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of one micro-batch."""
+        """Return the context of one micro-batch's forward and backward."""
         return nullcontext() if is_last else self.reducer.no_sync()
 
     def backward(self, loss: Tensor) -> None:

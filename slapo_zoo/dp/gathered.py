@@ -63,7 +63,7 @@ class Shards(RowsOfRank):
         return self.size * (1 if self.copies is None else dist.get_world_size(self.copies))
 
     def gather(self, parts: Sequence[Tensor], shapes: Sequence[Any], dtype: Any) -> list[Tensor]:
-        """Whole tensors of parts, in one collective."""
+        """All-gather several sharded tensors in one collective."""
         return self.finish(self.begin(parts, shapes, dtype), shapes)
 
     def begin(self, parts: Sequence[Tensor], shapes: Sequence[Any], dtype: Any) -> Any:

@@ -48,7 +48,7 @@ class Passed(Kept):
     unpack: Callable[[Any], Tensor]
 
     def again(self) -> Tensor:
-        """The tensor, as they give it back."""
+        """Return the activation as the other hooks give it back."""
         return self.unpack(self.kept)
 
 

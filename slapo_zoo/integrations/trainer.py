@@ -154,7 +154,7 @@ class ScheduledTrainer(Trainer):
             self._is_checkpoint = False
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """`_save` has written them, and the random streams."""
+        """Do nothing: `_save` has written optimizer, scheduler and random states."""
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Do nothing: `_save` has already written the RNG state."""

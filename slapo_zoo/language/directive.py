@@ -184,7 +184,7 @@ class Directive:
 
     @classmethod
     def of(cls, *args: Any, **kwargs: Any) -> "Directive":
-        """The directive of a call `sch[path].<name>(*args, **kwargs)`."""
+        """Make the directive of a call `sch[path].<name>(*args, **kwargs)`."""
         return cls(*args, **kwargs)
 
     @classmethod

@@ -85,7 +85,7 @@ class Offloaded(Kept):
         self.like = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def again(self) -> Tensor:
-        """Back, with all that its module kept."""
+        """Return the activation, and start to bring back the others of its module."""
         self.call.bring_back()
         return self.waiting.view(self.like)
 

@@ -91,7 +91,7 @@ class Selection(_Methods):
         return join(self.path, path) in self.schedule
 
     def named_schedules(self, prefix: str = "") -> Iterator[tuple[str, "Selection"]]:
-        """This selection and all below it, by path."""
+        """Yield (path, selection) of this selection and all below it."""
         for path in self.schedule.state.modules:
             if not self.path or path == self.path or path.startswith(self.path + "."):
                 yield join(prefix, path) if prefix else path, Selection(self.schedule, path)
@@ -305,5 +305,5 @@ def _step(index: int, step: Any) -> Step:
 
 
 def _tuples(value: Any) -> Any:
-    """JSON has no tuples, directives have no lists."""
+    """Turn JSON lists into tuples: directives hold no lists."""
     return tuple(_tuples(v) for v in value) if isinstance(value, list) else value

@@ -38,7 +38,7 @@ class ScheduleMetadata:
 
     @staticmethod
     def of(sch: Schedule) -> "ScheduleMetadata":
-        """The metadata of a schedule, from its history."""
+        """Collect the metadata of a schedule from its history."""
         rows = plan_of(sch.state).tensors.values()
         ties = {row.name: row.tied_to for row in rows if row.tied_to}
         names = [directive.name for _, directive in sch.history]
@@ -155,7 +155,7 @@ def _call_init(sch: Schedule, path: str, module: Any, init: Any) -> None:
 
 
 def _cut(plan: RankPlan, full_name: str, module: Any, name: str) -> nn.Parameter:
-    """This rank's part of a full parameter."""
+    """Return this rank's shard of a full parameter."""
     full = module._parameters[name]
     part = part_of(full.detach(), plan.of(full_name), plan.mesh)
     return full if part.shape == full.shape else nn.Parameter(part, full.requires_grad)

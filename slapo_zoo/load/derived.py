@@ -100,7 +100,7 @@ def cache_file(config: Any, cls: Any, sizes: tuple[int, ...], options: BuildOpti
 
 @cache
 def own_code() -> str:
-    """A digest of the source of this package."""
+    """Return a digest of the source of this package."""
     found = hashlib.sha256()
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         found.update(file.read_bytes())

@@ -54,7 +54,7 @@ class Source:
     load: LoadOptions = field(default_factory=LoadOptions)
 
     def find(self) -> Path:
-        """The folder, downloaded where it has to be."""
+        """Return the checkpoint folder, downloaded if it has to be."""
         return local_folder(self.name, self.revision, self.allow_pickle, self.hub)
 
     @contextmanager

@@ -136,7 +136,7 @@ class NumericsWatch:
 
 
 def part_of(model: Any, name: str) -> str:
-    """Which part of a parameter this rank holds."""
+    """Name the shard of a parameter that this rank holds."""
     row = model.plan.of(name)
     if row is None or row.placement is None:
         return "all"
@@ -145,6 +145,6 @@ def part_of(model: Any, name: str) -> str:
 
 
 def digest(tensor: Tensor) -> str:
-    """A hash of the bytes of a tensor."""
+    """Return a hash of the bytes of a tensor."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(data).hexdigest()

@@ -21,14 +21,14 @@ OBSERVERS: list[Any] = []  # of `verify`: called with (kind, whole tensor, group
 
 
 def group_size(group: Group) -> int:
-    """Number of ranks; 1 for None."""
+    """Return the number of ranks in the group; 1 for None."""
     if group is None or isinstance(group, ShapeOnlyGroup):
         return 1 if group is None else group.size
     return dist.get_world_size(group)
 
 
 def group_rank(group: Group) -> int:
-    """Our rank in the group; 0 for None."""
+    """Return this rank's number in the group; 0 for None."""
     if group is None or isinstance(group, ShapeOnlyGroup):
         return 0 if group is None else group.rank
     return dist.get_rank(group)

@@ -60,7 +60,7 @@ class Bucket:
         self.work: Any = None
 
     def start(self) -> "Bucket":
-        """Begin to sum what `.grad` holds now."""
+        """Start the all-reduce of what `.grad` holds now."""
         self.wait()
         grads = [p.grad if p.grad is None else held_here(p.grad) for p in self.parameters]
         self.present = [grad is not None for grad in grads]

@@ -25,7 +25,7 @@ def counted_as(kind: str) -> Iterator[None]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows storages that are made while it runs.
+    """Counts the bytes of tensors that are made within the context and still live.
 
     Attributes:
         live: now, by kind.

@@ -47,5 +47,5 @@ def select_paths(glob: str, paths: Collection[str]) -> list[str]:
 
 
 def nearest(pattern: str, paths: Iterable[str], count: int = 3) -> list[str]:
-    """The paths a misspelt pattern most likely meant."""
+    """Return the paths that a misspelt pattern most likely meant."""
     return difflib.get_close_matches(pattern, list(paths), n=count, cutoff=0.3)

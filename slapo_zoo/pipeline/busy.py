@@ -32,7 +32,7 @@ class Busy:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """All actions of a step run within it."""
+        """Context of one step: the time of every action within it is counted."""
         begin = self._mark()
         yield
         self._steps.append((begin, self._mark()))

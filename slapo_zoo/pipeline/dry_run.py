@@ -147,7 +147,7 @@ class LookingRun(DryRun):
             return func(*args, **kwargs)
 
     def _numbers(self, indices: Sequence[Any]) -> list[Any]:
-        """The indices with numbers in place of masks."""
+        """Return the indices with numbers in place of boolean masks."""
         found: list[Any] = []
         for index in indices:
             if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):

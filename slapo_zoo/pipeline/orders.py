@@ -103,14 +103,14 @@ class StageMap:
         return self.order.name in ("1F1B", "GPipe")
 
     def rank_of(self, stage: int) -> int:
-        """The pp coordinate that holds a stage."""
+        """Return the pp coordinate that holds a stage."""
         if self.custom is not None:
             return self.custom.rank_of_stage[stage]
         turn, place = divmod(stage, self.pp)
         return self.pp - 1 - place if self.order.v_shape and turn % 2 else place
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages of a pp coordinate, in order."""
+        """Return the stages of a pp coordinate, in order."""
         if self.custom is not None:
             return [s for s in range(self.num_stages) if self.rank_of(s) == rank]
         back = self.pp - 1 - rank if self.order.v_shape else rank

@@ -252,7 +252,7 @@ def _stage(
     pipeline: Pipeline, plan: StagePlan, run: Callable, others: dict, device: torch.device,
     before_last: Callable[[Any], None] | None,
 ) -> Any:  # fmt: skip
-    """One stage object of torch.distributed.pipelining, its shapes given."""
+    """Make the stage object of torch.distributed.pipelining, with its shapes given."""
     from slapo_zoo.pipeline.stage import Stage
 
     places, index = pipeline.places, plan.stage

@@ -66,7 +66,7 @@ class Stage(InFlightStage):
         return self._perform(kind, bwd_chunk_id, lambda: run(bwd_chunk_id, *args, **kwargs))
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Backward of the weights for a micro-batch."""
+        """Compute the weight gradients of one micro-batch."""
         run = super().backward_weight_one_chunk
         step = lambda: run(bwd_chunk_id, *args, **kwargs)  # noqa: E731
         return self._perform(BACKWARD_WEIGHT, bwd_chunk_id, step)

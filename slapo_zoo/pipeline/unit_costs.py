@@ -178,7 +178,7 @@ def unit_costs(model: Any, units: Sequence[str], seq_len: int | None = None) -> 
 
 
 class _Config:
-    """A config that a cache can look up."""
+    """A config that can be the key of a cache."""
 
     def __init__(self, config: Any):
         self.config, self._key = config, config.to_json_string(use_diff=False)

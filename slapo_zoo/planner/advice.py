@@ -45,7 +45,7 @@ class Worth:
 
 
 def worth(planner: Planner, found: Forecasted) -> Worth:
-    """Return the worth of a forecast step.
+    """Return throughput, MFU and bottleneck of a forecast step.
 
     Args:
         planner: that made it.

@@ -379,7 +379,7 @@ def _untie(model: Any, mode: Any) -> None:
 
 
 def _received(calls: list[Any]) -> Iterator[tuple[int, int]]:
-    """(call, bytes that cross a cut before it)."""
+    """Yield (call, bytes that cross a pipeline cut before it)."""
     seen: dict[str, int] = {}
     for i, call in enumerate(calls[:-1]):
         nth = seen[call.unit] = seen.get(call.unit, -1) + 1

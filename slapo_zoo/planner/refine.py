@@ -25,7 +25,7 @@ Fits = Callable[[Layout], bool]
 def refine(
     forecast: Forecast, fits: Fits, found: Sequence[Any], blocks: int, orders: Sequence[str] | None
 ) -> list[Any]:
-    """Faster layouts near the fastest that were found.
+    """Search for faster layouts near the fastest that were found.
 
     Args:
         forecast: of a layout.

@@ -74,12 +74,12 @@ class Precision:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number of an activation."""
+        """Bytes of one element of an activation."""
         return 4 if self.dtype == "float32" else 2
 
     @property
     def update(self) -> int:
-        """Bytes of a number of the optimizer's states."""
+        """Bytes of one element of an optimizer state."""
         return 4 if self.optimizer >= 8 else 2
 
     @property

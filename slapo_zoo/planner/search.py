@@ -37,7 +37,7 @@ PARTS = ("weights", "gradients", "optimizer", "activations", "working", "buffers
 
 @dataclass(frozen=True)
 class Forecasted:
-    """A layout and what it would take.
+    """A layout with its predicted time and memory.
 
     Args:
         layout: the configuration.

@@ -20,7 +20,7 @@ GRADIENT_PASSES = 3  # for the norm, for scaling, for the update
 
 @dataclass(frozen=True)
 class How:
-    """All that decides how long some work takes.
+    """Hardware, runtime, precision and tp: what decides how long some work takes.
 
     Args:
         hardware: the cluster.

@@ -15,7 +15,7 @@ from slapo_zoo.ranks.patience import LIMIT_S, over_group
 
 
 class Saving(Future):
-    """A save under way, like what `torch.distributed.checkpoint.async_save` returns.
+    """Future of a save that still runs, like that of `torch.distributed.checkpoint.async_save`.
 
     `result()` waits and raises what went wrong. An error that nobody asked for is raised by the
     next save or load, and when the process group is shut down.

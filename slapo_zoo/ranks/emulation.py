@@ -107,7 +107,7 @@ def _without_frames(error: BaseException) -> BaseException:
 
 
 def _leave_at_once() -> None:
-    """Close our connections, so that peers notice."""
+    """Close this rank's connections, so that its peers notice."""
     for group in list(dist.distributed_c10d._world.pg_map):
         with suppress(RuntimeError):
             group.abort()

@@ -30,7 +30,7 @@ _INSTALLED = (str(Path(__file__).parents[1]), str(Path(threading.__file__).paren
 
 
 class Heart:
-    """The thread of one rank in one world.
+    """Thread that tells the other ranks that this one is alive.
 
     Args:
         store: of the process group; the thread has a connection of its own.
@@ -175,7 +175,7 @@ def _told(rank: int) -> str:
 
 
 def parse_error(text: str | bytes) -> RankError:
-    """The error that a rank wrote under ERROR_KEY."""
+    """Parse the error that a rank wrote under ERROR_KEY."""
     *parts, traceback_text = json.loads(text)
     error = RankError(*parts)
     error.traceback_text = traceback_text

@@ -178,7 +178,7 @@ def _too_late(what: str, late: list[int], seconds: float, lines: str = "") -> Ra
 
 
 def _say(what: str, late: list[int], seconds: float) -> None:
-    """The first rank that waits says so."""
+    """Report for which ranks we wait, on the first rank that waits."""
     waiting = [rank for rank in range(dist.get_world_size()) if rank not in late]
     if late and waiting[:1] == [dist.get_rank()]:
         who = heartbeat.names_of(late)

@@ -37,7 +37,7 @@ def slurm_environment(env: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def first_host(hosts: str) -> str:
-    """The first of a list of hosts.
+    """Return the first host of SLURM's list.
 
     rewrite:  gpu[003-005,9],login  -->  gpu003
     """
@@ -47,7 +47,7 @@ def first_host(hosts: str) -> str:
 
 
 def tasks_per_node(tasks: str) -> list[int]:
-    """Tasks of each node of a step.
+    """Return the number of tasks of each node of a SLURM step.
 
     rewrite:  8(x2),4  -->  [8, 8, 4]
     """

@@ -43,7 +43,7 @@ def mix_tensors(state: Tensor, *words: Tensor) -> Tensor:
 
 
 def signed(word: int) -> int:
-    """64 bits as the int64 that has them."""
+    """Reinterpret an unsigned 64-bit integer as int64."""
     word &= MASK
     return word - (1 << 64) if word >> 63 else word
 

@@ -66,7 +66,7 @@ class RngTracker:
 
     @contextmanager
     def at(self, states: dict[str, tuple[torch.Tensor, list[torch.Tensor]]]) -> Iterator[None]:
-        """Within it, `fork` goes on from these states."""
+        """Let `fork` continue from these states within the context."""
         before, self.states = self.states, dict(states)
         try:
             yield

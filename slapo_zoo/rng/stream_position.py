@@ -111,7 +111,7 @@ class StreamPosition:
 
     @contextmanager
     def at(self, step: int, first_row: int, num_rows: int) -> Iterator[None]:
-        """Draw at this position, as a call does."""
+        """Set the position of the stream within the context, as a call does."""
         before = (self.step, self.first_row, self.num_rows), self.is_open, self._start
         self._go((step, first_row, num_rows), True)
         try:

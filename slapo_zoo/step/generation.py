@@ -60,7 +60,7 @@ def refuse_whole_heads(model: Any, batch: Mapping[str, Any]) -> None:
 
 
 class Generates:
-    """Mixed into the class of a scheduled model."""
+    """Mixin: `generate()` of transformers on all ranks; without a KV cache when pp > 1."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as `transformers` does, alike on every rank; the module's docstring tells the cost over pp."""

@@ -47,7 +47,7 @@ class OwnLoss:
 
 
 def whole_output(output: Any) -> Any:
-    """The output with logits that are whole."""
+    """Return the model's output with unsharded logits."""
     for name in list(output) if hasattr(output, "keys") else ():
         if isinstance(output[name], VocabLogits):
             output[name] = output[name].gathered()
@@ -82,7 +82,7 @@ def divisor_of(targets: Sequence[Any] | None, totals: Sequence[float], parts: in
 
 
 def require_gradients() -> None:
-    """A step without gradients has nothing to do."""
+    """Raise where gradients are switched off: a training step needs them."""
     if not torch.is_grad_enabled():
         problem = "gradients are switched off (torch.no_grad or inference_mode)"
         raise SlapoError("train_step", "its backward", problem, "to evaluate call model(**batch)")

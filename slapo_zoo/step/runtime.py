@@ -141,7 +141,7 @@ def takes_cache(runtime: Runtime) -> bool:
 
 
 def count_rows(batch: Mapping[str, Any]) -> int:
-    """Rows of a batch, by its main input."""
+    """Return the number of rows of a batch, by its main input."""
     tensors, _ = split_batch(batch)
     for name in MAIN_INPUTS:
         if name in tensors:

@@ -69,7 +69,7 @@ class Database:
         return self.db[key]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The result of a key, or the default."""
+        """Return the result of a key, or the default."""
         return self.db.get(key, default)
 
     def __iter__(self) -> Iterator[str]:

@@ -14,7 +14,7 @@ MEMORY = {
 
 
 class Grid:
-    """All points of a space, by number.
+    """All configurations of a space, by number.
 
     Args:
         points: the space.
@@ -38,7 +38,7 @@ class Grid:
         return sorted(values) if all(is_number(v) for v in values) else values
 
     def find(self, point: Mapping[str, Any]) -> int | None:
-        """The number of a point, or None."""
+        """Return the number of a configuration, or None."""
         return self.number.get(_key(point))
 
     def nearest(self, wanted: Sequence[float], among: Iterable[int]) -> int:

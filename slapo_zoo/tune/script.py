@@ -66,7 +66,7 @@ def arguments_of(words: Sequence[str]) -> dict[str, Any]:
 
 
 def typed(word: str) -> Any:
-    """A number where a word is one."""
+    """Convert a word to a number, if it is one."""
     for kind in (int, float):
         try:
             return kind(word)
@@ -76,7 +76,7 @@ def typed(word: str) -> Any:
 
 
 def space_of(config: Any, arguments: Mapping[str, Any]) -> list[Point]:
-    """The points that a config file defines."""
+    """Return the configurations that a config file defines."""
     space = Space()
     if hasattr(config, "update_space"):
         return space.all_points(arguments, config.update_space)
@@ -98,7 +98,7 @@ def command_at(script: str, words: Sequence[str], point: Mapping[str, Any]) -> l
 
 
 def rate_in(text: str) -> float | None:
-    """The last throughput that a text names."""
+    """Return the last throughput that a program's output names."""
     found = [a or b for a, b in RATE.findall(text)]
     return float(found[-1]) if found else None
 

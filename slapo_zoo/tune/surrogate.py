@@ -74,7 +74,7 @@ def _kernel(a: np.ndarray, b: np.ndarray, length: float) -> np.ndarray:
 def fits(
     grid: Grid, ran: Sequence[int], peaks: Sequence[float], failed: Sequence[int]
 ) -> np.ndarray:
-    """How likely each point fits into memory.
+    """Return the probability that each configuration fits into memory.
 
     Where peaks were measured, memory is estimated from them (`Grid.memory_terms`), and the limit lies
     between the highest peak and the least estimate of what failed. Without, every law of memory that

@@ -115,7 +115,7 @@ def differs(loss: float, job: Job) -> str:
 
 
 def timed_steps(model: Any, batch: Any, job: Job) -> list[float]:
-    """Seconds of each step: forward, backward and AdamW."""
+    """Run steps (forward, backward, AdamW) and return the seconds of each."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     found = []
     for _ in range(WARM_UP + job.steps):

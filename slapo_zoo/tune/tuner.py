@@ -52,7 +52,7 @@ class Limits:
 
 @dataclass
 class Result:
-    """Result of a run of the tuner.
+    """All measured configurations of a search, and the fastest.
 
     Args:
         trials: in order.
@@ -64,7 +64,7 @@ class Result:
 
     @property
     def best(self) -> Trial | None:
-        """The fastest that ran to its end."""
+        """The fastest configuration that ran to its end, or None."""
         number = best_of({trial.number: trial.outcome for trial in self.trials})
         return next((trial for trial in self.trials if trial.number == number), None)
 

@@ -40,7 +40,7 @@ class Divergence:
 
 
 class Blame:
-    """Compares the events of all ranks with those of the plain model.
+    """Find the first module whose tensors differ from the plain model's on some rank.
 
     Args:
         found: of all ranks.
@@ -212,7 +212,7 @@ def _rows(want: Tensor, all_rows: int, rows: tuple[int, int]) -> Tensor:
 
 
 def _odd_one(parts: Sequence[Tensor | None], want: Tensor) -> int:
-    """The tp coordinate that stands out, or 0."""
+    """Return the tp coordinate whose part differs most, or 0."""
     for i, part in enumerate(parts):
         if part is None:
             return i

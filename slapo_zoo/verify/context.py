@@ -220,7 +220,7 @@ def _loss(outputs: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def _full_gradients(sch: Schedule) -> dict[str, Tensor]:
-    """Gradients of whole parameters, on rank 0."""
+    """Gather the gradients of all parameters, unsharded, on rank 0."""
     plan, mesh, named = plan_of(sch.state), sch.mesh, dict(sch.model.named_parameters())
     tokens_sharded = sch.state.forward.tokens_divided
     rows = [row for row in plan.saved if row.name in named]

@@ -215,7 +215,7 @@ class _Verification:
         return None if gradients == {"norm"} else divergence
 
     def _drifts(self) -> list[Finding]:
-        """Copies of a parameter that got other gradients."""
+        """Return findings for replicas of a parameter that got different gradients."""
         end = "as its gradient does"
         return [f for f in self.comparison.findings if f.problem.endswith(end)]
 
@@ -274,7 +274,7 @@ def one_rank_run(
 
 
 def alone_on_one_rank(subject: Subject) -> Subject:
-    """The subject on a mesh of one rank."""
+    """Return the same subject on a mesh of one rank."""
     return replace(
         subject, sizes=(1, 1, 1), schedule=one_rank(subject.schedule), knobs={}, like=subject
     )

@@ -31,7 +31,7 @@ Make = Callable[[Any, Any], Table]  # config, model on meta --> a candidate
 
 @dataclass
 class Proof:
-    """A table, and what was shown of it.
+    """A derived table and the result of its proof.
 
     Args:
         table: for the real config.

@@ -99,7 +99,7 @@ def few_layers(config: Any, start: int) -> Any:
 
 
 def _starts(config: Any, outline: Outline, numbers: "_Numbers") -> Iterator[int]:
-    """Where stretches begin that differ from all before."""
+    """Yield the blocks at which a stretch begins that differs from all before it."""
     counts = [n for name in LAYERS if type(n := getattr(config, name, None)) is int]
     if not counts:
         problem = f"a {type(config).__name__} does not say how many layers there are"

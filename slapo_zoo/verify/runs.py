@@ -64,7 +64,7 @@ class RankResult(Result):
 
 
 def cast(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Floating inputs follow the dtype of the model."""
+    """Cast the floating inputs of a batch to the dtype of the model."""
     return {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
 
 

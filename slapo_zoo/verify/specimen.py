@@ -205,7 +205,7 @@ def silence(model: nn.Module) -> None:
 
 
 def tensors(output: Any) -> dict[str, Tensor]:
-    """The floating tensors of an output by name."""
+    """Return the floating tensors of an output by name."""
     named = output.items() if hasattr(output, "items") else enumerate(output)
     return {str(k): v.detach().clone() for k, v in named if isinstance(v, Tensor) and v.is_floating_point()}  # fmt: skip
 

@@ -16,7 +16,7 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def open_adapter(folder: Path) -> CheckpointFolder:
-    """The tensors of an adapter; pickles are refused."""
+    """Open the tensors of an adapter; pickles are refused."""
     if not (folder / TENSORS).exists():
         problem = f"found no {TENSORS}"
         raise WeightsError(str(folder), "adapter", problem, "pass a folder that peft saved")

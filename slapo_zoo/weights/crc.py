@@ -18,7 +18,7 @@ ONES = 0xFFFFFFFF
 
 
 def times(a: int, b: int) -> int:
-    """The product of two polynomials, modulo ours."""
+    """Multiply two polynomials modulo POLYNOMIAL."""
     product = 0
     for bit in range(31, -1, -1):
         if a >> bit & 1:
@@ -45,7 +45,7 @@ def shift(count: int) -> int:
 
 
 def zeros(count: int) -> int:
-    """Z: the CRC of so many zero bytes."""
+    """Return Z, the CRC of `count` zero bytes."""
     return times(ONES, shift(count)) ^ ONES
 
 

@@ -47,13 +47,13 @@ class DeviceCopy:
                 self._sent[self._turn].record()
 
     def finish(self) -> None:
-        """Wait for all copies: the buffers may go."""
+        """Wait for all copies, after which the buffers may be freed."""
         for event in self._sent:
             if event is not None:
                 event.synchronize()
 
     def _next(self) -> Tensor:
-        """The buffer whose turn it is, empty again."""
+        """Return the next buffer, once its last copy has ended."""
         self._turn = 1 - self._turn
         if self._sent[self._turn] is not None:
             self._sent[self._turn].synchronize()

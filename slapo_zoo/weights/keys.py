@@ -163,7 +163,7 @@ class KeyMap:
     def to_files(
         self, local: Mapping[str, Tensor], specs: Sequence[TensorSpec], mesh: Mesh
     ) -> dict[str, Tensor]:
-        """This rank's tensors under the keys of `file_specs`."""
+        """Return this rank's tensors under their keys in the files."""
         views = self.split(local, specs, mesh)
         return {self.to_file(name): tensor for name, tensor in views.items()}
 

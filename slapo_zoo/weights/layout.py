@@ -62,7 +62,7 @@ def torch_dtype(spec: TensorSpec) -> torch.dtype:
 
 
 def tensor_bytes(spec: TensorSpec) -> int:
-    """Size of the whole tensor in a file."""
+    """Return the bytes of an unsharded tensor in a file."""
     return math.prod(spec.shape) * torch_dtype(spec).itemsize
 
 

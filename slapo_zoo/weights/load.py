@@ -165,7 +165,7 @@ def _read_ahead(
 
 
 def _extent(part: Tensor) -> int:
-    """Bytes from the first element to the last."""
+    """Return the bytes from the first element of a part to its last."""
     steps = zip(part.shape, part.stride(), strict=True)
     return (1 + sum((size - 1) * stride for size, stride in steps)) * part.itemsize
 

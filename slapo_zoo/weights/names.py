@@ -80,7 +80,7 @@ def match_names(
 
 
 def _spellings(key: str, prefix: str) -> Iterator[str]:
-    """Names that `key` may stand for, best first."""
+    """Yield the tensor names that a key may stand for, best first."""
     modern = key
     for pattern, replacement in LEGACY:
         modern = re.sub(pattern, replacement, modern)

@@ -147,7 +147,7 @@ class _Save:
         return str(self.staging.path)
 
     def write(self, path: Path) -> Written:
-        """Write our share; return its bytes and sums."""
+        """Write this rank's share; return its bytes and checksums."""
         with self._io_errors():
             return write_tensors(
                 path, self.layout.slots, self.specs, self.local, self.mesh, self.rows

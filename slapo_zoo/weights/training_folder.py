@@ -37,7 +37,7 @@ class TrainingFolder:
     kept: Checksums | None
 
     def identity(self) -> str:
-        """The same for what one save wrote."""
+        """Return a text that is equal for all files of one save."""
         if self.kept is not None:
             return self.kept.save
         digests = [one.digest() for one in (self.model, self.optimizer) if one is not None]

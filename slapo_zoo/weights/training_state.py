@@ -65,7 +65,7 @@ def _problem(check: Callable[[Any], str], value: Any) -> str:
 
 
 def _check_together(place: str, state: Mapping[str, Any]) -> None:
-    """Check fields of the record against each other."""
+    """Check the fields of a training state against each other."""
     mesh = Mesh(**state["mesh"])
     if problem := check_states(state["torch_random"], mesh.world_size):
         raise WeightsError(place, "torch_random", problem, AGAIN)

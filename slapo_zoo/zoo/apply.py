@@ -217,7 +217,7 @@ def step_costs(model: Any, units: list[str], blocks: list[str], num_stages: int)
 
 
 def spread(num_blocks: int, ratio: float) -> list[int]:
-    """Indices of round(ratio * num_blocks) blocks, spread evenly."""
+    """Return the indices of round(ratio * num_blocks) blocks, spread evenly."""
     if not 0.0 <= ratio <= 1.0:
         what, hint = f"checkpoint_ratio={ratio}", "0.0 keeps all activations, 1.0 recomputes all"
         raise MeshError("zoo", what, "expected a number from 0 to 1", hint)

@@ -72,7 +72,7 @@ SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """A torch dtype, or the name of one."""
+    """Return the torch dtype of a name; a dtype is returned as it is."""
     name = str(dtype).removeprefix("torch.")
     found: Any = getattr(torch, SHORT.get(name, name), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:

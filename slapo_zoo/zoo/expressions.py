@@ -56,7 +56,7 @@ def parse(text: str) -> Node:
 
 
 def parse_comparison(text: str) -> Operation:
-    """The tree of a comparison of two sums."""
+    """Parse a comparison of two sums into a tree."""
     found = _Parser(text).whole(comparison=True)
     assert isinstance(found, Operation)  # noqa: S101 - the grammar has no other
     return found
@@ -75,7 +75,7 @@ def holds(text: str, numbers: Mapping[str, int]) -> bool:
 
 
 def names_in(node: Node) -> set[str]:
-    """The names that a tree asks for."""
+    """Return the names that a tree contains."""
     if isinstance(node, Operation):
         return names_in(node.left) | names_in(node.right)
     return {node} if isinstance(node, str) else set()

@@ -79,7 +79,7 @@ class HubArguments:
 
     @property
     def stem(self) -> str:
-        """How the names of the weight files begin."""
+        """Return the first part of the names of the weight files: `model`, or `model.<variant>`."""
         return f"model.{self.variant}" if self.variant else "model"
 
     def own_config(self, changes: dict[str, Any]) -> Any:

@@ -26,7 +26,7 @@ ASKED, NOT_ASKED = "asked for", "not asked for"
 
 @dataclass(frozen=True)
 class Choice:
-    """One kernel at one place of a model.
+    """Decision about one kernel at one place of a model, with its reason.
 
     Args:
         kernel: its name.

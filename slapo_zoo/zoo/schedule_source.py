@@ -25,7 +25,7 @@ class Extended:
 
 
 def extend(function: Callable[[Any], Any]) -> Extended:
-    """The zoo's schedule and more: `schedule=extend(lambda sch: sch["h.0.mlp"].checkpoint())`.
+    """Extend the zoo's schedule: `schedule=extend(lambda sch: sch["h.0.mlp"].checkpoint())`.
 
     Args:
         function: of the schedule, called when the family's table has been applied; paths are those

@@ -61,7 +61,7 @@ class Survey:
 
 
 def survey(outline: Outline, batch_size: int, seq_len: int) -> Survey:
-    """Look at every rank of the outline's mesh.
+    """Count shapes, parameters and collectives on every rank of the outline's mesh.
 
     Args:
         outline: of any rank.

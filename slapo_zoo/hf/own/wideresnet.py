@@ -119,7 +119,7 @@ class WideResNetBottleneck(nn.Module):
 
 
 class WideResNetPreTrainedModel(PreTrainedModel):
-    """Weights are drawn as torchvision draws them."""
+    """Base class of WideResNet; weights are drawn as torchvision draws them."""
 
     config_class = WideResNetConfig
     main_input_name = "pixel_values"

@@ -40,7 +40,7 @@ def deepspeed_engine(
     optimizer: Any = None,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """A scheduled model under DeepSpeed: (engine, its optimizer).
+    """Put a scheduled model into DeepSpeed's engine; return (engine, its optimizer).
 
     With pp > 1 the stages run in DeepSpeed's PipelineModule, tied weights as TiedLayerSpec.
 

@@ -76,7 +76,7 @@ def take_groups(mesh: Mesh) -> None:
 
 
 def mark_parameters(model: Any) -> None:
-    """`tensor_model_parallel`, `partition_dim`, `partition_stride`, as Megatron's layers set them."""
+    """Set `tensor_model_parallel`, `partition_dim` and `partition_stride` as Megatron's layers do."""
     plan = model._slapo.plan
     for name, p in model.named_parameters():
         row = plan.of(name) if model.mesh.tp > 1 else None
@@ -175,7 +175,7 @@ def _config(core: Any, linear: nn.Linear, mesh: Mesh) -> Any:
 
 
 def import_megatron() -> Any:
-    """megatron.core; SlapoError when it is not installed."""
+    """Import megatron.core; SlapoError when it is not installed."""
     try:
         with warnings.catch_warnings():  # of kernels that are not installed
             warnings.simplefilter("ignore")

@@ -55,7 +55,7 @@ class ModuleTensor:
 
 @dataclass
 class Operation:
-    """Return the operation that a node computes.
+    """What a node computes, in the form in which patterns are compared.
 
     Args:
         name: a canonical name, or the function or module type itself.

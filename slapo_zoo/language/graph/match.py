@@ -47,7 +47,7 @@ class Subgraph:
 
 
 class Matches(list[Subgraph]):
-    """The matches of a pattern, in graph order.
+    """Matches of a pattern in a graph, in graph order.
 
     Attributes:
         overlapping: matches that share a node with an earlier one, which won.
@@ -62,7 +62,7 @@ class Matches(list[Subgraph]):
 
 @dataclass
 class Matcher:
-    """Looks for one pattern in one graph.
+    """Search for one pattern in one graph.
 
     Args:
         pattern: a traced pattern.
@@ -98,7 +98,7 @@ class Matcher:
         return self.found
 
     def _anchored(self, outputs: Any, node: fx.Node) -> Subgraph | None:
-        """The match whose first output is `node`."""
+        """Return the match whose first output is `node`, or None."""
         reason = ""
         for binding in self._outputs(outputs[1:], self._value(outputs[0], node, {})):
             real = {p: v for p, v in binding.items() if p.op not in ("placeholder", "get_attr")}

@@ -52,7 +52,7 @@ def replace_vertical(
     carry: bool = False,
     constants: Mapping[str, Any] | None = None,
 ) -> fx.Node:
-    """One call in the place of a subgraph.
+    """Replace a subgraph by one call.
 
     rewrite:  t = f(a, b); y = g(t, c)  -->  y = new(a, b, c)
 

@@ -28,7 +28,7 @@ class TracedModule(GraphModule):
 
     @classmethod
     def of(cls, module: nn.Module, graph: Graph, constants: Mapping[str, Any]) -> "TracedModule":
-        """The module with this graph as its forward.
+        """Make a module with this graph as its forward.
 
         Args:
             module: the original; its children and parameters are shared, by the same containers.

@@ -85,5 +85,5 @@ def _fits(x: Any, out: Tensor) -> bool:
 
 
 def _single(x: Tensor) -> bool:
-    """It is the same for all columns."""
+    """Return whether a tensor has one value for all columns."""
     return not x.ndim or x.shape[-1] == 1

@@ -67,7 +67,7 @@ class Observation:
 
 
 class Watch(TorchFunctionMode):
-    """Notes which module computes with which parameter."""
+    """Records during a forward which module computes with which parameter."""
 
     def __init__(self, model: nn.Module):
         super().__init__()

@@ -164,7 +164,7 @@ def _plan_rows(
 
 
 def _rule(config: Any, style: str, name: str, pattern: str, heads: bool) -> Rule:
-    """The rule of one linear or norm."""
+    """Return the rule of one linear or norm of the plan."""
     unit, together = ("head_dim", "per_kv") if heads else ("", "")
     rules = {
         "rowwise": row(1, unit, together),

@@ -82,7 +82,7 @@ class Modules:
                         self.owners.setdefault(id(p), []).append(pattern)
 
     def weight(self, pattern: str) -> int:
-        """Numbers in the modules of a pattern."""
+        """Return the number of parameters in the modules of a pattern."""
         return sum(p.numel() for m in self.patterns[pattern] for p in m._parameters.values() if p is not None)  # fmt: skip
 
     def own_only(self, pattern: str) -> bool:
@@ -208,7 +208,7 @@ def find_groups(modules: Modules, chains: bool = True) -> list[Group]:
 
 
 def _chains(modules: Modules) -> Iterator[Group]:
-    """Column, column, row: feed-forwards, alike in all blocks."""
+    """Yield groups of column, column, row: the feed-forwards, if they are alike in all blocks."""
     found: dict[str, set[tuple[str, ...]]] = {}
     for taker, makers in modules.seen.chains.items():
         found.setdefault(star(taker), set()).add(tuple(sorted({star(name) for name in makers})))

@@ -23,7 +23,7 @@ def find_stacks(model: nn.Module, seen: Observation | None = None) -> list[str]:
 
 
 def _larger(model: nn.Module, seen: Observation | None, least: float) -> list[str]:
-    """The stacks of more than so many parameters."""
+    """Return the stacks of layers with more than `least` parameters."""
     found: list[str] = []
     for path, module in model.named_modules():
         inside = any(star(path) == f[:-2] or star(path).startswith(f) for f in found)
@@ -60,7 +60,7 @@ def _deepest(path: str, module: nn.Module) -> Iterator[str]:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """A list of layers of one class."""
+    """Return whether a module is a list of layers of one class."""
     kinds = {type(child) for child in module.children()}
     names = all(name.isdigit() for name, _ in module.named_children())
     return isinstance(module, nn.ModuleList | nn.Sequential) and names and len(kinds) == 1

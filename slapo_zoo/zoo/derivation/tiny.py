@@ -97,7 +97,7 @@ def _shrink(config: Any, sizes: Sizes) -> None:
 
 
 def _special(config: Any, own: dict[str, Any], sizes: Sizes) -> None:
-    """Set the sizes that no ratio gives."""
+    """Set fields of a shrunken config that are not found by a ratio."""
     if own.get("pad_token_id", 0) is None:
         config.pad_token_id = 0
     if own.get("num_kv_shared_layers"):
@@ -170,7 +170,7 @@ def _head_size(now: dict[str, int]) -> int:
 
 
 class _Rules:
-    """New values for the fields of one config."""
+    """Rules that give the fields of a config their shrunken values."""
 
     def __init__(self, own: dict[str, Any], sizes: Sizes):
         self.sizes = sizes
