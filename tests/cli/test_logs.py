@@ -50,7 +50,7 @@ def test_a_full_disk_under_the_log(job, capsys):
     assert "error: disk: No space left on device\n  hint: make room there" in said
 
 
-def test_a_tracker_of_accelerate(job, tmp_path):
+def test_a_tracker_of_trainer(job, tmp_path):
     run(*job, "--steps", 2, "--set", "trackers=[tensorboard]", "--output", tmp_path / "out")
     files = list((tmp_path / "out-logs").rglob("*tfevents*"))
     data = b"".join(file.read_bytes() for file in files)
@@ -62,7 +62,7 @@ def test_a_tracker_of_accelerate(job, tmp_path):
 )
 def test_a_tracker_that_is_not_there(name, said):
     with pytest.raises(ConfigError, match=said):
-        logs.find_trackers(TrainOptions("m", trackers=(name,)))
+        logs.check_trackers(TrainOptions("m", trackers=(name,)))
 
 
 def test_the_share_of_the_peak(monkeypatch):

@@ -14,8 +14,10 @@ import torch
 
 from cli_runs import END, failure, tokenizer
 from slapo_zoo.cli.main import main
-from slapo_zoo.cli.training import loop
-from slapo_zoo.cli.training.loop import StoppedError, TrainOptions, check_finite
+from slapo_zoo.cli.training import run as training
+from slapo_zoo.cli.training.options import TrainOptions
+from slapo_zoo.cli.training.run import check_finite
+from slapo_zoo.cli.training.stopping import StoppedError
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.weights import history, staging
 from slapo_zoo.weights.history import keep_newest, latest, place_of, steps_in
@@ -127,15 +129,15 @@ def test_no_save_over_a_good_one_after_a_loss_of_nan(job, tmp_path, monkeypatch,
     out = tmp_path / "out"
     run(*job, "--steps", "2", "--checkpoint", str(out))
     good = (out / "model.safetensors").read_bytes()
-    making = loop.make_engine
+    making = training.make_engine
 
     def broken(model, *rest):
         with torch.no_grad():
             next(model.parameters()).fill_(math.nan)
         return making(model, *rest)
 
-    monkeypatch.setattr(loop, "make_engine", broken)
-    monkeypatch.setattr(loop.Training, "_begin", lambda self: 2)
+    monkeypatch.setattr(training, "make_engine", broken)
+    monkeypatch.setattr(training.Run, "begin", lambda self: 2)
     error = failure(capfd, *job, "--steps", "9", "--checkpoint", str(out))
     assert "found loss nan" in error
     assert (out / "model.safetensors").read_bytes() == good

@@ -100,7 +100,7 @@ def _library() -> Any:
     try:
         import datasets
     except ImportError:
-        hint = "pip install slapo-zoo[train]; text files need nothing more"
+        hint = "pip install slapo-zoo[train]"
         raise DataError("--data", "", "the library `datasets` is not installed", hint) from None
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs, it raises too

@@ -53,11 +53,13 @@ class Best:
             self.loss = math.inf if state.get("loss") is None else state["loss"]
 
 
-def evaluate(model: Any, batches: Batches, options: TrainOptions) -> dict[str, float]:
+def evaluate(model: Any, batches: Batches | None, options: TrainOptions) -> dict[str, float]:
     """Means over all targets of all rows, whatever the layout; a collective call.
 
     The random streams of training stay where they are.
     """
+    if batches is None:
+        return {}
     mesh, device = model.mesh, next(iter(model.parameters())).device
     sums = torch.zeros(3, dtype=torch.float64)  # of losses, targets, hits
     model.eval()

@@ -19,11 +19,10 @@ from slapo_zoo.cli.data.stream import Stream
 from slapo_zoo.cli.errors import is_first
 from slapo_zoo.cli.training.config import ConfigError, read_config
 from slapo_zoo.cli.training.inputs import TASKS, Inputs, row_length, task_of
-from slapo_zoo.cli.training.logs import check_log, find_trackers
-from slapo_zoo.cli.training.loop import StoppedError, train
+from slapo_zoo.cli.training.logs import check_log, check_trackers
 from slapo_zoo.cli.training.options import WRITTEN, TrainOptions
-from slapo_zoo.cli.training.schedules import learning_rates
-from slapo_zoo.cli.training.stopping import passing_on
+from slapo_zoo.cli.training.schedules import make_schedule
+from slapo_zoo.cli.training.stopping import StoppedError, passing_on
 from slapo_zoo.errors import MeshError, WeightsError
 from slapo_zoo.integrations.dialects import HOMES
 from slapo_zoo.ranks.launch import run_local
@@ -86,6 +85,13 @@ def check_engine(name: str, zero_stage: int, pp: int) -> str:
         problem = f"found pp={pp}, expected 1: Megatron's pipeline needs CUDA"
         raise MeshError("train", "--engine megatron", problem, "choose --engine torch or deepspeed")
     return name
+
+
+def require_trainer() -> None:
+    """ConfigError where the package that Trainer needs is not installed."""
+    if importlib.util.find_spec("accelerate") is None:
+        hint = "pip install slapo-zoo[train]"
+        raise ConfigError("train", "", "its package accelerate is not installed", hint)
 
 
 def check_batch(batch_size: int, dp: int, micro_batches: int | None) -> None:
@@ -180,9 +186,10 @@ def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:
         device=device_named(options.device or "auto"),
         engine=check_engine(options.engine, options.zero_stage, options.pp),
     )  # fmt: skip
+    require_trainer()
     check_batch(options.batch_size, options.dp or 1, options.micro_batches)
     check_evaluation(options)
-    find_trackers(options)
+    check_trackers(options)
     check_places(options)
     for name in (options.data, options.eval_data):
         if name is not None:
@@ -190,7 +197,7 @@ def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:
     if options.data is None:
         hint = "name a file, a folder or a dataset: --data, or `data:` in the file"
         raise ConfigError("train", "data", "found none", hint)
-    learning_rates(options)
+    make_schedule(options)
     config = checkpoint_config(options.model)
     check_load(options.load, config)
     task = task_of(config, options.task)
@@ -293,6 +300,8 @@ def _run_local(options: TrainOptions, inputs: Inputs, world: int) -> list[float]
 
 def training_of(options: TrainOptions, inputs: Inputs) -> Any:
     """The losses of a rank, or that it was asked to stop; errors name this function."""
+    from slapo_zoo.cli.training.run import train
+
     try:
         return train(options, inputs)
     except StoppedError as stopped:
@@ -301,6 +310,8 @@ def training_of(options: TrainOptions, inputs: Inputs) -> Any:
 
 def run(options: TrainOptions, inputs: Inputs) -> list[float]:
     """Train on the ranks that a launcher started, or on local ranks that we start; the losses."""
+    from slapo_zoo.cli.training.run import train
+
     world = options.tp * options.pp * (options.dp or 1)
     if is_distributed_launch():
         init_distributed(device=options.device)

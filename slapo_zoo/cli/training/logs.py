@@ -1,11 +1,10 @@
-"""Logs of every step: a JSON line in a file, and the trackers of Accelerate by name."""
+"""Logs of every step: a JSON line in a file, and the trackers of Trainer by name."""
 
 import json
 import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -117,63 +116,49 @@ def _step_of(line: str) -> float:
         return math.inf
 
 
-def find_trackers(options: TrainOptions) -> dict[str, Any]:
-    """The classes of the trackers that are asked for; ConfigError where one is not there."""
+def check_trackers(options: TrainOptions) -> None:
+    """ConfigError for a tracker that is not there."""
     if not options.trackers:
-        return {}
-    try:
-        from accelerate import tracking
-    except ImportError:
-        hint = "pip install slapo-zoo[trainer]"
-        raise ConfigError("train", "trackers", "accelerate is not installed", hint) from None
-    there = {str(getattr(one, "value", one)) for one in tracking.get_available_trackers()}
+        return
+    from transformers.integrations import integration_utils as known
+
+    there = known.get_available_reporting_integrations()
     for name in options.trackers:
-        if name not in tracking.LOGGER_TYPE_TO_CLASS:
-            known = ", ".join(tracking.LOGGER_TYPE_TO_CLASS)
-            raise ConfigError("train", f"trackers: {name}", "no such tracker", f"known: {known}")
+        if name not in known.INTEGRATION_TO_CALLBACK:
+            hint = f"known: {', '.join(known.INTEGRATION_TO_CALLBACK)}"
+            raise ConfigError("train", f"trackers: {name}", "no such tracker", hint)
         if name not in there:
             problem = "its package is not installed"
             raise ConfigError("train", f"trackers: {name}", problem, f"pip install {name}")
-    return {name: tracking.LOGGER_TYPE_TO_CLASS[name] for name in options.trackers}
 
 
-def _started(name: str, kind: Any, options: TrainOptions) -> Any:
-    """A tracker that knows the configuration of the run."""
-    from accelerate import PartialState
-
-    PartialState(cpu=options.device == "cpu")
+def place_of_logs(options: TrainOptions) -> str:
+    """The folder of trackers that write files: beside the output, for a save replaces that folder."""
+    if not options.trackers:
+        return "."  # nothing is written there
     run = options.output or options.checkpoint or options.best or "slapo-zoo"
-    place = options.logging_dir or f"{run.rstrip('/')}-logs"  # a save replaces the folder itself
-    more = {"logging_dir": place} if kind.requires_logging_directory else {}
-    tracker = kind("slapo-zoo", **more)
-    if hasattr(tracker, "start"):
-        tracker.start()
-    plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in asdict(options).items()}  # fmt: skip
-    tracker.store_init_configuration(plain)
-    return tracker
+    return options.logging_dir or f"{run.rstrip('/')}-logs"
 
 
 @contextmanager
 def kept(options: TrainOptions, show: OnStep, done: int) -> Iterator[OnStep]:
-    """Within it, what every step measured is shown, and goes to the file and the trackers.
+    """Within it, what every step measured is shown, and goes to the file.
 
     Args:
         options: of the run.
         show: is told too.
         done: steps that are done.
     """
-    takers = [_started(name, kind, options) for name, kind in find_trackers(options).items()]
-    if options.log_file is not None:
-        takers.append(JsonLines(Path(options.log_file), done))
+    if options.log_file is None:
+        yield show
+        return
+    lines = JsonLines(Path(options.log_file), done)
 
     def on_step(step: int, record: Mapping[str, Any]) -> None:
         show(step, record)
-        numbers = {name: value for name, value in record.items() if value is not None}
-        for taker in takers:
-            taker.log(record if isinstance(taker, JsonLines) else numbers, step=step + 1)
+        lines.log(record, step=step + 1)
 
     try:
         yield on_step
     finally:
-        for taker in takers:
-            taker.finish()
+        lines.finish()

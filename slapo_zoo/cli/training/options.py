@@ -49,7 +49,7 @@ class TrainOptions:
         best_metric: loss or accuracy.
         patience: stop after so many evaluations without a better one; None: never.
         log_file: one JSON line a step goes there.
-        trackers: names of Accelerate's trackers: tensorboard, wandb, trackio, mlflow, ...
+        trackers: trackers of Trainer: tensorboard, wandb, trackio, mlflow, ...
         logging_dir: folder of trackers that write files; None: output (or checkpoint) with "-logs" behind.
         log_every: steps between two lines where there is no terminal; None: ten in all, and one a half minute.
         device: "cpu", "cuda", or None for what is there.

@@ -1,6 +1,6 @@
 """How fast to learn, step by step, and which parameters decay."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,16 +16,20 @@ def base_lr(options: TrainOptions) -> float:
     return DEFAULT_LR if options.lr is None else options.lr
 
 
-def learning_rates(options: TrainOptions) -> Callable[[int], float]:
-    """The learning rate of every step, from 0: a function, so that a resumed run needs no state.
+def make_schedule(options: TrainOptions, done: int = 0) -> Any:
+    """The learning rate of every step, as a LambdaLR of `transformers.get_scheduler`.
 
-    The schedules are those of `transformers.get_scheduler`, for any engine's optimizer.
+    It is a function of the step, so a resumed run needs no state, and it moves the rate of an optimizer
+    without parameters that matter: the one of an engine may be wrapped, or divided over ranks.
+
+    Args:
+        options: of the run.
+        done: steps that are done.
     """
     from transformers import get_scheduler
 
-    lr = base_lr(options)
     name = _with_warm_up(options.lr_schedule, options.warmup_steps)
-    alone = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
+    alone = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=base_lr(options))
     arguments: dict[str, Any] = {"scheduler_specific_kwargs": dict(options.lr_options)}
     try:
         made: Any = get_scheduler(name, alone, options.warmup_steps, options.steps, **arguments)
@@ -37,8 +41,10 @@ def learning_rates(options: TrainOptions) -> Callable[[int], float]:
         problem = "it depends on more than the number of the step"
         hint = "choose one that does not: constant, linear, cosine, inverse_sqrt, ..."
         raise ConfigError("train", f"lr_schedule={name}", problem, hint)
-    factor = made.lr_lambdas[0]
-    return lambda step: lr * factor(step)
+    made.load_state_dict({**made.state_dict(), "last_epoch": done - 1})
+    alone.step()
+    made.step()
+    return made
 
 
 def _with_warm_up(name: str, warmup_steps: int) -> str:

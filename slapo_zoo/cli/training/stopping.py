@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slapo_zoo.cli.training.options import TrainOptions
 from slapo_zoo.ranks.process_group import is_distributed_launch
 
 # SLURM warns by SIGTERM, or by what `--signal=USR1@120` names; a person by Ctrl-C.
@@ -88,3 +89,21 @@ def is_local_rank() -> bool:
 def exit_code(number: int) -> int:
     """130 for Ctrl-C, else one that says: start me again."""
     return INTERRUPTED if number == signal.SIGINT else REQUEUE
+
+
+class StoppedError(SystemExit):
+    """A signal asked for it: the step is finished, and saved where there is a place for it."""
+
+    def __init__(self, number: int, step: int, options: TrainOptions):
+        self.number, self.step, self.options = number, step, options
+        super().__init__(exit_code(number))
+
+    def __reduce__(self) -> Any:
+        """It travels from the ranks to the process that started them."""
+        return type(self), (self.number, self.step, self.options)
+
+    def __str__(self) -> str:
+        said = f"stopped after step {self.step} of {self.options.steps}; "
+        if self.options.checkpoint is None:
+            return said + "nothing was saved: --checkpoint FOLDER keeps what was done"
+        return said + f"the same command goes on from {self.options.checkpoint}"

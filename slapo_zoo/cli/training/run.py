@@ -1,7 +1,9 @@
-"""The work of one rank: load its part of a checkpoint, train it, save it."""
+"""The work of one rank: load its part of a checkpoint, train it by the Trainer of transformers, save it."""
 
 import functools
+import itertools
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,18 +11,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch import Tensor
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from slapo_zoo.cli.data.tasks import Task
+from slapo_zoo.cli.training.callbacks import Records, Stopping, Verdicts
 from slapo_zoo.cli.training.config import as_yaml
 from slapo_zoo.cli.training.contrastive import InBatchNegatives
 from slapo_zoo.cli.training.display import OnStep, ledger_table, progress_bar, silence
 from slapo_zoo.cli.training.evaluation import Best, evaluate
 from slapo_zoo.cli.training.inputs import Inputs
-from slapo_zoo.cli.training.logs import Meter, kept
+from slapo_zoo.cli.training.logs import Meter, kept, place_of_logs
 from slapo_zoo.cli.training.options import TrainOptions
-from slapo_zoo.cli.training.schedules import base_lr, learning_rates, parameter_groups
-from slapo_zoo.cli.training.stopping import Stop, exit_code, is_local_rank, listening
+from slapo_zoo.cli.training.schedules import base_lr, make_schedule, parameter_groups
+from slapo_zoo.cli.training.stopping import Stop, StoppedError, is_local_rank, listening
 from slapo_zoo.errors import SlapoError, agreed
+from slapo_zoo.integrations.trainer import ScheduledTrainer
 from slapo_zoo.weights.history import keep_newest, latest, place_of
 from slapo_zoo.weights.ledger import Ledger
 
@@ -42,27 +48,43 @@ def load(options: TrainOptions, task: Task | None = None) -> Any:
     )  # fmt: skip
 
 
-class Training:
-    """One rank's training between two of its steps: the engine, what is done, what was best.
+class Run(ScheduledTrainer):
+    """A Trainer whose steps are those of an engine, on batches that are the same on every layout.
+
+    The loop, its flow (when to evaluate, to save, to end), callbacks and trackers are Trainer's.
+    What Trainer has not is done here: optimizer steps of three engines, the exact position in the
+    data on another mesh, means over all targets, and a checkpoint that any mesh resumes.
 
     Args:
         model: of AutoScheduledModel, with the head of the task.
         inputs: what it reads.
         options: of the run.
+        callbacks: of Trainer.
     """
 
-    def __init__(self, model: Any, inputs: Inputs, options: TrainOptions):
+    def __init__(
+        self, model: Any, inputs: Inputs, options: TrainOptions,
+        callbacks: Iterable[TrainerCallback] = (),
+    ):  # fmt: skip
         self.options, self.inputs, self.batches = options, inputs, inputs.batches
-        self.device = next(iter(model.parameters())).device
         model.train()
         self.engine = make_engine(model, self.batches.batch_size // model.mesh.dp, options)
         self.of_task: dict[str, Any] = {}
         if self.batches.task.couples:
             self.of_task = {"micro_batches": 1, "loss_fn": InBatchNegatives(model.mesh)}
-        self.meter = Meter(model)
-        self.best = Best(options.best_metric)
-        self.done = self._begin()
-        self.lr_at = learning_rates(self.options)
+        self.meter, self.best = Meter(model), Best(options.best_metric)
+        self.record: dict[str, Any] = {}
+        self.losses: list[float] = []
+        self.done = self.begin()
+        schedule = make_schedule(self.options, self.done)
+        use_cache = model.config.use_cache if hasattr(model.config, "use_cache") else None
+        super().__init__(
+            model, arguments_of(self.options), eval_dataset=inputs.held_out, callbacks=[*callbacks],
+            optimizers=(schedule.optimizer, schedule),
+        )  # fmt: skip
+        if use_cache is not None:  # Trainer switches it off, and what is saved would say so
+            model.config.use_cache = use_cache
+        self.remove_callback(PrinterCallback)
 
     @property
     def is_over(self) -> bool:
@@ -71,35 +93,63 @@ class Training:
         tired = patience is not None and self.best.since >= patience
         return self.done >= self.options.steps or tired
 
-    def step(self) -> dict[str, float | None]:
-        """One optimizer step: its loss, gradient norm and learning rate, and what it took."""
-        mesh, engine, lr = self.engine.model.mesh, self.engine, self.lr_at(self.done)
-        for group in engine.optimizer.param_groups:
-            group["lr"] = lr
+    def get_train_dataloader(self) -> Any:
+        """The batches of this dp rank that are still to be read."""
+        mesh = self._mesh
+
+        def rest() -> Iterator[dict[str, Tensor]]:
+            for step in itertools.count(self.done):
+                yield self.batches.part(step, mesh.coord("dp"), mesh.dp)
+
+        return rest()
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """The batch of the next step; reading it is part of the time that the step takes."""
         self.meter.start()
-        part = self.batches.part(self.done, mesh.coord("dp"), mesh.dp)
-        batch = {name: t.to(self.device) for name, t in part.items()}
-        loss = float(engine.update(batch, **self.of_task))
+        return [next(epoch_iterator)], None
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """One optimizer step of the engine; what it measured becomes the record of the step."""
+        lr = self._get_learning_rate()
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        batch = {name: tensor.to(self.meter.device) for name, tensor in inputs.items()}
+        loss = self.engine.update(batch, **self.of_task).detach()
         self.done += 1
-        check_finite(self.done, loss, engine.grad_norm, self.options)
-        of_step = {"loss": loss, "grad_norm": engine.grad_norm, "lr": lr}
-        return {**of_step, **self.meter.measured(batch)}
+        norm = self.engine.grad_norm
+        check_finite(self.done, float(loss), norm, self.options)
+        self.record = {"loss": float(loss), "grad_norm": norm, "lr": lr}
+        self.record |= self.meter.measured(batch)
+        self.losses.append(self.record["loss"])
+        return loss
 
-    def evaluate(self) -> dict[str, float]:
-        """Judge the model where that is due, and keep it where it is the best so far; collective."""
-        is_last = self.done == self.options.steps
-        if self.inputs.held_out is None or not (
-            is_last or self.done % self.options.eval_every == 0
-        ):
-            return {}
-        found = evaluate(self.engine.model, self.inputs.held_out, self.options)
-        if self.best.judge(self.done, found) and self.options.best is not None:
-            save_model(self.engine.model, self.options.best, self.inputs.tokenizer, self.options)
-            if self.engine.model.mesh.rank == 0:
-                Console(highlight=False, soft_wrap=True).print(f"best: {self.best}")
-        return {f"eval_{name}": value for name, value in found.items()}
+    def _clip_grad_norm(self, model: Any) -> Any:
+        return self.engine.grad_norm  # the engine has clipped, and stepped
 
-    def save(self) -> None:
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        return self.engine.grad_norm
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Nothing: `mfu` counts them, and Trainer's count is a collective call a step."""
+        return 0
+
+    def store_flos(self) -> None:
+        """Nothing was counted."""
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Tell callbacks and trackers; of a step all that was measured."""
+        measured = self.record if "loss" in logs else logs
+        super().log({k: v for k, v in measured.items() if v is not None})
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Means over all targets of the rows that are held out, whatever the layout."""
+        means = evaluate(self.model, self.inputs.held_out, self.options)
+        found = {f"eval_{name}": value for name, value in means.items()}
+        self.log(found)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
+        return found
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write a checkpoint; a collective call."""
         folder = Path(str(self.options.checkpoint))
         place = place_of(folder, self.done, self.options.keep)
@@ -108,11 +158,11 @@ class Training:
             extra={"lr": base_lr(self.options), "best": self.best.state()},
             texts={"run.yaml": as_yaml(self.options)},
         )  # fmt: skip
-        if self.engine.model.mesh.rank == 0:
+        if self._mesh.rank == 0:
             keep_newest(folder, place, self.options.keep)
 
-    def _begin(self) -> int:
-        """Steps that are done: those of the checkpoint, if there is one."""
+    def begin(self) -> int:
+        """Go on from the checkpoint, if there is one; return the steps that are done."""
         options = self.options
         found = None if options.checkpoint is None else latest(Path(options.checkpoint))
         if found is None:
@@ -134,48 +184,36 @@ class Training:
         return resumed.step
 
 
+def arguments_of(options: TrainOptions) -> TrainingArguments:
+    """What Trainer is told of a run; what the model or the engine does is not in it."""
+    return TrainingArguments(
+        output_dir=place_of_logs(options), report_to=[*options.trackers], use_cpu=options.device == "cpu",
+        max_steps=options.steps, learning_rate=base_lr(options), max_grad_norm=options.clip, seed=options.seed,
+        logging_strategy="steps", logging_steps=1, logging_nan_inf_filter=False,
+        eval_strategy="steps" if options.evaluates else "no", eval_steps=options.eval_every,
+        save_strategy="no" if options.checkpoint is None else "steps", save_steps=options.save_every,
+        disable_tqdm=True, log_level="error", log_level_replica="error",
+    )  # fmt: skip
+
+
 def fit(
     model: Any, inputs: Inputs, options: TrainOptions, on_step: OnStep, stop: Stop | None = None
 ) -> list[float]:
     """Train with AdamW and clipping; return the global mean loss of every step that was left."""
-    training, losses = Training(model, inputs, options), []
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)  # ranks that are forked would take it for theirs
+    run = Run(model, inputs, options)
+    run.add_callback(Verdicts(run, save_model))
     first = model.mesh.rank == 0
-    with kept(options, on_step, training.done) if first else silence() as show:
-        _steps(training, show, losses, stop)
-    return losses
-
-
-def _steps(training: Training, show: OnStep, losses: list[float], stop: Stop | None) -> None:
-    """All steps that are left."""
-    options = training.options
-    while not training.is_over:
-        record: dict[str, Any] = training.step()
-        losses.append(record["loss"])
-        record |= training.evaluate()
-        show(training.done - 1, record)
-        wanted = stop.agreed(training.device) if stop is not None else 0
-        if options.checkpoint is not None and (wanted or is_due(training)):
-            training.save()
-        if wanted:
-            raise StoppedError(wanted, training.done, options)
-
-
-class StoppedError(SystemExit):
-    """A signal asked for it: the step is finished, and saved where there is a place for it."""
-
-    def __init__(self, number: int, step: int, options: TrainOptions):
-        self.number, self.step, self.options = number, step, options
-        super().__init__(exit_code(number))
-
-    def __reduce__(self) -> Any:
-        """It travels from the ranks to the process that started them."""
-        return type(self), (self.number, self.step, self.options)
-
-    def __str__(self) -> str:
-        said = f"stopped after step {self.step} of {self.options.steps}; "
-        if self.options.checkpoint is None:
-            return said + "nothing was saved: --checkpoint FOLDER keeps what was done"
-        return said + f"the same command goes on from {self.options.checkpoint}"
+    with kept(options, on_step, run.done) if first else silence() as show:
+        run.add_callback(Records(run, show))
+        run.add_callback(stopping := Stopping(run, stop))
+        if not run.is_over:
+            run.train()
+    if stopping.number:
+        raise StoppedError(stopping.number, run.done, options)
+    return run.losses
 
 
 def check_finite(step: int, loss: float, norm: float, options: TrainOptions) -> None:
@@ -188,11 +226,6 @@ def check_finite(step: int, loss: float, norm: float, options: TrainOptions) -> 
         hint += f"; what was saved before is in {options.checkpoint}"
     problem = f"found loss {loss} and gradient norm {norm} in step {step}, expected finite numbers"
     raise agreed(SlapoError("train", "loss", problem, hint))
-
-
-def is_due(training: Training) -> bool:
-    """Return whether a checkpoint is written now."""
-    return training.is_over or training.done % training.options.save_every == 0
 
 
 def make_engine(model: Any, rows: int, options: TrainOptions) -> Any:
