@@ -98,7 +98,9 @@ def write_checkpoint(folder: Path, tokenizer: Any) -> int:
 def train_alone(options: TrainOptions, batches: Batches) -> list[float]:
     """The model in one process: the left column."""
     model = load(options)
-    with progress_bar("one process", options.steps, every=max(1, options.steps // 2)) as on_step:
+    with progress_bar(
+        "one process", options.max_steps, every=max(1, options.max_steps // 2)
+    ) as on_step:
         return fit(model, Inputs(batches), options, on_step)
 
 
@@ -112,7 +114,7 @@ def train_beside(options: TrainOptions, batches: Batches, alone: list[float]) ->
     else:
         console.print(ledger_table(model.mesh, ledgers), "")
         console.print(f"[bold]{'step':>5}{'one process':>14}{'tp=2 x pp=2':>14}{'difference':>13}")
-        with progress_bar("four processes", options.steps, 0, console) as on_step:
+        with progress_bar("four processes", options.max_steps, 0, console) as on_step:
 
             def show(step: int, record: Mapping[str, float]) -> None:
                 console.print(loss_line(step, alone[step], record["loss"]))
@@ -198,7 +200,7 @@ def compared(steps: int) -> tuple[list[float], list[float], bool]:
     with tempfile.TemporaryDirectory() as place:
         start, end = Path(place, "start"), Path(place, "trained")
         tokenizer, batches = make_inputs(start)
-        alone = TrainOptions(str(start), steps=steps, lr=1e-3, seed=1, device="cpu")
+        alone = TrainOptions(str(start), max_steps=steps, learning_rate=1e-3, seed=1, device="cpu")
         mesh = replace(alone, tp=2, pp=2, output=str(end))
         # one thread per rank: a fork is then safe and takes milliseconds
         (left,) = run_local(train_alone, 1, (alone, batches), threads=1, device="cpu")

@@ -77,13 +77,22 @@ def make_job(folder: Path) -> list[str]:
     (folder / "text.txt").write_text(" ".join(draw.choice(WORDS) for _ in range(120000)))
     command = [sys.executable, "-m", "slapo_zoo.cli.main", "train", str(folder / "model")]
     return [*command, "--data", str(folder / "text.txt"), "--seq-len", "32", "--batch-size", "256",
-            "--device", "cpu", "--lr", "1e-4"]  # fmt: skip
+            "--device", "cpu", "--learning-rate", "1e-4"]  # fmt: skip
 
 
 def start(job: list[str], layout: tuple[int, int, int], out: Path) -> subprocess.Popen:
     """The training in a group of its own."""
     names = [f"--{name}={size}" for name, size in zip(("tp", "pp", "dp"), layout, strict=True)]
-    more = ["--checkpoint", str(out), "--save-every", "2", "--keep", "2", "--steps", str(STEPS)]
+    more = [
+        "--checkpoint",
+        str(out),
+        "--save-steps",
+        "2",
+        "--save-total-limit",
+        "2",
+        "--max-steps",
+        str(STEPS),
+    ]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(
         [*job, *names, *more], env=env, start_new_session=True, stdout=subprocess.DEVNULL,

@@ -23,9 +23,11 @@ from slapo_zoo.cli.commands.tune import tune
 from slapo_zoo.cli.commands.verify import verify
 from slapo_zoo.cli.commands.version import print_version, show_version
 from slapo_zoo.cli.errors import is_first, readable_errors
+from slapo_zoo.cli.training import options
 from slapo_zoo.errors import SlapoError
 
-RENAMED = {("plan", "--dtype"): "--precision"}  # for one release
+KEYS = {f"--{old}".replace("_", "-"): f"--{new}".replace("_", "-") for old, new in options.RENAMED.items()}  # fmt: skip
+RENAMED = {"plan": {"--dtype": "--precision"}, "train": KEYS}  # for one release
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 ANYTHING = {"ignore_unknown_options": True, "allow_extra_args": True}
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=SETTINGS)
@@ -54,7 +56,7 @@ def moved(context: typer.Context) -> None:
 
 
 @app.callback()
-def options(
+def shared(
     context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
     local_rank: Annotated[
@@ -77,11 +79,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def renamed(arguments: Sequence[str]) -> list[str]:
-    """Return the words of a command line, older names replaced by those of today, with a warning."""
+    """Return the words of a command line, older names replaced by those of today, with a warning.
+
+    `--max_steps` is `--max-steps`: scripts of transformers write their options so.
+    """
     command, found = next((word for word in arguments if word[:1] != "-"), ""), []
     for word in arguments:
         name, equals, value = word.partition("=")
-        new = RENAMED.get((command, name), name)
+        name = name.replace("_", "-") if name[:2] == "--" and name != "--local_rank" else name
+        other = options.ELSEWHERE.get(name[2:].replace("-", "_")) if command == "train" else None
+        if other is not None and name[:2] == "--":
+            raise SlapoError(command, name, "found no such option", f"here it is {other}")
+        new = RENAMED.get(command, {}).get(name, name)
         if new != name and is_first():
             sys.stderr.write(f"warning: {command}: {name} is called {new} now\n")
         found.append(f"{new}{equals}{value}")

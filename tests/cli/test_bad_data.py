@@ -91,7 +91,7 @@ def test_labels_without_an_answer(name, place, capsys):
 def test_rows_with_gaps_are_left_out_aloud(keys, place, capsys):
     """A row lacks a text, another one a label; what is trained on is what is left."""
     sets = [word for key in keys for word in ("--set", key)]
-    run(*words_of(place, "some.parquet", "--steps", 1, "--batch-size", 4, *sets))
+    run(*words_of(place, "some.parquet", "--max-steps", 1, "--batch-size", 4, *sets))
     told = capsys.readouterr()
     if "stream" not in keys[0]:
         assert "18 of 27 rows have no text or label" in told.err
@@ -108,7 +108,7 @@ LEFT = {
 
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_left_is_classified(name, place, capsys):
-    run(*words_of(place, name, "--steps", 9, "--batch-size", 4, "--set", "task=classify"))
+    run(*words_of(place, name, "--max-steps", 9, "--batch-size", 4, "--set", "task=classify"))
     told = capsys.readouterr()
     assert LEFT[name][0] in told.err
     assert f"classify: {LEFT[name][1]}" in told.out
@@ -117,9 +117,9 @@ def test_what_is_left_is_classified(name, place, capsys):
 
 @pytest.mark.parametrize("name", ["TEXT.JSONL", "text.ndjson"])
 def test_endings_of_tables(name, place, capsys):
-    run(*words_of(place, name, "--steps", 1, "--batch-size", 2))
+    run(*words_of(place, name, "--max-steps", 1, "--batch-size", 2))
     other = capsys.readouterr().out.partition("training: ")[2]
-    run(*words_of(place, "text.jsonl", "--steps", 1, "--batch-size", 2))
+    run(*words_of(place, "text.jsonl", "--max-steps", 1, "--batch-size", 2))
     assert other == capsys.readouterr().out.partition("training: ")[2] != ""
 
 
@@ -189,7 +189,14 @@ def test_a_head_that_knows_the_classes_numbers_them(place, tmp_path, capsys):
     """Trained on: c, b, a would be 0, 1, 2 and are 2, 1, 0; a class may be missing."""
     run(
         *words_of(
-            place, "void.jsonl", "--steps", 1, "--set", "task=classify", "--output", tmp_path / "m"
+            place,
+            "void.jsonl",
+            "--max-steps",
+            1,
+            "--set",
+            "task=classify",
+            "--output",
+            tmp_path / "m",
         )
     )
     config = json.loads((tmp_path / "m" / "config.json").read_text())

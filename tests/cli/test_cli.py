@@ -273,7 +273,7 @@ def test_a_checkpoint_of_other_rows_is_refused_before_work_begins(gpt2, text, tm
             *numbers[1:], "--steps", 1, "--batch-size", 4, "--clip", 2, "--set", "warmup_steps=1e1"
         )
     told = capsys.readouterr().err
-    assert "warmup_steps: 0 --> 10, clip: 1.0 --> 2.0" in told
+    assert "warmup_steps: 0 --> 10, max_grad_norm: 1.0 --> 2.0" in told
     assert "batch_size" not in told
     monkeypatch.setattr("slapo_zoo.cli.training.job.run", lambda *args: pytest.fail("work began"))
     err = failure(capsys, *numbers, "--batch-size", 2)

@@ -12,7 +12,7 @@ import yaml
 from rich.console import Console
 
 from cli_runs import failure, run
-from slapo_zoo.cli.main import main
+from slapo_zoo.cli.main import main, renamed
 from slapo_zoo.cli.training.config import (
     ConfigError,
     as_yaml,
@@ -25,31 +25,38 @@ from slapo_zoo.cli.training.config import (
 from slapo_zoo.cli.training.display import progress_bar
 from slapo_zoo.cli.training.inputs import row_length
 from slapo_zoo.cli.training.job import check_batch, check_load, resolved
-from slapo_zoo.cli.training.options import ELSEWHERE, LEAST, ONE_OF, TrainOptions, described
+from slapo_zoo.cli.training.options import (
+    ELSEWHERE,
+    LEAST,
+    ONE_OF,
+    RENAMED,
+    TrainOptions,
+    described,
+)
 from slapo_zoo.errors import SlapoError
 
 WRONG = {
     "warm_up_steps: 3": "found no such key\n  hint: did you mean 'warmup_steps'?",
-    "learning_rate: 1e-4": "here it is lr",
+    "lr_scheduler: linear": "here it is lr_scheduler_type",
     "bf16: true": "here it is load: {precision: bf16}",
-    "steps: many": "found 'many', expected an integer\n  hint: the default is 100",
-    "steps: true": "found True, expected an integer",
-    "steps: 0": "found 0, expected at least 1",
+    "max_steps: many": "found 'many', expected an integer\n  hint: the default is 100",
+    "max_steps: true": "found True, expected an integer",
+    "max_steps: 0": "found 0, expected at least 1",
     "tp: 2.5": "found 2.5, expected an integer",
     "task: translate": "expected one of causal, masked",
     "columns: text": "found 'text', expected a mapping",
     "model: [a]": "expected a text",
     "- a": "found list, expected keys and values",
     "a: [": "found no YAML",
-    "lerning_rate: 1": "here it is lr",
-    "steps: 2\nsteps: 3": "'steps' stands in it 2 times",
+    "lerning_rate: 1": "did you mean 'learning_rate'",
+    "max_steps: 2\nmax_steps: 3": "'max_steps' stands in it 2 times",
     "load: {seed: 2, seed: 3}": "'seed' stands in it 2 times",
-    "lr: .nan": "found nan, expected a finite number",
-    "clip: .inf": "expected a finite number",
+    "learning_rate: .nan": "found nan, expected a finite number",
+    "max_grad_norm: .inf": "expected a finite number",
     "eval_share: 1": "found 1.0, expected less than 1",
-    "steps: 15e-1": "found '15e-1', expected an integer",
+    "max_steps: 15e-1": "found '15e-1', expected an integer",
     "data: [a]": "hint: a file, a folder",
-    "trackers: [[a]]": "expected a list of texts",
+    "report_to: [[a]]": "expected a list of texts",
     "columns: {text: 3}": "found {'text': 3}, expected a mapping of names",
     "load: {1: 2}": "expected a mapping of names",
     "output: ''": "found an empty text",
@@ -74,21 +81,55 @@ def test_names_of_other_tools_lead_to_keys_of_ours():
         assert key in known, f"{name}: {key}"
 
 
+def test_names_of_the_release_before_go_on_working(tmp_path, capsys):
+    """Each with a word that names the new one, in a file, by --set and as a flag."""
+    (tmp_path / "run.yaml").write_text("model: m\nsteps: 3\nlr: 1e-3\n")
+    assert read_config(tmp_path / "run.yaml") == {"model": "m", "max_steps": 3, "learning_rate": 1e-3}  # fmt: skip
+    said = capsys.readouterr().err
+    assert "run.yaml: steps is called max_steps now, lr is called learning_rate now" in said
+    assert read_sets(["best_metric=accuracy"]) == {"metric_for_best_model": "accuracy"}
+    with pytest.raises(ConfigError, match="max_steps: found steps too, which is its older name"):
+        read_sets(["steps=1", "max_steps=2"])
+    for old, new in RENAMED.items():
+        assert new in described()
+        flag, now = f"--{old}".replace("_", "-"), f"--{new}".replace("_", "-")
+        assert renamed(["train", "m", f"{flag}=3"]) == ["train", "m", f"{now}=3"]
+        assert f"warning: train: {flag} is called {now} now" in capsys.readouterr().err
+    assert renamed(["bench", "m", "--steps", "3"]) == ["bench", "m", "--steps", "3"]
+
+
+def test_keys_are_those_of_the_trainer():
+    """Every key that TrainingArguments has too means the same, and is passed on."""
+    from transformers import TrainingArguments
+
+    assert set(RENAMED.values()) <= TrainingArguments.__dataclass_fields__.keys()
+
+
+def test_flags_that_are_none_name_the_nearest(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "m", "--max-stps", "3"])
+    assert ended.value.code == 2
+    assert re.search(r"No such option: --max-stps.*--max-steps", capsys.readouterr().err, re.DOTALL)
+    said = failure(capsys, "train", "m", "--num_train_epochs", "3")
+    assert "--num-train-epochs: found no such option\n  hint: here it is max_steps" in said
+    assert "data: found none" in failure(capsys, "train", "m", "--max_steps", "3")
+
+
 def test_types_of_values(tmp_path):
     (tmp_path / "run.yaml").write_text(
-        "lr: 1e-4\nclip: 1\ntrackers: [a, b]\nkeep: null\nsteps: 1e5\n"
+        "learning_rate: 1e-4\nmax_grad_norm: 1\nreport_to: [a, b]\nsave_total_limit: null\nmax_steps: 1e5\n"
     )
     found = read_config(tmp_path / "run.yaml")
     assert found == {
-        "lr": 1e-4,
-        "clip": 1.0,
-        "trackers": ("a", "b"),
-        "keep": None,
-        "steps": 100_000,
+        "learning_rate": 1e-4,
+        "max_grad_norm": 1.0,
+        "report_to": ("a", "b"),
+        "save_total_limit": None,
+        "max_steps": 100_000,
     }
-    assert isinstance(found["clip"], float)
-    assert read_sets(["trackers=a", "columns.text=body", "columns.label=stars"]) == {
-        "trackers": ("a",), "columns": {"text": "body", "label": "stars"}
+    assert isinstance(found["max_grad_norm"], float)
+    assert read_sets(["report_to=a", "columns.text=body", "columns.label=stars"]) == {
+        "report_to": ("a",), "columns": {"text": "body", "label": "stars"}
     }  # fmt: skip
 
 
@@ -98,13 +139,13 @@ def test_a_home_is_found_where_no_shell_has_looked(monkeypatch):
 
 
 def test_later_sources_win():
-    file = {"model": "m", "steps": 5, "columns": {"text": "a", "label": "b"}}
-    options = make_options(file, read_sets(["columns.text=c", "tp=2"]), {"steps": 7})
-    assert options == TrainOptions("m", steps=7, tp=2, columns={"text": "c", "label": "b"})
+    file = {"model": "m", "max_steps": 5, "columns": {"text": "a", "label": "b"}}
+    options = make_options(file, read_sets(["columns.text=c", "tp=2"]), {"max_steps": 7})
+    assert options == TrainOptions("m", max_steps=7, tp=2, columns={"text": "c", "label": "b"})
 
 
 def test_back_to_yaml():
-    options = TrainOptions("m", lr=1e-5, trackers=("a",), columns={"text": "b"}, dp=2)
+    options = TrainOptions("m", learning_rate=1e-5, report_to=("a",), columns={"text": "b"}, dp=2)
     assert make_options(checked(yaml.safe_load(as_yaml(options)), "")) == options
 
 
@@ -148,7 +189,7 @@ def test_four_questions_write_a_configuration(tmp_path, monkeypatch, capsys):
         "classify",
         2,
     )
-    assert options.best_metric == "accuracy"
+    assert options.metric_for_best_model == "accuracy"
     assert "# copies of the model" in file.read_text()
     assert "it is there already" in failure(capsys, "init", file)
 
@@ -186,12 +227,15 @@ def test_arguments_of_the_loader():
         ({"eval_data": "e", "engine": "megatron"}, "expected torch"),
         ({"data": None}, "data: found none"),
         ({"eval_data": "e", "eval_share": 0.1}, "eval_share: found eval_data too"),
-        ({"lr_schedule": "cosin"}, "cosin is not a valid"),
+        ({"lr_scheduler_type": "cosin"}, "cosin is not a valid"),
         ({"eval_data": "./d.txt"}, "eval_data: found the rows that are trained on"),
         ({"eval_split": "train"}, "found the rows that are trained on"),
         ({"eval_batches": 2}, "eval_batches: there is nothing to evaluate on"),
-        ({"keep": 2}, "keep: there is no checkpoint"),
-        ({"lr_options": {"num_cycles": 2}}, "lr_options: a constant lr_schedule takes none"),
+        ({"save_total_limit": 2}, "save_total_limit: there is no checkpoint"),
+        (
+            {"lr_scheduler_kwargs": {"num_cycles": 2}},
+            "lr_scheduler_kwargs: a constant schedule takes none",
+        ),
         ({"log_file": "."}, "log_file: found a folder"),
         ({"log_file": "notes"}, "log_file: found another file"),
         ({"log_file": "d.txt"}, "log_file: found d.txt, which is data"),
@@ -223,35 +267,49 @@ def test_rows_fit_behind_the_padding():
 
 
 def test_the_command_says_what_it_will_do_first(tmp_path, capsys):
-    (tmp_path / "run.yaml").write_text(f"model: {tmp_path / 'none'}\nsteps: 3\nlr: 1e-3\n")
+    (tmp_path / "run.yaml").write_text(
+        f"model: {tmp_path / 'none'}\nmax_steps: 3\nlearning_rate: 1e-3\n"
+    )
     with pytest.raises(SystemExit):
-        main(["train", "--config", str(tmp_path / "run.yaml"), "--steps", "4", "--set", "lr=2e-3"])
+        main(
+            [
+                "train",
+                "--config",
+                str(tmp_path / "run.yaml"),
+                "--max-steps",
+                "4",
+                "--set",
+                "learning_rate=2e-3",
+            ]
+        )
     captured = capsys.readouterr()
     said = yaml.safe_load(captured.out.partition("\nreading")[0])
-    assert said["steps"] == 4
-    assert said["lr"] == 2e-3
+    assert said["max_steps"] == 4
+    assert said["learning_rate"] == 2e-3
     assert "data" not in said  # only what differs from the defaults
     assert "data: found none" in captured.err
     assert "found no such file" in failure(capsys, "train", "--config", tmp_path / "gone.yaml")
-    assert "model: found none" in failure(capsys, "train", "--set", "steps=3")
-    assert "lr: found inf, expected a finite" in failure(capsys, "train", "m", "--lr", "inf")
+    assert "model: found none" in failure(capsys, "train", "--set", "max_steps=3")
+    assert "learning_rate: found inf, expected a finite" in failure(
+        capsys, "train", "m", "--learning-rate", "inf"
+    )
     assert "write key=value" in failure(capsys, "train", "m", "--set", "steps")
-    assert "steps=[1: found no YAML" in failure(capsys, "train", "m", "--set", "steps=[1")
+    assert "max_steps=[1: found no YAML" in failure(capsys, "train", "m", "--set", "max_steps=[1")
 
 
 def test_an_entry_after_a_value_that_has_none():
     """The last one counts, as with a key that is given twice."""
     assert read_sets(["columns=null", "columns.text=body"]) == {"columns": {"text": "body"}}
-    assert read_sets(["columns.text=a", "columns.label=b", "lr=1", "lr=2"]) == {
-        "columns": {"text": "a", "label": "b"}, "lr": 2.0,
+    assert read_sets(["columns.text=a", "columns.label=b", "learning_rate=1", "learning_rate=2"]) == {
+        "columns": {"text": "a", "label": "b"}, "learning_rate": 2.0,
     }  # fmt: skip
 
 
 def test_only_what_differs_from_the_defaults_is_shown():
     """Each run began with 42 lines of YAML."""
-    options = TrainOptions("m", steps=5, columns={"text": "body"}, trackers=("wandb",))
+    options = TrainOptions("m", max_steps=5, columns={"text": "body"}, report_to=("wandb",))
     assert yaml.safe_load(changes(options)) == {
-        "model": "m", "steps": 5, "columns": {"text": "body"}, "trackers": ["wandb"],
+        "model": "m", "max_steps": 5, "columns": {"text": "body"}, "report_to": ["wandb"],
     }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from slapo_zoo.cli.data import read
 from slapo_zoo.cli.data.batches import Batches
 from slapo_zoo.cli.data.labelled import Classify, Pairs, Tag, Translate
 from slapo_zoo.cli.data.language import Causal, Masked, Spans
-from slapo_zoo.cli.data.rows import Examples, Packed, checksum, divided
+from slapo_zoo.cli.data.rows import Packed, checksum, divided
 from slapo_zoo.cli.data.stream import Stream
 from slapo_zoo.cli.data.tasks import IGNORED
 from slapo_zoo.cli.data.text_files import DataError, read_documents
@@ -393,7 +393,3 @@ def test_an_empty_stream_is_an_error(tmp_path):
     stream = Stream(SimpleNamespace(opened=list, examples=iter), task, 2, 0, 6)
     with pytest.raises(DataError, match="found no row"):
         stream.part(0)
-
-
-def test_rows_in_memory():
-    assert Examples({"a": [1, 2, 3]})[[2, 0]] == {"a": [3, 1]}

@@ -26,7 +26,12 @@ def test_learning_rates_are_those_of_transformers(name):
     real = "constant_with_warmup" if name == "constant" else name
     scheduler = get_scheduler(real, optimizer, 2, 9, scheduler_specific_kwargs=SCHEDULES[name])
     options = TrainOptions(
-        "m", lr=0.3, lr_schedule=name, lr_options=SCHEDULES[name], warmup_steps=2, steps=9
+        "m",
+        learning_rate=0.3,
+        lr_scheduler_type=name,
+        lr_scheduler_kwargs=SCHEDULES[name],
+        warmup_steps=2,
+        max_steps=9,
     )
     for step in range(9):
         resumed = make_schedule(options, done=step)
@@ -37,8 +42,8 @@ def test_learning_rates_are_those_of_transformers(name):
 
 @pytest.mark.parametrize("name", ["linaer", "reduce_lr_on_plateau"])
 def test_a_schedule_that_is_none_is_named(name):
-    with pytest.raises(ConfigError, match=f"lr_schedule={name}"):
-        make_schedule(TrainOptions("m", lr_schedule=name))
+    with pytest.raises(ConfigError, match=f"lr_scheduler_type={name}"):
+        make_schedule(TrainOptions("m", lr_scheduler_type=name))
 
 
 def test_matrices_decay_and_vectors_do_not():
@@ -78,9 +83,9 @@ def job(tmp_path_factory):
     (folder / "held.txt").write_text("the dog sat on the cat and ran. " * 5)
     keys = {
         "model": str(folder / "model"), "data": str(folder / "text.txt"), "seq_len": 16,
-        "eval_data": str(folder / "held.txt"), "eval_every": 1, "lr": 3e-2, "batch_size": 4,
-        "lr_schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1, "device": "cpu",
-        "steps": 6, "save_every": 3,
+        "eval_data": str(folder / "held.txt"), "eval_steps": 1, "learning_rate": 3e-2, "batch_size": 4,
+        "lr_scheduler_type": "cosine", "warmup_steps": 2, "weight_decay": 0.1, "device": "cpu",
+        "max_steps": 6, "save_steps": 3,
     }  # fmt: skip
     (folder / "run.yaml").write_text(yaml.safe_dump(keys))
     return folder
@@ -96,14 +101,14 @@ def state_of(folder):
 
 def test_resumes_exactly_on_another_layout(job, tmp_path, capfd):
     """Losses, evaluations, best checkpoint and final weights of an uninterrupted run."""
-    run("train", "--config", job / "run.yaml", "--keep", 9, "--checkpoint", tmp_path / "one", "--dp", 2,
+    run("train", "--config", job / "run.yaml", "--save-total-limit", 9, "--checkpoint", tmp_path / "one", "--dp", 2,
         "--set", f"best={tmp_path / 'best'}")  # fmt: skip
     whole = capfd.readouterr().out
     kept = tmp_path / "one" / "step-00000003"
-    assert yaml.safe_load((kept / "run.yaml").read_text())["lr_schedule"] == "cosine"
+    assert yaml.safe_load((kept / "run.yaml").read_text())["lr_scheduler_type"] == "cosine"
     shutil.copytree(kept, tmp_path / "two")
     run("train", "--config", kept / "run.yaml", "--checkpoint", tmp_path / "two", "--tp", 2, "--dp", 1,
-        "--set", f"best={tmp_path / 'best2'}", "--set", "keep=null")  # fmt: skip
+        "--set", f"best={tmp_path / 'best2'}", "--set", "save_total_limit=null")  # fmt: skip
     rest = capfd.readouterr().out
     assert len(evaluations(whole)) == 6
     assert evaluations(rest) == evaluations(whole)[3:]
@@ -123,8 +128,8 @@ def test_an_evaluation_is_the_mean_of_transformers(job, tmp_path, capfd):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     best = tmp_path / "best"
-    run("train", "--config", job / "run.yaml", "--dp", 2, "--steps", 2, "--set", "lr_schedule=linear",
-        "--set", f"best={best}", "--set", "eval_every=2")  # fmt: skip
+    run("train", "--config", job / "run.yaml", "--dp", 2, "--max-steps", 2, "--set", "lr_scheduler_type=linear",
+        "--set", f"best={best}", "--set", "eval_steps=2")  # fmt: skip
     (line,) = evaluations(capfd.readouterr().out)
     model, words = AutoModelForCausalLM.from_pretrained(best), AutoTokenizer.from_pretrained(best)
     ids = [*words((job / "held.txt").read_text().strip())["input_ids"], words.eos_token_id]
@@ -136,12 +141,12 @@ def test_an_evaluation_is_the_mean_of_transformers(job, tmp_path, capfd):
 
 
 def test_training_ends_when_it_gets_no_better(job, tmp_path, capfd):
-    run("train", "--config", job / "run.yaml", "--lr", 10, "--steps", 50, "--checkpoint", tmp_path / "c",
+    run("train", "--config", job / "run.yaml", "--learning-rate", 10, "--max-steps", 50, "--checkpoint", tmp_path / "c",
         "--set", "warmup_steps=0", "--set", "patience=2")  # fmt: skip
     found = evaluations(capfd.readouterr().out)
     state = state_of(tmp_path / "c")
     assert len(found) == state["step"] < 50
     assert state["extra"]["best"]["since"] == 2
-    run("train", "--config", job / "run.yaml", "--lr", 10, "--steps", 50, "--checkpoint", tmp_path / "c",
+    run("train", "--config", job / "run.yaml", "--learning-rate", 10, "--max-steps", 50, "--checkpoint", tmp_path / "c",
         "--set", "patience=2")  # fmt: skip
     assert not evaluations(capfd.readouterr().out), "it stays ended"

@@ -59,7 +59,7 @@ def test_interrupted_and_resumed_on_another_layout(desk):
     job = f"slapo-zoo train checkpoint {SEQUENCE} --checkpoint"
     desk.type(f"{job} whole --steps 60 --set log_file=whole.jsonl")
     log, more = desk.folder / "cut.jsonl", "cut --steps 60 --set log_file=cut.jsonl"
-    process = desk.start(f"{job} {more} --tp 2 --pp 2 --set save_every=5")
+    process = desk.start(f"{job} {more} --tp 2 --pp 2 --set save_steps=5")
     while process.poll() is None and (not log.exists() or len(losses(log)) < 7):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)

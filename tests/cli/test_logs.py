@@ -28,11 +28,11 @@ def lines(path):
 
 def test_a_line_a_step_also_after_a_kill(job, tmp_path):
     path, kept = tmp_path / "logs" / "run.jsonl", tmp_path / "kept"
-    more = ["--set", f"log_file={path}", "--checkpoint", kept, "--set", "eval_share=0.2", "--set", "eval_every=2"]  # fmt: skip
-    run(*job, "--steps", 2, *more)
+    more = ["--set", f"log_file={path}", "--checkpoint", kept, "--set", "eval_share=0.2", "--set", "eval_steps=2"]  # fmt: skip
+    run(*job, "--max-steps", 2, *more)
     first = path.read_text()
     path.write_text(first + json.dumps({"step": 3, "loss": 9.9}) + '\n{"step": 4, "lo')  # killed
-    run(*job, "--steps", 4, "--dp", 2, *more)
+    run(*job, "--max-steps", 4, "--dp", 2, *more)
     assert path.read_text().startswith(first)
     found = lines(path)
     assert [line["step"] for line in found] == [1, 2, 3, 4]
@@ -46,12 +46,12 @@ def test_a_line_a_step_also_after_a_kill(job, tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
 def test_a_full_disk_under_the_log(job, capsys):
-    said = failure(capsys, *job, "--steps", 1, "--set", "log_file=/dev/full")
+    said = failure(capsys, *job, "--max-steps", 1, "--set", "log_file=/dev/full")
     assert "error: disk: No space left on device\n  hint: make room there" in said
 
 
 def test_a_tracker_of_trainer(job, tmp_path):
-    run(*job, "--steps", 2, "--set", "trackers=[tensorboard]", "--output", tmp_path / "out")
+    run(*job, "--max-steps", 2, "--set", "report_to=[tensorboard]", "--output", tmp_path / "out")
     files = list((tmp_path / "out-logs").rglob("*tfevents*"))
     data = b"".join(file.read_bytes() for file in files)
     assert all(name in data for name in (b"loss", b"lr", b"tokens_per_s"))
@@ -62,7 +62,7 @@ def test_a_tracker_of_trainer(job, tmp_path):
 )
 def test_a_tracker_that_is_not_there(name, said):
     with pytest.raises(ConfigError, match=said):
-        logs.check_trackers(TrainOptions("m", trackers=(name,)))
+        logs.check_trackers(TrainOptions("m", report_to=(name,)))
 
 
 def test_the_share_of_the_peak(monkeypatch):
@@ -83,7 +83,7 @@ def test_the_share_of_the_peak(monkeypatch):
 
 
 def test_a_line_every_n_steps(job, capfd):
-    run(*job, "--steps", 6, "--set", "log_every=2")
+    run(*job, "--max-steps", 6, "--set", "logging_steps=2")
     found = [line for line in capfd.readouterr().out.splitlines() if line.startswith("training:")]
     assert [line.split()[2] for line in found] == ["2/6", "4/6", "6/6"]
 
@@ -91,7 +91,7 @@ def test_a_line_every_n_steps(job, capfd):
 def test_the_bubble_of_a_pipeline(job, tmp_path):
     """With one micro-batch no two stages ever compute at a time, so half or more is waited."""
     path = tmp_path / "run.jsonl"
-    run(*job, "--steps", 2, "--pp", 2, "--set", "micro_batches=1", "--set", f"log_file={path}")
+    run(*job, "--max-steps", 2, "--pp", 2, "--set", "micro_batches=1", "--set", f"log_file={path}")
     assert all(0.5 <= line["bubble"] < 1 for line in lines(path))
 
 

@@ -52,8 +52,8 @@ def state_of(folder):
 
 def asked_to_stop(job, out, number, *more):
     """Start a long training, ask it to stop once it has saved; returns what it said and its code."""
-    command = [sys.executable, "-m", "slapo_zoo.cli.main", *job, "--steps", "100000"]
-    command += ["--checkpoint", str(out), "--save-every", "2", *more]
+    command = [sys.executable, "-m", "slapo_zoo.cli.main", *job, "--max-steps", "100000"]
+    command += ["--checkpoint", str(out), "--save-steps", "2", *more]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     child = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 100
@@ -82,18 +82,18 @@ def test_a_signal_finishes_the_step_and_saves(job, tmp_path, number, code, more)
 
 
 def test_what_is_said_without_a_checkpoint():
-    stopped = StoppedError(signal.SIGTERM, 3, TrainOptions("m", steps=9))
+    stopped = StoppedError(signal.SIGTERM, 3, TrainOptions("m", max_steps=9))
     assert stopped.code == 75
     assert "nothing was saved" in str(stopped)
 
 
 def test_step_folders_and_the_link(job, tmp_path, capsys):
     out = tmp_path / "out"
-    more = ["--checkpoint", str(out), "--save-every", "1", "--keep", "2"]
-    run(*job, "--steps", "4", *more)
+    more = ["--checkpoint", str(out), "--save-steps", "1", "--save-total-limit", "2"]
+    run(*job, "--max-steps", "4", *more)
     assert [path.name for path in steps_in(out)] == ["step-00000003", "step-00000004"]
     assert os.readlink(out / "last") == "step-00000004"
-    run(*job, "--steps", "5", "--checkpoint", str(out), "--lr", "0.5")
+    run(*job, "--max-steps", "5", "--checkpoint", str(out), "--learning-rate", "0.5")
     assert os.readlink(out / "last") == "step-00000005"
     said = capsys.readouterr().out
     assert "4 of 5 steps are done" in said
@@ -103,12 +103,12 @@ def test_step_folders_and_the_link(job, tmp_path, capsys):
 
 def test_another_text_of_the_same_size_is_noticed(job, tmp_path, capfd):
     out = tmp_path / "out"
-    run(*job, "--steps", "1", "--checkpoint", str(out))
+    run(*job, "--max-steps", "1", "--checkpoint", str(out))
     text = Path(job[3]).read_text()
     other = tmp_path / "other.txt"
     other.write_text(text.replace("the dog ran", "the cat sat"))
     changed = [str(other) if arg == job[3] else arg for arg in job]
-    error = failure(capfd, *changed, "--steps", "2", "--checkpoint", str(out))
+    error = failure(capfd, *changed, "--max-steps", "2", "--checkpoint", str(out))
     assert "it was trained with other data" in error
 
 
@@ -127,7 +127,7 @@ def test_numbers_that_are_not_finite_end_the_training(loss, norm, stops):
 
 def test_no_save_over_a_good_one_after_a_loss_of_nan(job, tmp_path, monkeypatch, capfd):
     out = tmp_path / "out"
-    run(*job, "--steps", "2", "--checkpoint", str(out))
+    run(*job, "--max-steps", "2", "--checkpoint", str(out))
     good = (out / "model.safetensors").read_bytes()
     making = training.make_engine
 
@@ -138,7 +138,7 @@ def test_no_save_over_a_good_one_after_a_loss_of_nan(job, tmp_path, monkeypatch,
 
     monkeypatch.setattr(training, "make_engine", broken)
     monkeypatch.setattr(training.Run, "begin", lambda self: 2)
-    error = failure(capfd, *job, "--steps", "9", "--checkpoint", str(out))
+    error = failure(capfd, *job, "--max-steps", "9", "--checkpoint", str(out))
     assert "found loss nan" in error
     assert (out / "model.safetensors").read_bytes() == good
 

@@ -12,8 +12,8 @@ import pytest
 
 from cli_runs import write_gpt2
 
-JOB = ["--seq-len", "16", "--batch-size", "4", "--device", "cpu", "--lr", "0.001"]
-EVALUATED = ["--set", "eval_every=1", "--set", "log_file=log.jsonl"]
+JOB = ["--seq-len", "16", "--batch-size", "4", "--device", "cpu", "--learning-rate", "0.001"]
+EVALUATED = ["--set", "eval_steps=1", "--set", "log_file=log.jsonl"]
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +56,9 @@ def ranks_of(launcher):
 )
 def test_it_ends_and_goes_on_elsewhere(folder, tmp_path, number, code, says):
     """A killed rank ends all at once; a request lets the evaluation end, and saves what it found."""
-    expected = finished(folder, tmp_path / "whole", "--steps", "5")
-    place, keep = tmp_path / "cut", ("--checkpoint", "saved", "--save-every", "1")
-    long = ("--set", f"eval_data={folder / 'long.txt'}", "--steps", "99")
+    expected = finished(folder, tmp_path / "whole", "--max-steps", "5")
+    place, keep = tmp_path / "cut", ("--checkpoint", "saved", "--save-steps", "1")
+    long = ("--set", f"eval_data={folder / 'long.txt'}", "--max-steps", "99")
     child = start(folder, place, *keep, *long, "--tp", "2")
     try:
         deadline = time.monotonic() + 120
@@ -75,5 +75,5 @@ def test_it_ends_and_goes_on_elsewhere(folder, tmp_path, number, code, says):
     assert child.returncode == code, said
     assert says in said
     assert "Traceback" not in said
-    found = finished(folder, place, *keep, "--steps", "5", "--pp", "2")
+    found = finished(folder, place, *keep, "--max-steps", "5", "--pp", "2")
     assert found == pytest.approx(expected, rel=1e-4)

@@ -13,8 +13,8 @@ from cli_runs import run, tokenizer, write_gpt2
 from slapo_zoo.cli.training.config import make_options, read_config
 from slapo_zoo.cli.training.inputs import read_inputs
 
-COMMON = {"batch_size": 4, "steps": 4, "eval_every": 2, "save_every": 2, "keep": 9, "lr": 1e-3,
-          "lr_schedule": "linear", "warmup_steps": 1, "device": "cpu", "seed": 3}  # fmt: skip
+COMMON = {"batch_size": 4, "max_steps": 4, "eval_steps": 2, "save_steps": 2, "save_total_limit": 9, "learning_rate": 1e-3,
+          "lr_scheduler_type": "linear", "warmup_steps": 1, "device": "cpu", "seed": 3}  # fmt: skip
 WORDS = [
     "to",
     "be",
@@ -73,7 +73,7 @@ def classification(folder):
     rows = [{"text": one, "label": ("short", "long")[len(one) > 30]} for one in sentences(40)]
     datasets.Dataset.from_list(rows).to_json(folder / "rows.jsonl")
     return {"model": write_bert(folder / "bert"), "data": str(folder / "rows.jsonl"), "task": "classify",
-            "eval_share": 0.2, "best_metric": "accuracy"}  # fmt: skip
+            "eval_share": 0.2, "metric_for_best_model": "accuracy"}  # fmt: skip
 
 
 def packed(folder):

@@ -16,13 +16,13 @@ from slapo_zoo.ranks.process_group import is_distributed_launch, world_size_of_l
 from slapo_zoo.ranks.slurm import first_host, slurm_environment, tasks_per_node
 
 NUMBERS = [
-    "--steps",
+    "--max-steps",
     "2",
     "--seq-len",
     "16",
     "--batch-size",
     "4",
-    "--lr",
+    "--learning-rate",
     "1e-3",
     "--device",
     "cpu",

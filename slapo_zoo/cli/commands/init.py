@@ -52,7 +52,7 @@ def _write(
     if task != "auto":
         keys["task"] = task
     if task == "classify":
-        keys["best_metric"] = "accuracy"
+        keys["metric_for_best_model"] = "accuracy"
     about = described()
     lines = []
     keys = checked(keys, "init")
@@ -64,7 +64,7 @@ def _write(
 
 
 STARTING: dict[str, Any] = {
-    "eval_every": 100, "steps": 1000, "batch_size": 8, "lr": 5e-5, "lr_schedule": "linear",
+    "eval_steps": 100, "max_steps": 1000, "batch_size": 8, "learning_rate": 5e-5, "lr_scheduler_type": "linear",
     "warmup_steps": 50, "checkpoint": "runs/checkpoint", "best": "runs/best",
     "log_file": "runs/log.jsonl",
 }  # fmt: skip

@@ -1,52 +1,50 @@
 """`slapo-zoo train`: a person's own checkpoint and data, on any mesh."""
 
+import inspect
 import json
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
-from slapo_zoo.cli.arguments import AsJson, Device, DpOrAll, MicroBatches, Pp, Tp
+from slapo_zoo.cli.arguments import AsJson
 from slapo_zoo.cli.errors import is_first, stdout_for_json
-from slapo_zoo.cli.training.options import TrainOptions
+from slapo_zoo.cli.training.options import LEAST, TrainOptions, described
 
 Model = Annotated[str | None, typer.Argument(help="A checkpoint folder, or the id of a model on the Hub.")]  # fmt: skip
 Config = Annotated[Path | None, typer.Option(help="A YAML file of the keys of docs/training.md.")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="A key of it, e.g. warmup_steps=100.")]  # fmt: skip
-Data = Annotated[str | None, typer.Option(help="A file, a folder, or a dataset of the Hub.")]
-Engine = Annotated[str, typer.Option(help="torch, deepspeed or megatron.", metavar="NAME")]
-Checkpoint = Annotated[
-    Path | None, typer.Option(help="Checkpoint folder; training resumes from it if it exists.")
-]
-Device = Device
-DEFAULT = TrainOptions("")
 
 
+def with_flags(command: Any) -> Any:
+    """Give a command a flag for every key that is no mapping and no list; those are given by --set."""
+    kinds, about = get_type_hints(TrainOptions), described()
+    flags = [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default,
+            annotation=Annotated[kinds[field.name], typer.Option(help=about[field.name], min=LEAST.get(field.name))],
+        )
+        for field in fields(TrainOptions)
+        if field.name != "model" and get_origin(kinds[field.name]) not in (tuple, Mapping)
+    ]  # fmt: skip
+    own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    command.__signature__ = inspect.Signature([*own, *flags])
+    command.__annotations__ |= {flag.name: flag.annotation for flag in flags}
+    del command.__annotations__["flags"]
+    return command
+
+
+@with_flags
 def train(
     context: typer.Context,
     model: Model = None,
     config: Config = None,
     sets: Sets = None,
-    data: Data = None,
-    tp: Tp = DEFAULT.tp,
-    pp: Pp = DEFAULT.pp,
-    dp: DpOrAll = DEFAULT.dp,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = DEFAULT.steps,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows per step, all copies together.")] = DEFAULT.batch_size,
-    micro_batches: MicroBatches = None,
-    seq_len: Annotated[int | None, typer.Option(min=2, help="Tokens per row; none: 128, or what the model takes.")] = None,
-    lr: Annotated[float | None, typer.Option(min=0.0, help="Of AdamW; none: 1e-4, or that of the checkpoint.")] = None,
-    clip: Annotated[float, typer.Option(min=0.0, help="Largest gradient norm; 0: no limit.")] = DEFAULT.clip,
-    seed: Annotated[int, typer.Option(help="Of dropout, order and masks.")] = DEFAULT.seed,
-    output: Annotated[Path | None, typer.Option(help="Folder for the trained checkpoint.")] = None,
-    checkpoint: Checkpoint = None,
-    save_every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = DEFAULT.save_every,
-    keep: Annotated[int | None, typer.Option(min=1, help="Keep so many checkpoints, in step folders; `last` links one.")] = None,
-    device: Device = "auto",
-    engine: Engine = DEFAULT.engine,
-    zero_stage: Annotated[int, typer.Option(min=0, max=3, help="Of DeepSpeed's ZeRO.")] = DEFAULT.zero_stage,
     as_json: AsJson = False,
-) -> None:  # fmt: skip
+    **flags: Any,
+) -> None:
     """Train a checkpoint on your data: next tokens, masked tokens, labels, pairs, ...
 
     What to do is written in a file (--config), in flags, or in both: flags win, then --set.
@@ -99,5 +97,5 @@ def _flags(context: typer.Context) -> dict[str, Any]:
         source = context.get_parameter_source(name)
         if source is None or source.name != "COMMANDLINE" or name in ("config", "sets", "as_json"):
             continue
-        given[name] = str(value) if isinstance(value, Path) else value
+        given[name] = value
     return given

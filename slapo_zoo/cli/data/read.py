@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from slapo_zoo.cli.data.rows import Examples, Packed, Rows
+from slapo_zoo.cli.data.rows import Packed, Rows
 from slapo_zoo.cli.data.tasks import Columns, Task
 from slapo_zoo.cli.data.text_files import DataError, read_documents, visible_files
 from slapo_zoo.cli.errors import is_first, is_full
@@ -77,6 +77,12 @@ def open_table(name: str, split: str, options: TrainOptions, stream: bool = Fals
             return datasets.load_dataset(name, options.data_config, split=split, **where)
         where |= {"sep": "\t"} if path.suffix.lower() == ".tsv" else {}
         return datasets.load_dataset(format_of(path), data_files=name, split="train", **where)
+
+
+def open_text(name: str, split: str) -> Any:
+    """The documents of text files as a table, held in memory."""
+    check_split(name, split, ["train"])
+    return _library().Dataset.from_dict({"text": read_documents(Path(name))})
 
 
 def check_split(name: str, split: str, own: Iterable[str]) -> None:
@@ -197,15 +203,9 @@ def with_tokens(task: Task, encoded: Columns) -> dict[str, list[Any]]:
     return {name: [column[i] for i in kept] for name, column in encoded.items()}
 
 
-def rows_of_text(path: str, task: Task) -> Rows:
-    """The rows of text files; they are held in memory."""
-    tokens = task.encode({"text": read_documents(Path(path))})["input_ids"]
-    return Packed(tokens, np.array(list(map(len, tokens))), task.row_tokens)
-
-
 def rows_of_table(data: Any, task: Task, columns: Mapping[str, str]) -> Rows:
     """The rows of a data set; its tokens are kept in the cache, and mapped from there."""
-    datasets, count = _library(), len(data)
+    count = len(data)
     data = without_gaps(data, columns)
     if not len(data):
         problem = f"found {count} rows, none of which has all of {', '.join(columns.values())}"
@@ -222,9 +222,7 @@ def rows_of_table(data: Any, task: Task, columns: Mapping[str, str]) -> Rows:
         )  # fmt: skip
     if (short := len(data) - len(encoded)) and is_first():
         sys.stderr.write(f"{short} of {count} rows have no token; they are left out\n")
-    if not task.packs:
-        return encoded if isinstance(encoded, datasets.Dataset) else Examples(encoded)
-    return PackedTable(encoded, task.row_tokens)
+    return PackedTable(encoded, task.row_tokens) if task.packs else encoded
 
 
 class PackedTable(Packed):

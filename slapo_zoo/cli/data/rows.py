@@ -17,19 +17,6 @@ class Rows(Protocol):
     def __getitem__(self, numbers: list[int], /) -> Mapping[str, Any]: ...
 
 
-class Examples:
-    """Rows held in memory, by column."""
-
-    def __init__(self, columns: Mapping[str, Sequence[Any]]):
-        self.columns = columns
-
-    def __len__(self) -> int:
-        return len(next(iter(self.columns.values())))
-
-    def __getitem__(self, numbers: list[int]) -> dict[str, Any]:
-        return {name: [held[i] for i in numbers] for name, held in self.columns.items()}
-
-
 class Chosen:
     """Some of the rows of another."""
 

@@ -3,6 +3,7 @@
 import difflib
 import math
 import os
+import sys
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -11,12 +12,14 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
+from slapo_zoo.cli.errors import is_first
 from slapo_zoo.cli.training.options import (
     BELOW,
     ELSEWHERE,
     LEAST,
     ONE_OF,
     PATHS,
+    RENAMED,
     TrainOptions,
     described,
 )
@@ -77,8 +80,15 @@ def read_sets(words: Sequence[str]) -> dict[str, Any]:
 
 
 def checked(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Names, types and bounds of what was given; a number may be written 1e-4."""
-    return {str(key): _value(str(key), value, where) for key, value in given.items()}
+    """Names, types and bounds of what was given, under the names of today; a number may be written 1e-4."""
+    now = {key: RENAMED.get(str(key), str(key)) for key in given}
+    if older := [f"{key} is called {new} now" for key, new in now.items() if key != new]:
+        sys.stderr.write(f"warning: {where}: {', '.join(older)}\n" if is_first() else "")
+    if twice := [new for key, new in now.items() if key != new and new in given]:
+        older_name = next(key for key, new in RENAMED.items() if new == twice[0])
+        problem = f"found {older_name} too, which is its older name"
+        raise ConfigError(where, twice[0], problem, "leave one of them out")
+    return {now[key]: _value(now[key], value, where) for key, value in given.items()}
 
 
 def make_options(*sources: Mapping[str, Any]) -> TrainOptions:

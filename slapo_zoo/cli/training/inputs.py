@@ -173,24 +173,21 @@ def other_rows(task: Task, options: TrainOptions) -> Rows:
 
 
 def opened(name: str, split: str, cls: type[Task], options: TrainOptions, stream: bool = False) -> Any:  # fmt: skip
-    """A table, or None for text that is held in memory; the task has to be able to read it."""
+    """A table; the task has to be able to read it."""
     is_text = read.kind_of(name) == "text"
     if is_text and not cls.packs:
         hint = "give jsonl, csv, parquet or a data set of the Hub"
         raise DataError(name, f"task={options.task}", "text has no columns", hint)
-    if stream or not is_text:
-        return read.open_table(name, split, options, stream)
-    read.check_split(name, split, ["train"])
-    read.columns_of(cls, options.columns if name == options.data else {}, ["text"])
-    return None
+    if is_text and not stream:
+        return read.open_text(name, split)
+    return read.open_table(name, split, options, stream)
 
 
 def rows_of(name: str, data: Any, task: Task, options: TrainOptions) -> Rows:
-    """The rows of text files, or of a table."""
-    if data is None:
-        return read.rows_of_text(name, task)
-    columns = read.columns_of(type(task), options.columns, data.column_names)
-    return read.rows_of_table(data, task, columns)
+    """The rows of a table."""
+    is_other_text = name != options.data and read.kind_of(name) == "text"
+    given = {} if is_other_text else options.columns
+    return read.rows_of_table(data, task, read.columns_of(type(task), given, data.column_names))
 
 
 def require_rows(rows: Rows, least: int, options: TrainOptions) -> None:

@@ -134,8 +134,8 @@ def check_places(options: TrainOptions) -> None:
 
 
 # what decides the numbers of a step; the layout does not, and what the data are is compared itself
-DECIDE = ("document_masks", "load", "steps", "lr_schedule", "lr_options", "warmup_steps", "weight_decay",
-          "clip", "engine")  # fmt: skip
+DECIDE = ("document_masks", "load", "max_steps", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay",
+          "max_grad_norm", "engine")  # fmt: skip
 
 
 def changes_since(folder: Path, options: TrainOptions) -> str:
@@ -171,9 +171,9 @@ def check_checkpoint(folder: Path, batches: Batches | Stream, options: TrainOpti
         raise WeightsError(str(folder), "--checkpoint", f"it was trained with {said}", hint)
     if changed := changes_since(found, options):
         sys.stderr.write(f"changed since {found} was written: {changed}\n" if is_first() else "")
-    if state["step"] > options.steps:
-        problem = f"it has done {state['step']} steps, and --steps asks for {options.steps} in all"
-        raise WeightsError(str(folder), "--checkpoint", problem, "ask for more --steps")
+    if state["step"] > options.max_steps:
+        problem = f"it has done {state['step']} steps, and --max-steps asks for {options.max_steps} in all"
+        raise WeightsError(str(folder), "--checkpoint", problem, "ask for more --max-steps")
 
 
 def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:
@@ -279,8 +279,8 @@ def check_evaluation(options: TrainOptions) -> None:
         raise ConfigError("train", "eval_data", "found the rows that are trained on", hint)
     needs = {
         ("best", "patience", "eval_batches"): (options.evaluates, "there is nothing to evaluate on", hint),
-        ("keep",): (options.checkpoint, "there is no checkpoint", "add checkpoint: FOLDER"),
-        ("lr_options",): (options.lr_schedule != "constant", "a constant lr_schedule takes none", "name another"),
+        ("save_total_limit",): (options.checkpoint, "there is no checkpoint", "add checkpoint: FOLDER"),
+        ("lr_scheduler_kwargs",): (options.lr_scheduler_type != "constant", "a constant schedule takes none", "name another"),
     }  # fmt: skip
     for name, (is_there, problem, hint) in (
         (n, need) for names, need in needs.items() for n in names

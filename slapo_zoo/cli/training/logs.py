@@ -118,23 +118,23 @@ def _step_of(line: str) -> float:
 
 def check_trackers(options: TrainOptions) -> None:
     """ConfigError for a tracker that is not there."""
-    if not options.trackers:
+    if not options.report_to:
         return
     from transformers.integrations import integration_utils as known
 
     there = known.get_available_reporting_integrations()
-    for name in options.trackers:
+    for name in options.report_to:
         if name not in known.INTEGRATION_TO_CALLBACK:
             hint = f"known: {', '.join(known.INTEGRATION_TO_CALLBACK)}"
-            raise ConfigError("train", f"trackers: {name}", "no such tracker", hint)
+            raise ConfigError("train", f"report_to: {name}", "no such tracker", hint)
         if name not in there:
             problem = "its package is not installed"
-            raise ConfigError("train", f"trackers: {name}", problem, f"pip install {name}")
+            raise ConfigError("train", f"report_to: {name}", problem, f"pip install {name}")
 
 
 def place_of_logs(options: TrainOptions) -> str:
     """The folder of trackers that write files: beside the output, for a save replaces that folder."""
-    if not options.trackers:
+    if not options.report_to:
         return "."  # nothing is written there
     run = options.output or options.checkpoint or options.best or "slapo-zoo"
     return options.logging_dir or f"{run.rstrip('/')}-logs"

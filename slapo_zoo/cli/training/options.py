@@ -8,7 +8,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Options of a training run; also the keys of `slapo-zoo train --config`.
+    """Options of a training run; also the keys and the flags of `slapo-zoo train`.
+
+    Where `transformers.TrainingArguments` has such an option, it has its name there.
 
     Args:
         model: checkpoint folder or Hub id.
@@ -25,7 +27,7 @@ class TrainOptions:
         eval_data: what is evaluated on: a file, a folder, a dataset; None: eval_split of `data`.
         eval_split: the split that is evaluated on.
         eval_share: share of the rows that is held out for it instead.
-        eval_every: steps between two evaluations; there is one after the last step too.
+        eval_steps: steps between two evaluations; there is one after the last step too.
         eval_batches: at most so many; None: all rows.
         tp: tensor-parallel ranks.
         pp: pipeline stages.
@@ -33,25 +35,25 @@ class TrainOptions:
         micro_batches: per step and copy; None leaves it to the loader.
         batch_size: rows of a step, all copies together.
         load: more arguments of `from_pretrained`, e.g. {sequence_parallel: true}.
-        steps: optimizer steps.
-        lr: learning rate of AdamW; None: 1e-4, or that of the checkpoint.
-        lr_schedule: a name of `transformers.get_scheduler`.
-        lr_options: of that schedule, e.g. {num_cycles: 2}.
+        max_steps: optimizer steps.
+        learning_rate: learning rate of AdamW; None: 1e-4, or that of the checkpoint.
+        lr_scheduler_type: a name of `transformers.get_scheduler`.
+        lr_scheduler_kwargs: of that schedule, e.g. {num_cycles: 2}.
         warmup_steps: over which the learning rate rises from 0.
         weight_decay: of matrices; vectors (biases, norms) have none.
-        clip: largest global gradient norm; 0 does not clip.
+        max_grad_norm: largest global gradient norm; 0 does not clip.
         seed: of dropout, of new weights, of the order of the rows and of the masks.
         output: folder for the trained checkpoint.
         checkpoint: folder for all that training needs to go on; one that is there is gone on from.
-        save_every: steps between two writes of `checkpoint`; it is written after the last step too.
-        keep: how many checkpoints stay, in step folders below `checkpoint`; None: one, `checkpoint`.
+        save_steps: steps between two writes of `checkpoint`; it is written after the last step too.
+        save_total_limit: how many checkpoints stay, in step folders below `checkpoint`; None: one, `checkpoint`.
         best: folder for the checkpoint with the best evaluation so far.
-        best_metric: loss or accuracy.
+        metric_for_best_model: loss or accuracy.
         patience: stop after so many evaluations without a better one; None: never.
         log_file: one JSON line a step goes there.
-        trackers: trackers of Trainer: tensorboard, wandb, trackio, mlflow, ...
+        report_to: trackers of Trainer: tensorboard, wandb, trackio, mlflow, ...
         logging_dir: folder of trackers that write files; None: output (or checkpoint) with "-logs" behind.
-        log_every: steps between two lines where there is no terminal; None: ten in all, and one a half minute.
+        logging_steps: steps between two lines where there is no terminal; None: ten in all, and one a half minute.
         device: "cpu", "cuda", or None for what is there.
         engine: torch, deepspeed or megatron.
         zero_stage: of DeepSpeed.
@@ -71,7 +73,7 @@ class TrainOptions:
     eval_data: str | None = None
     eval_split: str | None = None
     eval_share: float = 0.0
-    eval_every: int = 100
+    eval_steps: int = 100
     eval_batches: int | None = None
     tp: int = 1
     pp: int = 1
@@ -79,25 +81,25 @@ class TrainOptions:
     micro_batches: int | None = None
     batch_size: int = 8
     load: Mapping[str, Any] = field(default_factory=dict)
-    steps: int = 100
-    lr: float | None = None
-    lr_schedule: str = "constant"
-    lr_options: Mapping[str, Any] = field(default_factory=dict)
+    max_steps: int = 100
+    learning_rate: float | None = None
+    lr_scheduler_type: str = "constant"
+    lr_scheduler_kwargs: Mapping[str, Any] = field(default_factory=dict)
     warmup_steps: int = 0
     weight_decay: float = 0.01
-    clip: float = 1.0
+    max_grad_norm: float = 1.0
     seed: int = 0
     output: str | None = None
     checkpoint: str | None = None
-    save_every: int = 100
-    keep: int | None = None
+    save_steps: int = 100
+    save_total_limit: int | None = None
     best: str | None = None
-    best_metric: str = "loss"
+    metric_for_best_model: str = "loss"
     patience: int | None = None
     log_file: str | None = None
-    trackers: tuple[str, ...] = ()
+    report_to: tuple[str, ...] = ()
     logging_dir: str | None = None
-    log_every: int | None = None
+    logging_steps: int | None = None
     device: str | None = None
     engine: str = "torch"
     zero_stage: int = 0
@@ -115,31 +117,35 @@ def described() -> dict[str, str]:
 
 
 LEAST = {
-    "shuffle_rows": 1, "seq_len": 2, "target_len": 1, "eval_share": 0, "eval_every": 1,
-    "eval_batches": 1, "tp": 1, "pp": 1, "dp": 1, "micro_batches": 1, "batch_size": 1, "steps": 1,
-    "lr": 0, "warmup_steps": 0, "weight_decay": 0, "clip": 0, "save_every": 1, "keep": 1,
-    "patience": 1, "log_every": 1, "zero_stage": 0, "seed": 0,
+    "shuffle_rows": 1, "seq_len": 2, "target_len": 1, "eval_share": 0, "eval_steps": 1,
+    "eval_batches": 1, "tp": 1, "pp": 1, "dp": 1, "micro_batches": 1, "batch_size": 1, "max_steps": 1,
+    "learning_rate": 0, "warmup_steps": 0, "weight_decay": 0, "max_grad_norm": 0, "save_steps": 1, "save_total_limit": 1,
+    "patience": 1, "logging_steps": 1, "zero_stage": 0, "seed": 0,
 }  # fmt: skip
-BELOW = {"eval_share": 1}
+BELOW = {"eval_share": 1, "zero_stage": 4}
 WRITTEN = ("output", "best", "checkpoint", "log_file")
 PATHS = (*WRITTEN, "model", "data", "eval_data", "logging_dir")
 ONE_OF = {
     "task": ("causal", "masked", "span", "classify", "tag", "seq2seq", "pairs"),
-    "best_metric": ("loss", "accuracy"),
+    "metric_for_best_model": ("loss", "accuracy"),
 }
 
+# Keys and flags of the release before --> what they are called now; they go on working for one release.
+RENAMED = {
+    "steps": "max_steps", "lr": "learning_rate", "lr_schedule": "lr_scheduler_type", "lr_options": "lr_scheduler_kwargs",
+    "clip": "max_grad_norm", "save_every": "save_steps", "keep": "save_total_limit", "eval_every": "eval_steps",
+    "best_metric": "metric_for_best_model", "log_every": "logging_steps", "trackers": "report_to",
+}  # fmt: skip
 # What the Trainer of transformers and others call it --> our key, and what is different.
 ELSEWHERE = {
-    "learning_rate": "lr", "max_steps": "steps", "lr_scheduler_type": "lr_schedule", "lr_scheduler": "lr_schedule",
-    "lr_scheduler_kwargs": "lr_options", "max_grad_norm": "clip", "gradient_clip_val": "clip", "save_steps": "save_every",
-    "eval_steps": "eval_every", "logging_steps": "log_every", "report_to": "trackers", "save_total_limit": "keep",
-    "metric_for_best_model": "best_metric", "early_stopping_patience": "patience", "model_name_or_path": "model",
-    "dataset_name": "data", "train_file": "data", "validation_file": "eval_data", "max_length": "seq_len",
-    "max_seq_length": "seq_len", "tensor_parallel_size": "tp", "pipeline_parallel_size": "pp", "output_dir": "checkpoint",
+    "lr_scheduler": "lr_scheduler_type", "gradient_clip_val": "max_grad_norm", "early_stopping_patience": "patience",
+    "model_name_or_path": "model", "dataset_name": "data", "train_file": "data", "validation_file": "eval_data",
+    "max_length": "seq_len", "max_seq_length": "seq_len", "tensor_parallel_size": "tp", "pipeline_parallel_size": "pp",
+    "output_dir": "checkpoint, the folder of all that training needs to go on; output is that of the trained model",
     "per_device_train_batch_size": "batch_size, which counts the rows of all copies together",
     "train_batch_size": "batch_size, which counts the rows of all copies together",
     "gradient_accumulation_steps": "micro_batches; batch_size counts the rows of a whole step",
-    "num_train_epochs": "steps: rows of the data * epochs / batch_size",
+    "num_train_epochs": "max_steps: rows of the data * epochs / batch_size",
     "warmup_ratio": "warmup_steps: ratio * steps",
     "load_best_model_at_end": "best, the folder of the best checkpoint",
     "bf16": "load: {precision: bf16}", "fp16": "load: {precision: fp16}", "deepspeed": "engine: deepspeed",

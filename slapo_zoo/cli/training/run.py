@@ -72,7 +72,7 @@ class Run(ScheduledTrainer):
         self.of_task: dict[str, Any] = {}
         if self.batches.task.couples:
             self.of_task = {"micro_batches": 1, "loss_fn": InBatchNegatives(model.mesh)}
-        self.meter, self.best = Meter(model), Best(options.best_metric)
+        self.meter, self.best = Meter(model), Best(options.metric_for_best_model)
         self.record: dict[str, Any] = {}
         self.losses: list[float] = []
         self.done = self.begin()
@@ -91,7 +91,7 @@ class Run(ScheduledTrainer):
         """Return whether all steps are done, or the evaluations get no better."""
         patience = self.options.patience
         tired = patience is not None and self.best.since >= patience
-        return self.done >= self.options.steps or tired
+        return self.done >= self.options.max_steps or tired
 
     def get_train_dataloader(self) -> Any:
         """The batches of this dp rank that are still to be read."""
@@ -152,14 +152,14 @@ class Run(ScheduledTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write a checkpoint; a collective call."""
         folder = Path(str(self.options.checkpoint))
-        place = place_of(folder, self.done, self.options.keep)
+        place = place_of(folder, self.done, self.options.save_total_limit)
         self.engine.save_checkpoint(
             place, step=self.done, data_position=self.batches.position(self.done),
             extra={"lr": base_lr(self.options), "best": self.best.state()},
             texts={"run.yaml": as_yaml(self.options)},
         )  # fmt: skip
         if self._mesh.rank == 0:
-            keep_newest(folder, place, self.options.keep)
+            keep_newest(folder, place, self.options.save_total_limit)
 
     def begin(self) -> int:
         """Go on from the checkpoint, if there is one; return the steps that are done."""
@@ -170,15 +170,17 @@ class Run(ScheduledTrainer):
         resumed = self.engine.load_checkpoint(found)
         say = Console(highlight=False).print
         say = say if self.engine.model.mesh.rank == 0 else lambda text: None
-        say(f"checkpoint: {resumed.step} of {options.steps} steps are done")
+        say(f"checkpoint: {resumed.step} of {options.max_steps} steps are done")
         # the same on all dp ranks, so it means the same to any other number of them
         extra: dict[str, Any] = resumed.extras[0] or {
             "lr": float(self.engine.optimizer.param_groups[0]["lr"])
         }
-        if options.lr is None:
-            self.options = replace(options, lr=extra["lr"])
-        elif options.lr != extra["lr"]:
-            say(f"learning rate: {extra['lr']:g} in the checkpoint, {options.lr:g} from now on")
+        if options.learning_rate is None:
+            self.options = replace(options, learning_rate=extra["lr"])
+        elif options.learning_rate != extra["lr"]:
+            say(
+                f"learning rate: {extra['lr']:g} in the checkpoint, {options.learning_rate:g} from now on"
+            )
         self.best.restore(extra.get("best"))
         self.batches.resume(resumed.data_positions[0])
         return resumed.step
@@ -187,11 +189,11 @@ class Run(ScheduledTrainer):
 def arguments_of(options: TrainOptions) -> TrainingArguments:
     """What Trainer is told of a run; what the model or the engine does is not in it."""
     return TrainingArguments(
-        output_dir=place_of_logs(options), report_to=[*options.trackers], use_cpu=options.device == "cpu",
-        max_steps=options.steps, learning_rate=base_lr(options), max_grad_norm=options.clip, seed=options.seed,
+        output_dir=place_of_logs(options), report_to=[*options.report_to], use_cpu=options.device == "cpu",
+        max_steps=options.max_steps, learning_rate=base_lr(options), max_grad_norm=options.max_grad_norm, seed=options.seed,
         logging_strategy="steps", logging_steps=1, logging_nan_inf_filter=False,
-        eval_strategy="steps" if options.evaluates else "no", eval_steps=options.eval_every,
-        save_strategy="no" if options.checkpoint is None else "steps", save_steps=options.save_every,
+        eval_strategy="steps" if options.evaluates else "no", eval_steps=options.eval_steps,
+        save_strategy="no" if options.checkpoint is None else "steps", save_steps=options.save_steps,
         disable_tqdm=True, log_level="error", log_level_replica="error",
     )  # fmt: skip
 
@@ -221,7 +223,7 @@ def check_finite(step: int, loss: float, norm: float, options: TrainOptions) -> 
     tells = options.engine == "torch"  # other engines may say nan for: unknown
     if math.isfinite(loss) and not math.isinf(norm) and not (tells and math.isnan(norm)):
         return
-    hint = "lower --lr or --clip, or look at the rows of this step"
+    hint = "lower --learning-rate or --max-grad-norm, or look at the rows of this step"
     if options.checkpoint is not None:
         hint += f"; what was saved before is in {options.checkpoint}"
     problem = f"found loss {loss} and gradient norm {norm} in step {step}, expected finite numbers"
@@ -232,14 +234,14 @@ def make_engine(model: Any, rows: int, options: TrainOptions) -> Any:
     """The engine of the options around a model; `rows` is the batch of a dp rank."""
     from slapo_zoo.integrations.dialects import init_target_engine
 
-    settings: dict[str, Any] = {"clip": options.clip}
+    settings: dict[str, Any] = {"clip": options.max_grad_norm}
     if options.engine == "deepspeed":
         legal = [i for i in range(1, rows + 1) if rows % i == 0 and i <= 2 * options.pp]
         count = options.micro_batches or (max(legal) if options.pp > 1 else 1)
         config = {
             "train_micro_batch_size_per_gpu": rows // count,
             "gradient_accumulation_steps": count,
-            "gradient_clipping": options.clip,
+            "gradient_clipping": options.max_grad_norm,
             "zero_optimization": {"stage": options.zero_stage},
         }
         settings = {"config": config}
@@ -275,7 +277,9 @@ def train(options: TrainOptions, inputs: Inputs) -> list[float]:
         Console(highlight=False, soft_wrap=True).print(ledger_table(model.mesh, ledgers))
     with (
         listening(is_local_rank()) as stop,
-        progress_bar("training", options.steps, options.log_every) if first else silence() as show,
+        progress_bar("training", options.max_steps, options.logging_steps)
+        if first
+        else silence() as show,
     ):
         losses = fit(model, inputs, options, show, stop)
     if options.output is not None:

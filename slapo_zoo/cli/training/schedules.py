@@ -13,7 +13,7 @@ DEFAULT_LR = 1e-4
 
 def base_lr(options: TrainOptions) -> float:
     """The learning rate that the schedule's factors multiply."""
-    return DEFAULT_LR if options.lr is None else options.lr
+    return DEFAULT_LR if options.learning_rate is None else options.learning_rate
 
 
 def make_schedule(options: TrainOptions, done: int = 0) -> Any:
@@ -28,19 +28,19 @@ def make_schedule(options: TrainOptions, done: int = 0) -> Any:
     """
     from transformers import get_scheduler
 
-    name = _with_warm_up(options.lr_schedule, options.warmup_steps)
+    name = _with_warm_up(options.lr_scheduler_type, options.warmup_steps)
     alone = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=base_lr(options))
-    arguments: dict[str, Any] = {"scheduler_specific_kwargs": dict(options.lr_options)}
+    arguments: dict[str, Any] = {"scheduler_specific_kwargs": dict(options.lr_scheduler_kwargs)}
     try:
-        made: Any = get_scheduler(name, alone, options.warmup_steps, options.steps, **arguments)
+        made: Any = get_scheduler(name, alone, options.warmup_steps, options.max_steps, **arguments)
     except (ValueError, TypeError) as error:
         problem = f"transformers.get_scheduler: {error}"
-        hint = "e.g. constant, linear, cosine; what a schedule needs goes to lr_options"
-        raise ConfigError("train", f"lr_schedule={name}", problem, hint) from error
+        hint = "e.g. constant, linear, cosine; what a schedule needs goes to lr_scheduler_kwargs"
+        raise ConfigError("train", f"lr_scheduler_type={name}", problem, hint) from error
     if not hasattr(made, "lr_lambdas"):
         problem = "it depends on more than the number of the step"
         hint = "choose one that does not: constant, linear, cosine, inverse_sqrt, ..."
-        raise ConfigError("train", f"lr_schedule={name}", problem, hint)
+        raise ConfigError("train", f"lr_scheduler_type={name}", problem, hint)
     made.load_state_dict({**made.state_dict(), "last_epoch": done - 1})
     alone.step()
     made.step()

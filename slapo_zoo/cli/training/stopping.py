@@ -103,7 +103,7 @@ class StoppedError(SystemExit):
         return type(self), (self.number, self.step, self.options)
 
     def __str__(self) -> str:
-        said = f"stopped after step {self.step} of {self.options.steps}; "
+        said = f"stopped after step {self.step} of {self.options.max_steps}; "
         if self.options.checkpoint is None:
             return said + "nothing was saved: --checkpoint FOLDER keeps what was done"
         return said + f"the same command goes on from {self.options.checkpoint}"
