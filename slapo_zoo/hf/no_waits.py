@@ -11,11 +11,24 @@ from torch import Tensor, nn
 
 
 def without_waits(model: nn.Module) -> None:
-    """Give the modules of such classes the method that does not wait; nothing that they compute changes."""
+    """Give the modules of such classes the method that does not wait; nothing that they compute changes.
+
+    A method that somebody has patched, on the class or on a module, runs as patched.
+    """
     for module in model.modules():
         name, method = METHODS.get(type(module).__name__, ("", None))
-        if method is not None:
+        if method is not None and name not in vars(module) and _is_of_its_file(module, name):
             setattr(module, name, MethodType(method, module))
+
+
+def _is_of_its_file(module: nn.Module, name: str) -> bool:
+    """Return whether the method of a class of transformers was written in the file of the class."""
+    cls = type(module)
+    own: Any = vars(cls).get(name)
+    return (
+        cls.__module__.startswith("transformers.")
+        and getattr(own, "__module__", "") == cls.__module__
+    )
 
 
 def _gpt_neo_attention(

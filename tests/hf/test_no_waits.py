@@ -66,6 +66,19 @@ def test_heads_of_falcon(options):
     assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
 
 
+@pytest.mark.parametrize("where", ["class", "module"])
+def test_a_patched_method_runs_as_patched(where, monkeypatch):
+    config = GPTNeoConfig(
+        hidden_size=8, num_heads=2, num_layers=1, attention_types=[[["global"], 1]]
+    )
+    module = GPTNeoSelfAttention(config, "global", 0)
+    monkeypatch.setattr(
+        GPTNeoSelfAttention if where == "class" else module, "_attn", lambda *_: "patched"
+    )
+    without_waits(module)
+    assert module._attn() == "patched"
+
+
 def test_rows_of_many_sequences():
     register_attention()
     one, two = torch.tensor([[3, 4, 5, 6]]), torch.tensor([[0, 1, 0, 1]])
