@@ -200,7 +200,7 @@ def _check_config(model: Any, config: Any) -> None:
     if config.init_lora_weights not in INITS:
         strange.append(f"init_lora_weights={config.init_lora_weights!r}")
     if strange:
-        problem = f"it has no meaning on a sharded model: {', '.join(strange)}"
+        problem = f"not supported on a sharded model: {', '.join(strange)}"
         raise SlapoError(STEP, "adapter_config", problem, hint)
 
 

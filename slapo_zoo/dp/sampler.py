@@ -11,6 +11,8 @@ from slapo_zoo.errors import SlapoError
 from slapo_zoo.parallel.compat import group_device
 from slapo_zoo.parallel.mesh import Mesh
 
+NO_BATCH = "found None on the rank that reads the batch for the others"
+
 
 class MeshSampler:
     """A batch sampler for a DataLoader: lists of indices, this dp rank's part of every step.
@@ -93,7 +95,9 @@ def broadcast_batch(
     if mesh.pp > 1:
         found = _broadcast(found, mesh, "pp", device)
     if found is None:
-        raise SlapoError("broadcast_batch", "batch", "found None on the rank that reads it")
+        raise SlapoError(
+            "broadcast_batch", "batch", NO_BATCH, "pass it on the first tp and pp rank"
+        )
     return found
 
 
@@ -113,7 +117,9 @@ def _broadcast(
         ]
     dist.broadcast_object_list(shapes, first, group=group)
     if shapes[0] is None:
-        raise SlapoError("broadcast_batch", "batch", "found None on the rank that reads it")
+        raise SlapoError(
+            "broadcast_batch", "batch", NO_BATCH, "pass it on the first tp and pp rank"
+        )
     mine: dict[str, Any] = {}
     for name, (shape, dtype) in shapes[0].items():
         if shape is None:

@@ -135,7 +135,9 @@ class StageMap:
             problem = (
                 f"found {count} micro-batches, {self.order.name} needs a multiple of {self.pp}"
             )
-            raise MeshError("pipeline", "micro_batches", problem, "pass such a number")
+            raise MeshError(
+                "pipeline", "micro_batches", problem, f"pass micro_batches={self.pp * rounds}"
+            )
 
     def admits(self, count: int) -> bool:
         """Return whether the order can run with `count` micro-batches."""

@@ -72,7 +72,7 @@ def _check(model: Any, optimizer: Any, options: Mapping[str, Any]) -> None:
         optimizer, "use_distributed_optimizer", False
     )
     if divided:
-        problem = "its state divided over dp is not among what our checkpoints read"
+        problem = "optimizer state sharded over dp by Megatron cannot be read by our checkpoints"
         hint = "set it to False; target='deepspeed' divides the optimizer over dp"
         raise SlapoError("target='megatron'", "use_distributed_optimizer", problem, hint)
     if dtypes := {str(p.dtype) for p in model.parameters()} - {"torch.float32"}:
