@@ -123,7 +123,7 @@ def test_a_moved_tag_and_a_tampered_file(hub, folder, loaded, published):
     assert "changed after the card was made" in found["tampered"]
 
 
-def test_offline_from_the_cache(hub, folder, loaded, published):
+def test_offline_a_cached_card_loads_and_others_are_refused(hub, folder, loaded, published):
     found, _ = run(hub, folder, "offline", "reader", offline="1")
     assert found["by sha"] == found["by tag"] == loaded[0]["hash"]
     assert "was not fetched before" in found["not there"]

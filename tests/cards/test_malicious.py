@@ -297,13 +297,13 @@ def mutated():
 
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.binary(max_size=200) | mutated().map(lambda d: json.dumps(d).encode()))
-def test_fuzz(data):
+def test_mutated_programs_are_refused_or_parsed(data):
     fuzz(data)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=300).map(lambda b: b"---\n" + b + b"\n---\n") | st.binary(max_size=50))
-def test_fuzz_pages(data):
+def test_mutated_pages_are_refused_or_parsed(data):
     with suppress(CardError):
         metadata_of(data)
 
@@ -314,6 +314,6 @@ def test_fuzz_pages(data):
     max_examples=10_000, derandomize=False, deadline=None, suppress_health_check=list(HealthCheck)
 )
 @given(st.binary(max_size=200) | mutated().map(lambda d: json.dumps(d).encode()))
-def test_fuzz_for_long(part, data):
+def test_a_hundred_thousand_mutated_cards_never_crash(part, data):
     """A hundred thousand in all, in parts that end before a stuck test is reported."""
     fuzz(data)

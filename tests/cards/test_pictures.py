@@ -19,7 +19,7 @@ def card():
     return zoo_card(config, head, Mesh(tp=2), "gpt2", any_size=True)
 
 
-def test_nothing_measured_nothing_drawn(tmp_path):
+def test_no_picture_is_drawn_of_unmeasured_values(tmp_path):
     card().write(tmp_path)
     assert not list(tmp_path.glob("*.png"))
     assert "![" not in (tmp_path / "README.md").read_text()

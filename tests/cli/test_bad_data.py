@@ -70,7 +70,7 @@ def words_of(place, name, *more):
 
 @pytest.mark.parametrize("stream", ["false", "true"])
 @pytest.mark.parametrize("name", CASES)
-def test_data_without_an_answer(name, stream, place, capsys):
+def test_unusable_data_is_refused_with_its_reason(name, stream, place, capsys):
     said = failure(capsys, *words_of(place, name, "--set", f"stream={stream}"))
     wanted = CASES[name]
     if stream == "true" and name == "null.parquet":

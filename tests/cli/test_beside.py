@@ -56,7 +56,7 @@ def test_a_peer_that_failed_is_told_with_its_error():
     assert found["parity"][2]["verdict"] == "did not train: ValueError: x"
 
 
-def test_percentiles():
+def test_percentiles_interpolate_between_values():
     assert [percentile([4, 1, 3, 2, 5], share) for share in (0, 0.2, 0.5, 0.8, 1)] == pytest.approx(
         [1, 1.8, 3, 4.2, 5]
     )

@@ -127,7 +127,7 @@ OF_CI = {"coverage": of_ci(type_coverage.coverage), "demo": of_ci(demo.demo)}
 
 
 @pytest.mark.parametrize("command", JSON_COMMANDS)
-def test_json_stands_alone(command, gpt2, tmp_path, capfd, monkeypatch):
+def test_json_output_holds_nothing_else(command, gpt2, tmp_path, capfd, monkeypatch):
     """Also where a library prints on stdout, as DeepSpeed does, or a child process does."""
     place, arguments, instead = JSON_COMMANDS[command]
     module, _, name = place.rpartition(".")
@@ -181,7 +181,7 @@ def test_what_moved_into_the_source_says_where(old, new, capsys):
     assert new in capsys.readouterr().err
 
 
-def test_list_and_version(capsys):
+def test_list_and_version_print_names_and_numbers(capsys):
     for arguments, words in ((["list"], ("gpt2", "bert")), (["version"], ("torch 2.", "python"))):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
@@ -190,7 +190,7 @@ def test_list_and_version(capsys):
         assert all(word in out for word in words)
 
 
-def test_version_for_programs(capfd):
+def test_version_as_json_names_the_packages(capfd):
     with pytest.raises(SystemExit):
         main(["version", "--json"])
     found = json.loads(capfd.readouterr().out)
@@ -198,7 +198,7 @@ def test_version_for_programs(capfd):
     assert set(found) > {"python", "slapo-zoo"}
 
 
-def test_completion_of_the_shell():
+def test_shell_completion_offers_commands():
     environment = os.environ | {"_SLAPO_ZOO_COMPLETE": "complete_bash", "COMP_WORDS": "slapo-zoo pl",
                                 "COMP_CWORD": "1"}  # fmt: skip
     command = [
@@ -315,7 +315,7 @@ def test_a_family_without_a_table_is_named(text, tmp_path, capsys):
     assert "the zoo has no table for it" in failure(capsys, "train", tmp_path, "--data", text)
 
 
-def test_wrong_number_of_processes(gpt2, text, capsys, monkeypatch):
+def test_a_wrong_number_of_processes_is_refused(gpt2, text, capsys, monkeypatch):
     names = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in names.items():
         monkeypatch.setenv(name, value)
@@ -338,7 +338,7 @@ def test_debug_shows_the_traceback(gpt2, text, tmp_path):
 
 
 @pytest.mark.slow
-def test_under_torchrun(gpt2, text, tmp_path):
+def test_train_under_torchrun_joins_its_ranks(gpt2, text, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "slapo_zoo.cli.main", "train", gpt2, "--tp=2", "--data", text, "--steps=2"]
     command += ["--seq-len=16", "--device=cpu", f"--output={tmp_path / 'trained'}"]

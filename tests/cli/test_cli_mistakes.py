@@ -74,7 +74,7 @@ def test_a_mistake_is_told_without_a_traceback(line, gpt2, tmp_path, capfd, monk
     assert out == "" or line.startswith("train")  # it says what it will do first
 
 
-def test_a_plan_for_programs(gpt2, capfd):
+def test_plan_as_json_has_sizes_and_times(gpt2, capfd):
     code, out, _ = run(capfd, "plan", gpt2, "--tp", 2, "--pp", 2, "--json")
     found = json.loads(out)
     assert code == 0
@@ -114,7 +114,7 @@ def test_cards_and_a_calibration_for_programs(gpt2, tmp_path, capfd, monkeypatch
     assert data("calibrate", tmp_path / "a.json") == json.loads((tmp_path / "a.json").read_text())
 
 
-def test_times_of_kernels_for_programs(capfd, monkeypatch):
+def test_bench_kernels_prints_json(capfd, monkeypatch):
     row = {"what": "bias_relu", "eager / ours": 1.5}
     monkeypatch.setattr(
         "slapo_zoo.dispatch.benchmark.run", lambda quick, only, output, again: {"title": [row]}

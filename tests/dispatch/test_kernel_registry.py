@@ -41,7 +41,7 @@ def test_a_gpu_that_nobody_measured_runs_what_torch_has():
     assert why == "unmeasured on Some GPU 9000"
 
 
-def test_a_measured_gpu(monkeypatch, tmp_path):
+def test_a_measured_gpu_chooses_by_its_times(monkeypatch, tmp_path):
     table = {"layer_norm:bfloat16:1024": "triton", "layer_norm:float32:1024": "torch"}
     (tmp_path / "some-gpu-9000.json").write_text(json.dumps({"dispatch": table}))
     monkeypatch.setattr(tables, "MEASURED", tmp_path)
@@ -50,7 +50,7 @@ def test_a_measured_gpu(monkeypatch, tmp_path):
     assert bucket("layer_norm", torch.zeros(5, 768, dtype=torch.bfloat16)) in table
 
 
-def test_names():
+def test_a_taken_kernel_name_is_refused():
     assert slug("NVIDIA H200") == "nvidia-h200"
     assert bucket("x", torch.zeros(3, 1025)) == "x:float32:2048"
     with pytest.raises(ScheduleError, match="already registered"):

@@ -47,7 +47,7 @@ def run(script, folder, out):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
-def test_example(script, tmp_path, ranks):
+def test_an_example_runs_and_its_losses_are_finite(script, tmp_path, ranks):
     folder = checkpoint(CASES["gpt2"], tmp_path)
     losses = ranks.run(run, 4, script, folder, tmp_path, timeout=300)
     assert all(found == losses[0] for found in losses), "ranks tell different losses"

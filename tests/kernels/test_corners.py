@@ -72,7 +72,7 @@ def check_all_columns():
         check_columns(C, stride)
 
 
-def test_vocabularies_of_any_size(interpreter):
+def test_losses_are_right_at_any_vocabulary_size(interpreter):
     check_all_columns()
     interpreter.run(check_all_columns)
 
@@ -143,6 +143,6 @@ def check_pairs():
 
 
 @pytest.mark.parametrize("check", [check_nothing_seen, check_pairs])
-def test_masks_of_attention(interpreter, check):
+def test_attention_masks_hide_what_they_should(interpreter, check):
     check()
     interpreter.run(check)

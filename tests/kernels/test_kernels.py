@@ -25,7 +25,7 @@ def dtype_ids(*names):
 
 @pytest.mark.parametrize("dtype", dtype_ids("fp32", "bf16"))
 @pytest.mark.parametrize("name, shape", CASES, ids=IDS)
-def test_cpu_path(name, shape, dtype):
+def test_the_cpu_path_equals_the_reference(name, shape, dtype):
     check_reference(name, shape, dtype)
 
 
@@ -35,12 +35,12 @@ def test_cpu_path(name, shape, dtype):
     [*dtype_ids("fp32"), pytest.param(DTYPES["fp16"], id="fp16", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("name, shape", CASES, ids=IDS)
-def test_triton_path(interpreter, name, shape, dtype):
+def test_the_triton_path_equals_the_reference(interpreter, name, shape, dtype):
     interpreter.run(check_reference, name, shape, dtype)
 
 
 @pytest.mark.parametrize("name", KERNEL_NAMES)
-def test_strided_inputs(interpreter, name):
+def test_strided_inputs_give_the_same(interpreter, name):
     shape = KERNELS[name].shapes[1]
     check_strided(name, shape, torch.float32)
     interpreter.run(check_strided, name, shape, torch.float32)
@@ -48,7 +48,7 @@ def test_strided_inputs(interpreter, name):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", KERNEL_NAMES)
-def test_deterministic(interpreter, name):
+def test_two_runs_give_the_same_bits(interpreter, name):
     shape = KERNELS[name].shapes[1]
     check_deterministic(name, shape)
     interpreter.run(check_deterministic, name, shape)
@@ -56,7 +56,7 @@ def test_deterministic(interpreter, name):
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", KERNEL_NAMES)
-def test_opcheck(interpreter, name):
+def test_torch_opcheck_passes(interpreter, name):
     if name in COMPOSED:
         pytest.skip("it is made of operations of torch")
     shape = KERNELS[name].shapes[1]
@@ -69,7 +69,7 @@ def test_opcheck(interpreter, name):
     "name",
     [pytest.param(n, marks=pytest.mark.slow if "attention" in n else ()) for n in KERNEL_NAMES],
 )
-def test_one_graph(interpreter, name):
+def test_compiles_to_one_graph(interpreter, name):
     shape = KERNELS[name].shapes[1]
     check_one_graph(name, shape)
     interpreter.run(check_one_graph, name, shape)
@@ -77,7 +77,7 @@ def test_one_graph(interpreter, name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name, shape", CASES, ids=IDS)
-def test_on_a_gpu(name, shape):
+def test_on_a_gpu_equals_the_reference(name, shape):
     from slapo_zoo.dispatch.registry import force
 
     with force("triton"):

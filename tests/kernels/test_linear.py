@@ -126,7 +126,7 @@ def test_what_is_frozen_costs_nothing(frozen, monkeypatch):
 
 
 @pytest.mark.parametrize("case", ["bf16", "autocast", "other CPU", "small", "forward", "subclass"])
-def test_what_is_left_alone(case, monkeypatch):
+def test_unsupported_linears_are_left_alone(case, monkeypatch):
     module, x = layer("Linear"), torch.randn(6, 24)
     if case == "forward":
         module.forward = lambda x: 2 * nn.Linear.forward(module, x)

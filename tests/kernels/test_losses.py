@@ -46,7 +46,7 @@ def run_parallel(smoothing):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("nprocs", [2, 3, 4])
-def test_parallel_losses(ranks, nprocs, smoothing):
+def test_vocabulary_parallel_losses_equal_one_rank(ranks, nprocs, smoothing):
     x, weight, bias, target, scale = (t.double() if t.is_floating_point() else t for t in whole())
     x, weight, bias = (t.requires_grad_() for t in (x, weight, bias))
     logits = x @ weight.T + bias
@@ -62,7 +62,7 @@ def test_parallel_losses(ranks, nprocs, smoothing):
             torch.testing.assert_close(got.double(), want.detach(), atol=1e-5, rtol=1e-5)
 
 
-def test_labels_beyond_the_vocabulary():
+def test_labels_beyond_the_vocabulary_raise():
     from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 
     with pytest.raises(RuntimeError, match="labels: found one beyond"):
@@ -81,7 +81,7 @@ def test_half_of_the_rows_is_ignored_and_the_weight_is_tied():
     torch.testing.assert_close(*found)
 
 
-def test_a_backward_twice():
+def test_a_second_backward_gives_the_same_gradients():
     """The gradients that the forward made are not used up."""
     from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 

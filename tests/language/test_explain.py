@@ -87,7 +87,7 @@ def test_what_lands_later_is_not_what_landed():
     assert sch.explain().done["layers.0.1"][0].startswith("replace(")
 
 
-def test_undo():
+def test_undo_restores_the_cuts_before():
     sch = scheduled(Mesh())
     before, lines = list(sch.state.cuts), str(sch)
     sch["layers.*"].cut_pipeline_stage()

@@ -63,7 +63,7 @@ def summed_by_a_function(sch):
         (without_backward, ["transformer.h.0.mlp.c_fc (and 1 more): the gradient of its input"]),
     ],
 )
-def test_what_is_said(write, said):
+def test_a_forgotten_sum_is_named_with_its_directive(write, said):
     sch = gpt2()
     write(sch)
     found = missing_sums(sch)

@@ -156,7 +156,7 @@ def test_a_failed_directive_keeps_the_earlier_ones():
         assert str(sch) == text
 
 
-def test_ties_survive():
+def test_tied_weights_stay_tied_after_directives():
     model = Model()
     sch = Schedule(model, TP2)
     sch["embed"].shard("weight", 0, pad=True)
@@ -227,7 +227,7 @@ def test_twice_is_an_error():
         sch["layers.0"].cut_pipeline_stage()
 
 
-def test_an_unknown_mesh_dim():
+def test_an_unknown_mesh_dim_is_refused():
     model = Model()
     before = state_of(model)
     with pytest.raises(MeshError, match=r"mesh_dim='ep'.*expected one of"):
@@ -276,7 +276,7 @@ def test_replay_on_a_fresh_model(mesh):
     assert Schedule(Model(), mesh).replay(sch).history == sch.history
 
 
-def test_diff():
+def test_diff_shows_the_lines_that_differ():
     a, b = program(Schedule(Model(), TP2)), program(Schedule(Model(), TP2))
     assert a.diff(b) == ""
     b["layers.0"].checkpoint()
@@ -341,7 +341,7 @@ BAD_JSON = {
 
 
 @pytest.mark.parametrize("name", BAD_JSON)
-def test_bad_json(name):
+def test_bad_json_is_refused_with_its_place(name):
     document, problem = BAD_JSON[name]
     text = document if isinstance(document, str) else json.dumps(document)
     with pytest.raises(ScheduleError) as caught:

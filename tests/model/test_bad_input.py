@@ -51,7 +51,7 @@ def folders(sources, tmp_path):
         (2, {"tp": 1, "dp": 1}, "found 2 processes, expected tp * pp * dp = 1 * 1 * 1"),
     ],
 )
-def test_world_size(n, options, found, sources, ranks):
+def test_a_wrong_world_size_is_refused(n, options, found, sources, ranks):
     text = refused(MeshError, sources["gpt2"], ranks, n, **options)
     assert "world size" in text
     assert found in text
@@ -75,13 +75,13 @@ def test_tp_that_the_heads_forbid(name, sources, ranks):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_more_stages_than_blocks(name, sources, ranks):
+def test_more_stages_than_blocks_are_refused(name, sources, ranks):
     text = refused(MeshError, sources[name], ranks, 4, pp=4)
     assert "mesh | pp=4 | 4 stages, but the model has 3 blocks" in text
     assert "choose pp between 1 and 3" in text
 
 
-def test_unknown_architecture(folders):
+def test_an_unknown_architecture_is_refused(folders):
     """One that transformers knows and the zoo does not."""
     path = folders["bert"] / "config.json"
     config = json.loads(path.read_text())
@@ -102,26 +102,26 @@ def test_unknown_architecture(folders):
         ("AutoModelForMaskedLM", "it has no class for GPT2Config"),
     ],
 )
-def test_unknown_class(auto_class, problem, sources):
+def test_an_unknown_class_is_refused(auto_class, problem, sources):
     text = refused(ArchitectureError, sources["gpt2"], auto_class=auto_class)
     assert auto_class in text
     assert problem in text
 
 
 @pytest.mark.parametrize("dtype", ["float33", "int8", "nn", 16, torch.int64])
-def test_unknown_dtype(dtype, sources):
+def test_an_unknown_dtype_is_refused(dtype, sources):
     text = refused(SlapoError, sources["gpt2"], dtype=dtype)
     assert f"dtype={dtype!r}" in text
     assert '"bfloat16"' in text
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.5])
-def test_checkpoint_ratio(ratio, sources):
+def test_a_checkpoint_ratio_out_of_range_is_refused(ratio, sources):
     text = refused(MeshError, sources["gpt2"], checkpoint_ratio=ratio)
     assert f"checkpoint_ratio={ratio} | expected a number from 0 to 1" in text
 
 
-def test_no_such_folder(monkeypatch, tmp_path):
+def test_a_missing_folder_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "no such folder" in refused(SlapoError, "no_such_org/no_such_model")
     assert "no such folder" in refused(SlapoError, str(tmp_path / "nowhere"))
@@ -155,7 +155,9 @@ def bad_step(folder, batch, options, micro_batches):
         ("empty", None, "batch", "no tensor", "input_ids"),
     ],
 )  # fmt: skip
-def test_bad_steps(batch, micro_batches, what, problem, hint, tp, pp, sources, ranks):
+def test_a_bad_step_is_refused_on_every_rank(
+    batch, micro_batches, what, problem, hint, tp, pp, sources, ranks
+):
     """An error on every rank before any work: no gradient is left and the next step is good."""
     good = batch_of(GPT2)
     without = {k: v for k, v in good.items() if k != "labels"}

@@ -100,7 +100,7 @@ def test_a_block_is_one_graph(ranks, family, tp):
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "deberta-v2", "bart", "swin"])
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.slow
-def test_masks_of_seeds(ranks, family, tp):
+def test_compiled_dropout_draws_the_same_masks(ranks, family, tp):
     _assert_equal(ranks.run(_both, tp, family, tp, True))
 
 
@@ -122,7 +122,7 @@ ON_RANKS = {  # ranks, family, options
 
 @pytest.mark.parametrize("name", ON_RANKS)
 @pytest.mark.slow
-def test_on_ranks(ranks, name):
+def test_compiled_blocks_train_alike_on_ranks(ranks, name):
     count, family, options = ON_RANKS[name]
     _assert_equal(ranks.run(_both, count, family, 1, False, options))
 

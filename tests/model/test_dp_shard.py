@@ -65,7 +65,7 @@ def test_the_grid_equals_plain_transformers(case, precision, layout, order, stag
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(("order", "precision"), [("1f1b", "bf16"), ("interleaved_1f1b", "fp32"), ("zbv", "bf16")])  # fmt: skip
 @pytest.mark.parametrize("case", [GPT2, BERT, T5, LLAMA], ids=ids)
-def test_beside_tp_and_pp(case, order, precision, stage, root):
+def test_dp_shard_beside_tp_and_pp_equals_plain(case, order, precision, stage, root):
     folder, mesh = checkpoint(case, root), (2, 2, 2)
     found = emulate(train, case, folder, mesh, order, stage, precision, mesh=mesh, timeout_s=120)
     if precision == "fp32":
@@ -213,7 +213,7 @@ MORE_HSDP = [
 @pytest.mark.parametrize(
     ("layout", "options"), HSDP + [pytest.param(*c, marks=pytest.mark.slow) for c in MORE_HSDP]
 )
-def test_copies_of_shards(layout, options, root, ranks):
+def test_two_copies_of_two_shards_equal_one_process(layout, options, root, ranks):
     """dp=4 is two copies of a model that two ranks divide."""
     folder, world = checkpoint(GPT2, root), layout[0] * layout[1] * layout[2]
     (whole,) = ranks.run(steps, 1, folder, (1, 1, 1), {}, 0, 2)
@@ -245,7 +245,7 @@ def copied(folder, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_copies_and_frozen_weights(stage, root, ranks):
+def test_copies_with_frozen_weights_get_equal_gradients(stage, root, ranks):
     for mine, average in ranks.run(copied, 2, checkpoint(GPT2, root), stage):
         assert mine.pop("transformer.wpe.weight") is average.pop("transformer.wpe.weight") is None
         assert all(torch.equal(grad, average[name]) for name, grad in mine.items())
@@ -319,7 +319,7 @@ def shared_adapter(folder, layout, saved, stage):
 
 
 @pytest.mark.parametrize(("layout", "stage"), [((1, 1, 2), 3), ((1, 2, 2), 2)], ids=str)
-def test_adapters(layout, stage, root, ranks, tmp_path):
+def test_an_adapter_over_dp_shard_equals_one_process(layout, stage, root, ranks, tmp_path):
     folder = checkpoint(GPT2, root)
     ((want, wanted),) = ranks.run(adapted, 1, folder, (1, 1, 1), tmp_path / "one")
     world = layout[1] * layout[2]
@@ -360,7 +360,7 @@ def by_hand_over_shards(folder, stage):
     return adapted_by_hand(folder, dp_shard=2, zero_stage=stage)
 
 
-def test_refusals(root, ranks):
+def test_unsupported_uses_of_dp_shard_are_refused(root, ranks):
     with pytest.raises(MeshError, match=r"does not divide dp=4[\s\S]*nearest is 2"):
         check_dp_shard(Mesh(dp=4), 3, "torch", None)
     with pytest.raises(MeshError, match=r"zero_stage=2: nothing is sharded[\s\S]*pass dp_shard=N"):

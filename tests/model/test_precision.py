@@ -148,7 +148,7 @@ def resumed(folder, out):
     return again._slapo.precision.scale, again._slapo.precision.good_steps
 
 
-def test_files(root):
+def test_saved_files_hold_the_masters(root):
     """Masters are saved whole; another dtype is written where asked; the scale goes on."""
     folder, out = checkpoint(GPT2, root), root / "files"
     assert resumed(folder, out) == (64.0, 7)
@@ -174,6 +174,6 @@ def test_files(root):
         ),
     ],
 )
-def test_refusals(options, problem, root):
+def test_unsupported_precisions_are_refused(options, problem, root):
     with pytest.raises(SlapoError, match=problem):
         AutoScheduledModel.from_pretrained(checkpoint(GPT2, root), **options)

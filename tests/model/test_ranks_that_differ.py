@@ -61,7 +61,7 @@ def test_another_copy_of_the_weights(ranks, source, tmp_path, mesh):
         assert "than rank 0" in text
 
 
-def test_files_of_another_form(ranks, source, tmp_path):
+def test_ranks_with_other_files_are_refused(ranks, source, tmp_path):
     made = AutoScheduledModel.from_config(GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=50))
     made.save_pretrained(tmp_path / "three")
     found = ranks.run(outcome, 2, [source, tmp_path / "three"], {"tp": 2}, [{}, {}])
@@ -85,7 +85,7 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("case", GIVEN)
-def test_other_arguments(ranks, source, case):
+def test_ranks_with_other_arguments_are_refused(ranks, source, case):
     one, other, problem = GIVEN[case]
     mesh = {} if case == "layout" else {"tp": 2}
     found = ranks.run(outcome, 2, [source, source], mesh, [one, other])
@@ -106,7 +106,7 @@ def other_schedule(source):
     return "accepted"
 
 
-def test_another_schedule(ranks, source):
+def test_ranks_with_another_schedule_are_refused(ranks, source):
     found = ranks.run(other_schedule, 2, source)
     assert all("ranks [1] have another one than rank 0" in text for text in found), found
 
@@ -130,7 +130,7 @@ def different_devices(source):
     return model.mesh.rank
 
 
-def test_what_may_differ(ranks, source, tmp_path):
+def test_device_and_paths_may_differ_between_ranks(ranks, source, tmp_path):
     copy = shutil.copytree(source, tmp_path / "copy")  # a node's own copy
     assert ranks.run(outcome, 2, [source, copy], {"tp": 2}, [{}, {}]) == ["accepted"] * 2
     assert ranks.run(different_devices, 2, source) == [0, 1]

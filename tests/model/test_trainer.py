@@ -216,7 +216,7 @@ def accelerated(folder, layout):
     return losses, torch.cat(seen), gathered
 
 
-def test_accelerate_in_a_loop(tmp_path, ranks):
+def test_a_loop_with_accelerate_equals_plain(tmp_path, ranks):
     folder = checkpoint(CASE, tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -348,7 +348,7 @@ def in_fp16(folder, out, layout, rows_each, given, clip):
     "given", [{}, {"compute_loss_func": squared}], ids=["its loss", "own loss"]
 )
 @pytest.mark.parametrize("layout", [(2, 1), pytest.param((1, 2), marks=pytest.mark.slow)], ids=str)
-def test_a_model_in_fp16(layout, given, clip, tmp_path, ranks):
+def test_a_model_in_fp16_trains_by_the_trainer(layout, given, clip, tmp_path, ranks):
     args = (checkpoint(CASE, tmp_path), tmp_path, layout, 4 // layout[1], given, clip)
     for whole, half in ranks.run(in_fp16, 2, *args, timeout=200):
         torch.testing.assert_close(half[0], whole[0], atol=0.01, rtol=0.005)

@@ -85,7 +85,7 @@ def cases():
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize(("name", "axis"), cases())
 @pytest.mark.parametrize("n", [2, 3])
-def test_forward_and_backward(n, name, axis, contiguous, ranks):
+def test_collectives_are_right_forward_and_backward(n, name, axis, contiguous, ranks):
     shape = (n * 2, 6, n)
     x_n = inputs(n, shape)
     if name in ("reduce_backward", "scatter"):  # the same on all ranks

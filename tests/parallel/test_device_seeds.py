@@ -30,7 +30,7 @@ def kept(seeds, x):
 @pytest.mark.parametrize("heads", [(), (0,), range(3, 7), (1, 4, 2)], ids=str)
 @pytest.mark.parametrize("num_rows", [0, 2])
 @pytest.mark.parametrize("step", [0, 1, 12345])
-def test_equal_to_the_hosts(heads, num_rows, step):
+def test_device_seeds_equal_those_of_the_host(heads, num_rows, step):
     at = stream(step=step, num_rows=num_rows, seed=2**40 + 1)
     shape = (4, len(heads), 5) if heads else (4, 5)  # two choices per row are flattened
     for first_row in (0, 6):
@@ -52,7 +52,7 @@ def test_cells_cut_in_parts_have_the_same_mask():
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_columns_of_a_rank(n):
+def test_columns_of_a_rank_are_a_slice_of_the_mask(n):
     whole = stream().keep_mask(torch.empty(2, 3, 8), P, SITE)
     for r in range(n):
         run = (r * 8 // n, (r + 1) * 8 // n)
@@ -62,7 +62,7 @@ def test_columns_of_a_rank(n):
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_tokens_of_a_rank(flat):
+def test_tokens_of_a_rank_are_a_slice_of_the_mask(flat):
     shape = (2 * 6, 5) if flat else (2, 6, 5)
     whole = (stream().keep_mask(torch.empty(shape), P, SITE) > 0).float().view(2, 6, 5)
     for r in range(3):

@@ -66,7 +66,7 @@ def test_a_killed_rank_costs_one_step(tmp_path):
 
 
 @pytest.mark.soak
-def test_five_random_kills(tmp_path):
+def test_training_survives_five_random_kills(tmp_path):
     draw = random.Random(time.time_ns() if os.environ.get("SLAPO_ZOO_RANDOM") else 0)
     kills = [f"{step}:{draw.randrange(2)}" for step in sorted(draw.sample(range(1, 15), 5))]
     starts = undisturbed_and_killed(tmp_path, 16, kills)

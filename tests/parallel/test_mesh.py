@@ -92,7 +92,7 @@ def test_groups_wait_no_longer_than_the_whole(ranks):
         ({"rank": -1}, "rank", "found -1, expected 0..0"),
     ],
 )
-def test_what_is_no_mesh(arguments, what, problem):
+def test_impossible_meshes_are_refused(arguments, what, problem):
     with pytest.raises(MeshError) as caught:
         Mesh(**arguments)
     assert (caught.value.where, caught.value.what) == ("mesh", what)

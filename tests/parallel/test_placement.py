@@ -147,7 +147,7 @@ def test_a_shared_end_is_divided_by_itself():
         (Placement(0, groups=(8, 8, 8), together=4), 24, 2, "groups of [8, 8] units beside 2 runs of 4"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_divided(placement, size, n, problem):
+def test_axes_that_do_not_divide_are_refused(placement, size, n, problem):
     assert problem in placement.problem(size, n)
 
 

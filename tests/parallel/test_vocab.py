@@ -342,7 +342,7 @@ def out_of_range(folder, batch):
 
 @pytest.mark.parametrize("bad", [99, 1000, -1])
 @pytest.mark.parametrize("name", ["input_ids", "labels"])
-def test_ids_beyond_the_vocabulary(name, bad, ranks, tmp_path):
+def test_ids_beyond_the_vocabulary_raise(name, bad, ranks, tmp_path):
     """Zeros for an id that no rank holds would train in silence; nn.Embedding raises too."""
     case = Case("GPT2LMHeadModel", ("tokens",))
     batch = batch_of(case)

@@ -12,7 +12,7 @@ from slapo_zoo import Database
 from slapo_zoo.tune.database import Scope
 
 
-def test_commit_and_load(tmp_path):
+def test_a_committed_result_is_loaded_again(tmp_path):
     path = tmp_path / "runs" / "db.jsonl"
     one = Database(path)
     one.commit("a", {"throughput": 1.5})

@@ -56,7 +56,7 @@ def full_name(name, keys):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_missing_keys(name, folders, ranks):
+def test_missing_keys_are_refused_by_name(name, folders, ranks):
     """A part of a block, then a whole block: neither is a head that may be new."""
     key = full_name(name, load_file(folders[name] / "model.safetensors"))
     rewrite(folders[name], lambda t: {k: v for k, v in t.items() if k != key})
@@ -70,7 +70,7 @@ def test_missing_keys(name, folders, ranks):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_unexpected_keys(name, folders):
+def test_unexpected_keys_are_told(name, folders):
     """A block too many, or an odd tensor in a block."""
     extra = {k.replace(".1.", ".3.", 1) for k in load_file(folders[name] / "model.safetensors") if BLOCK[name] in k}  # fmt: skip
     rewrite(folders[name], lambda t: t | {k.replace(".1.", ".3.", 1): v.clone() for k, v in t.items() if BLOCK[name] in k})  # fmt: skip
@@ -91,14 +91,14 @@ def test_unexpected_keys(name, folders):
         ("bert", {"intermediate_size": 80}, "found shape [70, 30], expected [80, 30]"),
     ],
 )
-def test_misshaped_keys(name, changes, shape, sources, ranks):
+def test_misshaped_keys_are_refused_by_name(name, changes, shape, sources, ranks):
     text = refused(WeightsError, sources[name], ranks, 2, tp=2, **changes)
     assert shape in text
     assert "tensors do not fit the model" in text
     assert "another architecture, size or vocabulary?" in text
 
 
-def test_of_another_family(sources, folders):
+def test_a_checkpoint_of_another_family_is_refused(sources, folders):
     shutil.copy(sources["bert"] / "model.safetensors", folders["gpt2"] / "model.safetensors")
     text = refused(WeightsError, folders["gpt2"])
     assert "missing" in text
@@ -108,7 +108,7 @@ def test_of_another_family(sources, folders):
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, -1, -4096])
-def test_truncated_safetensors(keep, folders, ranks):
+def test_a_truncated_safetensors_file_is_refused(keep, folders, ranks):
     path = folders["gpt2"] / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:keep])
@@ -159,7 +159,7 @@ def test_an_index_that_names_a_missing_file(folders, ranks):
     assert "fetch the missing file" in text
 
 
-def test_an_empty_folder(folders):
+def test_an_empty_folder_is_refused(folders):
     (folders["gpt2"] / "model.safetensors").unlink()
     text = attempt(folders["gpt2"], {})
     assert text[0] is WeightsError

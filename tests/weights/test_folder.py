@@ -46,7 +46,7 @@ def test_a_single_file_goes_before_an_index(two_files):
         assert folder.files_opened == 1
 
 
-def test_files_in_a_subfolder(tmp_path):
+def test_files_in_a_subfolder_are_found(tmp_path):
     (tmp_path / "part").mkdir()
     save_file({"a": torch.ones(2)}, tmp_path / "part" / A)
     write_index(tmp_path, {"a": f"part/{A}"})
@@ -54,7 +54,7 @@ def test_files_in_a_subfolder(tmp_path):
         assert folder.view("a").tolist() == [1, 1]
 
 
-def test_absent_file(two_files):
+def test_an_absent_file_of_the_index_is_refused(two_files):
     (two_files / B).unlink()
     with pytest.raises(WeightsError, match=rf"{B}.* 1 tensors in this file, but it is not there"):
         open_checkpoint(two_files)
@@ -83,7 +83,7 @@ def test_links_that_lead_out_of_the_folder(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", A])
-def test_links_in_a_circle(two_files, name):
+def test_links_in_a_circle_are_refused(two_files, name):
     (two_files / name).unlink(missing_ok=True)
     (two_files / name).symlink_to("circle")
     (two_files / "circle").symlink_to(name)
@@ -116,7 +116,7 @@ def test_a_pipe_does_not_hang(tmp_path):
         open_checkpoint(tmp_path)
 
 
-def test_index_and_files_disagree(two_files):
+def test_an_index_that_disagrees_with_its_files_is_refused(two_files):
     write_index(two_files, {"a": A, "b": B, "c": B})
     folder = open_checkpoint(two_files)
     with pytest.raises(WeightsError, match=r"'c'.*which does not hold it"):
@@ -140,13 +140,13 @@ def test_index_and_files_disagree(two_files):
         ('{"weight_map": {"a": "x", "a": "y"}}', "expected one file"),
     ],
 )
-def test_broken_index(tmp_path, text, problem):
+def test_a_broken_index_is_refused(tmp_path, text, problem):
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(WeightsError, match=problem):
         open_checkpoint(tmp_path)
 
 
-def test_nothing_there(tmp_path):
+def test_a_folder_without_weights_is_refused(tmp_path):
     (tmp_path / "README.md").touch()
     with pytest.raises(WeightsError, match=r"found README.md; expected model.safetensors"):
         open_checkpoint(tmp_path)
@@ -192,14 +192,14 @@ class Evil:
 
 
 @pytest.mark.parametrize("state", [{"a": Evil()}, {"a": 3}, [torch.ones(1)]])
-def test_pickle_of_anything_else(tmp_path, capsys, state):
+def test_a_pickle_of_anything_but_tensors_is_refused(tmp_path, capsys, state):
     torch.save(state, tmp_path / "pytorch_model.bin")
     with pytest.raises(WeightsError, match="found"):
         open_checkpoint(tmp_path, allow_pickle=True)
     assert capsys.readouterr().out == ""
 
 
-def test_broken_pickle(tmp_path):
+def test_a_broken_pickle_is_refused(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04 nonsense")
     with pytest.raises(WeightsError, match="no plain state dict"):
         open_checkpoint(tmp_path, allow_pickle=True)

@@ -74,7 +74,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD, ids=str)
-def test_bad_files(tmp_path, case):
+def test_bad_headers_are_refused(tmp_path, case):
     content, *texts = BAD[case]
     refused(tmp_path / "bad.safetensors", content, *texts)
 
@@ -91,6 +91,6 @@ def test_the_good_file_is_good(tmp_path):
         assert file.view("a").tolist() == [0, 0]
 
 
-def test_absent_file(tmp_path):
+def test_an_absent_file_is_refused(tmp_path):
     with pytest.raises(WeightsError, match="cannot be opened"):
         SafetensorsFile(tmp_path / "none")

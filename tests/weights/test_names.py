@@ -69,7 +69,7 @@ def test_a_tied_name_that_the_model_does_not_list():
     assert names.source[GPT2[0]] == "lm_head.weight"
 
 
-def test_chains_of_ties():
+def test_chains_of_ties_are_followed():
     tied = {"encoder.e": "shared", "decoder.e": "encoder.e", "lm_head": "shared"}
     expected = ["shared", *tied]
     for held in expected:

@@ -59,7 +59,7 @@ def test_no_weight_is_read(folder, monkeypatch):
     assert plan_weights(folder, 2, 3, 64).mesh.world_size == 384
 
 
-def test_a_model_of_the_hub(folder, monkeypatch):
+def test_a_model_of_the_hub_is_planned_by_its_headers(folder, monkeypatch):
     """The answer of the Hub is made up here: no network in tests."""
     tensors = {
         key: SimpleNamespace(dtype=CODES[source.dtype], shape=list(source.shape))
@@ -74,7 +74,7 @@ def test_a_model_of_the_hub(folder, monkeypatch):
     assert remote.ranks[0].files == {"x"}
 
 
-def test_no_such_model(monkeypatch):
+def test_an_unknown_model_is_refused(monkeypatch):
     def offline(*args, **kwargs):
         raise OSError("offline")
 
@@ -83,7 +83,7 @@ def test_no_such_model(monkeypatch):
         plan_weights("org/name")
 
 
-def test_another_size(folder, tmp_path):
+def test_a_checkpoint_of_another_size_is_refused(folder, tmp_path):
     config = transformers.AutoConfig.from_pretrained(folder)
     for file in folder.iterdir():
         (tmp_path / file.name).symlink_to(file)

@@ -81,7 +81,7 @@ def source(tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 1), (2, 1, 2)], ids=str)
-def test_bit_for_bit_on_the_same_mesh(ranks, source, tmp_path, layout):
+def test_a_resume_on_the_same_mesh_is_bit_for_bit(ranks, source, tmp_path, layout):
     folder = checkpoint(DROPOUT, source)
     size = layout[0] * layout[1] * layout[2]
     ranks.run(stop_and_go, size, folder, tmp_path / "out", layout)
@@ -139,7 +139,7 @@ MOVES = [
 
 
 @pytest.mark.parametrize(("one", "other"), MOVES, ids=str)
-def test_on_another_mesh(ranks, source, tmp_path, one, other):
+def test_training_resumes_on_another_mesh(ranks, source, tmp_path, one, other):
     folder = checkpoint(PLAIN, source)
     _, found = both_halves(ranks, folder, tmp_path / "out", one, other, PLAIN)
     runs = [
@@ -278,7 +278,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_state(source, tmp_path, case):
+def test_a_broken_state_is_refused(source, tmp_path, case):
     model = start(checkpoint(PLAIN, source), (1, 1, 1), PLAIN)[0]
     save_checkpoint(model, tmp_path / "out")
     (tmp_path / "out" / "training_state.json").write_text(BROKEN[case][0])

@@ -129,7 +129,7 @@ def test_extras_that_break_the_weights(tmp_path):
 
 
 @pytest.mark.parametrize("function", ["pwrite", "posix_fallocate"])
-def test_full_disk(tmp_path, monkeypatch, function):
+def test_a_full_disk_leaves_the_older_checkpoint(tmp_path, monkeypatch, function):
     save_one(tmp_path / "out")
 
     def full(*args):
@@ -236,7 +236,7 @@ def test_what_does_not_fit_is_refused_before_any_work(tmp_path, specs, local, pr
     assert names(tmp_path) == []
 
 
-def test_bad_size(tmp_path):
+def test_a_bad_shard_size_is_refused(tmp_path):
     with pytest.raises(WeightsError, match="max_shard_size"):
         save_one(tmp_path / "out", max_shard_size="5 potatoes")
 
@@ -306,7 +306,7 @@ def test_a_failure_at_every_single_write(tmp_path, monkeypatch, code):
     assert {"pwrite", "posix_fallocate", "fsync"} <= set(outcomes)
 
 
-def test_links_in_a_circle(tmp_path):
+def test_a_target_in_a_circle_of_links_is_refused(tmp_path):
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
     with pytest.raises(WeightsError, match=r"expected a folder|is no folder"):

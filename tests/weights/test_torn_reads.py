@@ -151,7 +151,7 @@ def race(out, writers, loads):
 
 
 @pytest.mark.parametrize(("writers", "loads"), [(1, 40), (2, 20)])
-def test_loads_beside_writers(tmp_path, writers, loads):
+def test_loads_beside_writers_read_one_save(tmp_path, writers, loads):
     mixed, saves = race(tmp_path / "out", writers, loads)
     assert mixed == 0
     assert saves > 1  # they did meet

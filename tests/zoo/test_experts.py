@@ -90,7 +90,7 @@ def compare(folder, options, ranks, layout):
         torch.testing.assert_close(results[0][1][name], grad, rtol=1e-4, atol=2e-5, msg=name)
 
 
-def test_auxiliary_loss(folder, ranks):
+def test_the_auxiliary_loss_equals_plain(folder, ranks):
     assert plain_step(folder, tuple(AUX.items()))[0] > plain_step(folder, (*AUX.items(),)[2:])[0]
     compare(folder, AUX, ranks, (2, 1, 1))
 
@@ -117,11 +117,11 @@ def lonely_tokens(folder, layout):
     return [name for name, p in model.named_parameters() if p.grad is None]
 
 
-def test_experts_that_nobody_chose(folder, ranks):
+def test_experts_that_nobody_chose_get_zero_gradients(folder, ranks):
     assert ranks.run(lonely_tokens, 4, folder, (4, 1, 1)) == [[]] * 4
 
 
-def test_more_ranks_than_experts(folder):
+def test_more_ranks_than_experts_are_refused(folder):
     from slapo_zoo.parallel.mesh import Mesh
     from slapo_zoo.zoo.outline import Outline
 

@@ -86,7 +86,7 @@ def fresh_head(folder, layout, options):
     return logits(model, BERT), model.ledger.newly_initialized, model.consolidated_state_dict()
 
 
-def test_another_number_of_labels(root, ranks):
+def test_another_number_of_labels_makes_a_new_head(root, ranks):
     """5 labels over a checkpoint of 3: told what to pass, and then a new head on the old body."""
     folder = checkpoint(BERT, root)
     assert "ignore_mismatched_sizes=True" in refused(SlapoError, folder, num_labels=5)

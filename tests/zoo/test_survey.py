@@ -205,7 +205,7 @@ transformer.h.*.mlp.c_fc  (each of 3)
 """
 
 
-def test_it_reads_as_where_what_and_how_much(root, ranks):
+def test_explain_prints_where_what_and_how_much(root, ranks):
     case = CASES[0]
     *_, text = ranks.run(sent_and_explained, 2, checkpoint(case, root), case, {})[0]
     assert EXPLAINED in text

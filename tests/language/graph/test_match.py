@@ -185,7 +185,7 @@ def test_pattern_class_matches_types_whatever_their_sizes():
     assert count(forward, ConvNormRelu(), image, **modules) == 0
 
 
-def test_modules_by_name():
+def test_modules_match_by_name():
     modules = {"query": nn.Linear(8, 8), "key": nn.Linear(8, 8), "keys": nn.Linear(8, 8)}
 
     def forward(m, x):

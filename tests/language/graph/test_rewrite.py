@@ -96,7 +96,7 @@ def test_horizontal_needs_the_same_inputs():
         replace_horizontal([*first, *other], lambda x: (x, x))
 
 
-def test_several_outputs():
+def test_a_subgraph_with_several_outputs_is_replaced():
     net, graph = traced()
     (match,) = find(graph, "", lambda x: (call_module("a", x), call_module("b", x)))
     replace_vertical(match, lambda x: (net.a(x), net.b(x)))

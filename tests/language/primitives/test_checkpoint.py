@@ -30,7 +30,7 @@ def flops(model):
     [{}, {"policy": "save_matmuls"}, {"offload": True}, {"policy": "offload"}],
     ids=["all", "policy", "offload", "kept there"],
 )
-def test_a_module(options):
+def test_a_checkpointed_module_gives_the_same_gradients(options):
     sch = Schedule(tiny_model("bert"))
     sch[BLOCKS].checkpoint(**options)
     assert_same_step(sch.model, tiny_model("bert"))
@@ -90,7 +90,7 @@ def test_nothing_happens_in_eval():
 
 
 @pytest.mark.parametrize("by_name", [True, False])
-def test_a_subgraph(by_name):
+def test_a_checkpointed_subgraph_gives_the_same_gradients(by_name):
     sch = Schedule(tiny_model("bert"))
     part = sch[INTERMEDIATE]
     part.trace(flatten=True)
@@ -108,7 +108,7 @@ def test_a_subgraph(by_name):
             sch.to_json()
 
 
-def test_errors():
+def test_checkpoint_errors_say_what_to_do():
     sch = Schedule(tiny_model("bert"))
     with pytest.raises(ScheduleError, match="found policy 'all'"):
         sch[BLOCKS].checkpoint(policy="all")

@@ -131,7 +131,7 @@ def test_partial_replace_checkpoint_and_decompose():
     assert_same_step(sch.model, tiny_model("bert"))
 
 
-def test_pipeline_names():
+def test_pipeline_split_and_cut_pipeline_stage_cut_alike():
     sch = bert()
     sch[LAYER].cut_pipeline_stage()
     sch["bert.encoder.layer.1"].pipeline_split()
@@ -154,7 +154,7 @@ def test_a_wrong_argument_is_explained():
         sch["0"].shard("weight")
 
 
-def test_list_and_help():
+def test_every_primitive_is_listed_with_help():
     assert set(slapo_zoo.list_primitives()) >= {"shard", "sync", "trace", "fuse", "decompose"}
     assert slapo_zoo.list_primitives(name_only=False)["shard"] is PRIMITIVES["shard"]
     page = pydoc.plain(pydoc.render_doc(bert()["bert"].shard))

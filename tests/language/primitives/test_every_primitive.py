@@ -377,7 +377,7 @@ def test_an_error_changes_nothing(key):
 
 
 @pytest.mark.parametrize("key", INDEX)
-def test_json(key):
+def test_every_primitive_survives_json(key):
     """Written, read and replayed it is the same program; a live object is refused, and why."""
     use = INDEX[key]
     sch = Schedule(MODELS[use.model]())

@@ -219,7 +219,7 @@ def test_replace_one_node():
 
 @pytest.mark.parametrize(("family", "path"), [("bert", f"{LAYER}.intermediate.dense"),
                                               ("gpt2", "transformer.h.0.mlp.c_fc")])  # fmt: skip
-def test_decompose(family, path):
+def test_decompose_splits_a_linear_into_product_and_bias(family, path):
     sch, plain = Schedule(tiny_model(family)), tiny_model(family)
     names = list(sch.model.state_dict())
     sch[path].decompose()

@@ -190,7 +190,7 @@ def graph_breaks():
 # --- the directive ------------------------------------------------------------------------------
 
 
-def test_errors_and_json():
+def test_overlap_is_refused_in_words_and_survives_json():
     net = nn.Sequential(nn.Linear(4, 4))
     with pytest.raises(ScheduleError, match="no gradient is summed at or below it"):
         Schedule(net, Mesh(tp=2)).overlap()

@@ -58,7 +58,7 @@ def test_annotation_survives_a_division():
 
 
 @pytest.mark.parametrize("prefix", ["fw", "fwd"])
-def test_hooks(prefix):
+def test_hooks_run_before_and_after_a_module(prefix):
     model, seen = net().eval(), []
     x = torch.randn(3, 4)
     plain = model(x)
@@ -211,7 +211,7 @@ def test_a_third_party_registers_a_class_with_static_methods():
         (lambda sch: sch["0"].sync(3), "mode: found 3, expected a text"),
     ],
 )
-def test_arguments_of_another_kind(use, problem):
+def test_arguments_of_another_kind_are_refused(use, problem):
     sch = Schedule(nn.Sequential(nn.Linear(4, 4)))
     with pytest.raises(ScheduleError, match="0: ") as caught:
         use(sch)

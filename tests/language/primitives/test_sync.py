@@ -49,7 +49,7 @@ def moved(op, mode, x, upstream, is_part):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("mode", ["fwd_pre", "fwd_post"])
 @pytest.mark.parametrize("op", FORMS)
-def test_a_form_moves_values_there_and_gradients_back(op, mode, shape, ranks):
+def test_a_reshard_moves_values_forward_and_gradients_back(op, mode, shape, ranks):
     source, target = op.split("->")
     x, upstream = torch.randn(shape), torch.randn(2, *shape)
     for r, (y, dx) in enumerate(ranks.run(moved, 2, op, mode, x, upstream, False)):
@@ -98,7 +98,7 @@ def chained(x):
     return y.detach(), x.grad, [p.grad for p in net.parameters()]
 
 
-def test_a_chain_of_forms_in_a_model(ranks):
+def test_chained_reshards_equal_the_plain_model(ranks):
     x, net = torch.randn(3, 2, 4), mlp()
     plain = x.clone().requires_grad_()
     y = net(plain)
@@ -129,7 +129,7 @@ def test_an_uneven_axis_is_refused_before_anything_is_sent(op, ranks):
         assert "pad the axis" in text
 
 
-def test_errors_of_a_form():
+def test_a_wrong_reshard_is_refused_with_its_position():
     sch = Schedule(nn.Sequential(Twice()), Mesh(tp=2, dry_run=True))
     with pytest.raises(ScheduleError, match="backward of fwd_pre 'RR->RS' is this"):
         sch["0"].sync("bwd_post", "RS->RR")

@@ -30,6 +30,6 @@ def test_recomputation_does_not_count():
     ("module", "problem"),
     [(nn.Linear(3, 3), "found Linear"), (nn.BatchNorm2d(3, momentum=None), "momentum is None")],
 )
-def test_refuses(module, problem):
+def test_layers_that_are_no_batch_norm_are_refused(module, problem):
     with pytest.raises(ScheduleError, match=problem):
         Schedule(nn.Sequential(module))["0"].sync_batch_norm()

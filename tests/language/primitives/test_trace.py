@@ -49,7 +49,7 @@ def test_json_round_trip():
             other.to_json()
 
 
-def test_the_whole_model():
+def test_the_whole_model_is_traced():
     model, plain = tiny_model("gpt2"), tiny_model("gpt2")
     sch = Schedule(model)
     sch.trace(flatten=True)
