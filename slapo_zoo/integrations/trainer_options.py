@@ -39,10 +39,28 @@ def refuse_options(model: Any, args: Any, own_loss: str) -> None:
     if getattr(args, "neftune_noise_alpha", None) and model.schedule.state.sequence_parallel:
         problem = "each tp rank would add noise to its own tokens, of another size"
         raise _refusal("neftune_noise_alpha", problem, "load the model without sequence_parallel")
+    _share_generations(mesh, args)
     optimizer = str(getattr(getattr(args, "optim", None), "value", ""))
     if optimizer in IN_BACKWARD:
         problem = "it steps within the backward, before gradients are complete"
         raise _refusal(f"optim={optimizer!r}", problem, 'e.g. optim="adafactor"')
+
+
+def _share_generations(mesh: Any, args: Any) -> None:
+    """Let a trainer that samples (GRPO) count its batch over dp, as its rows are dealt out.
+
+    Its config counts all processes, of which tp and pp peers read the same rows: the answers to a
+    prompt would be compared with those of other steps.
+    """
+    groups = getattr(args, "num_generations", None)
+    if not groups or mesh.tp * mesh.pp == 1 or not hasattr(args, "generation_batch_size"):
+        return
+    rows = args.per_device_train_batch_size
+    if rows % groups:
+        problem = f"found {groups} answers to a prompt and {rows} rows of a dp rank"
+        hint = f"choose per_device_train_batch_size={(rows // groups + 1) * groups}: the answers to a prompt stay on one rank"
+        raise _refusal("num_generations", problem, hint)
+    args.generation_batch_size = rows * mesh.dp * args.steps_per_generation
 
 
 def _refusal(what: str, problem: str, hint: str) -> SlapoError:

@@ -1,127 +1,134 @@
-"""The trainers of TRL behind ScheduledTrainer: the run of the plain one in one process."""
+"""The trainers of TRL behind ScheduledTrainer: the losses and the weights of the plain one in one process."""
 
+import os
+import runpy
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from cli_runs import tokenizer
 from parity import Case, checkpoint
-from slapo_zoo import SlapoError
+from slapo_zoo import ScheduledTrainer
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.integrations.trainer import _own_loss
+from slapo_zoo.integrations.trainer_options import refuse_options
+from slapo_zoo.parallel.mesh import Mesh
 
+ROOT = Path(__file__).parents[2] / "examples" / "trl"
 CASE = Case("LlamaForCausalLM", ("tokens",), (("vocab_size", 300), ("max_position_embeddings", 64)))
-ANSWERS = [("to be", " or not", " not"), ("or", " not to", " be"), ("not", " to be", " to"), ("be", " to", " or to")]  # fmt: skip
+KINDS = {"sft": "SFT", "dpo": "DPO", "reward": "Reward", "grpo": "GRPO"}
+LAYOUTS = {"tp2": (2, 1), "dp2": (1, 2)}
 
 
-def pairs():
-    from datasets import Dataset
+@pytest.fixture
+def start(tmp_path):
+    """A checkpoint with its tokenizer; for rewards with a head that is not new."""
+    folder = checkpoint(CASE, tmp_path)
+    words = tokenizer(eos_token="<|endoftext|>", pad_token="<|pad|>")
+    words.save_pretrained(folder)
+    transformers.set_seed(0)
+    judge = transformers.AutoModelForSequenceClassification.from_pretrained(
+        folder, num_labels=1, pad_token_id=words.pad_token_id
+    )
+    judge.save_pretrained(tmp_path / "judge")
+    words.save_pretrained(tmp_path / "judge")
+    return {kind: str(tmp_path / "judge") if kind == "reward" else str(folder) for kind in KINDS}
 
-    names = ("prompt", "chosen", "rejected")
-    return Dataset.from_list([dict(zip(names, row, strict=True)) for row in ANSWERS * 2])
 
-
-def texts():
-    from datasets import Dataset
-
-    return Dataset.from_list([{"text": prompt + chosen} for prompt, chosen, _ in ANSWERS * 2])
-
-
-def trained(folder, out, layout, kind):
-    """Losses of TRL's trainer; plain where layout is None."""
-    import trl
+def example(kind):
     from accelerate.state import AcceleratorState
 
-    from slapo_zoo import AutoScheduledModel, ScheduledTrainer
-
     AcceleratorState._reset_state(True)
-    dp = 1 if layout is None else layout[2]
-    common = {
-        "output_dir": str(out), "use_cpu": True, "bf16": False, "max_steps": 3, "logging_steps": 1, "report_to": [],
-        "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-2, "lr_scheduler_type": "constant",
-        "per_device_train_batch_size": 4 // dp, "gradient_checkpointing": False, "seed": 5,
-        "dataloader_pin_memory": False,
-    }  # fmt: skip
-    base = getattr(trl, f"{kind}Trainer")
-    words = tokenizer(eos_token="<|endoftext|>", pad_token="<|pad|>")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        args = getattr(trl, f"{kind}Config")(**common)
-        if layout is None:
-            model = transformers.LlamaForCausalLM.from_pretrained(folder)
-            cls = base
-        else:
-            tp, pp, dp = layout
-            model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, dp=dp, seed=0)
-            cls = type("Mine", (ScheduledTrainer, base), {})
-        data = pairs() if kind == "DPO" else texts()
-        more = {}
-        if kind == "DPO":
-            import copy
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    warnings.simplefilter("ignore")
+    return runpy.run_path(str(ROOT / f"{kind}.py"), run_name="example")
 
-            more["ref_model"] = copy.deepcopy(model)
-        trainer = cls(model=model, args=args, train_dataset=data, processing_class=words, **more)
-        trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+def plain(kind, folder, out, *more):
+    """Losses of TRL's own trainer; its model is saved."""
+    import trl
+
+    found = example(kind)
+    head = "SequenceClassification" if kind == "reward" else "CausalLM"
+    model = getattr(transformers, f"AutoModelFor{head}").from_pretrained(folder)
+    losses = found["train"](getattr(trl, f"{KINDS[kind]}Trainer"), model, folder, out, *more)
+    model.save_pretrained(out)
+    return losses
+
+
+def scheduled(kind, folder, out, tp, dp, *more):
+    return example(kind)["main"](folder, out, tp, dp, *more)
+
+
+def check_same_model(start, one, two):
+    """Both have moved, and to the same weights."""
+    before, plainly, here = (load_file(Path(f, "model.safetensors")) for f in (start, one, two))
+    assert plainly.keys() == here.keys()
+    assert any(not torch.equal(before[name], here[name]) for name in here)
+    for name, tensor in plainly.items():
+        torch.testing.assert_close(here[name], tensor, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_trl_trains_as_in_one_process(kind, layout, start, tmp_path, ranks):
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    want = ranks.run(plain, 1, kind, start[kind], one, timeout=200)[0]
+    assert len(want) == 3
+    for losses in ranks.run(scheduled, 2, kind, start[kind], two, *LAYOUTS[layout], timeout=200):
+        torch.testing.assert_close(losses, want, atol=1e-5, rtol=1e-5)
+    check_same_model(start[kind], one, two)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 1, 2)], ids=["tp2", "dp2"])
-@pytest.mark.parametrize("kind", ["SFT", "DPO"])
-def test_trl_trains_as_in_one_process(kind, layout, tmp_path, ranks):
-    folder = checkpoint(CASE, tmp_path)
-    want = ranks.run(trained, 1, folder, tmp_path, None, kind, timeout=200)[0]
-    for losses in ranks.run(trained, 2, folder, tmp_path, layout, kind, timeout=200):
-        torch.testing.assert_close(losses, want, atol=1e-4, rtol=1e-4)
+@pytest.mark.parametrize(("tp", "dp", "parts"), [(2, 1, 2), (2, 2, 1)])
+def test_answers_to_a_prompt_are_compared_with_each_other(tp, dp, parts, start, tmp_path, ranks):
+    """TRL counts tp peers as readers of other rows; with parts of a step it left rows out."""
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    ranks.run(plain, 1, "grpo", start["grpo"], one, 1, 3, parts, timeout=200)
+    ranks.run(scheduled, tp * dp, "grpo", start["grpo"], two, tp, dp, parts, timeout=200)
+    check_same_model(start["grpo"], one, two)
 
 
-def sft(folder, out, **more):
-    """TRL's SFT trainer on one process with LoRA by `peft_config=`."""
+def asked(**options):
+    """Arguments of a trainer that samples."""
+    usual = {"num_generations": 4, "per_device_train_batch_size": 4, "steps_per_generation": 2,
+             "generation_batch_size": 64}  # fmt: skip
+    return SimpleNamespace(**usual | options)
+
+
+def model_on(*sizes):
+    state = SimpleNamespace(sequence_parallel=False)
+    found = SimpleNamespace(mesh=Mesh(*sizes), schedule=SimpleNamespace(state=state))
+    found._slapo = SimpleNamespace(peft_config=None)
+    return found
+
+
+def test_rows_of_a_generation_are_counted_over_dp():
+    args = asked()
+    refuse_options(model_on(2, 1, 3), args, "")
+    assert args.generation_batch_size == 4 * 3 * 2
+    alone = asked()
+    refuse_options(model_on(1, 1, 3), alone, "")
+    assert alone.generation_batch_size == 64, "as TRL has counted"
+    with pytest.raises(SlapoError, match=r"found 4 answers .* 6 rows .*\n.*batch_size=8"):
+        refuse_options(model_on(2, 1, 1), asked(per_device_train_batch_size=6), "")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_are_refused_in_words(kind):
+    """Losses of TRL begin at whole logits, which the last stage alone has."""
     import trl
-    from peft import LoraConfig
 
-    from slapo_zoo import AutoScheduledModel, ScheduledTrainer
-
-    cls = type("Mine", (ScheduledTrainer, trl.SFTTrainer), {})
-    args = trl.SFTConfig(
-        output_dir=str(out), use_cpu=True, bf16=False, max_steps=1, report_to=[], disable_tqdm=True,
-        per_device_train_batch_size=4, gradient_checkpointing=False, **more,
-    )  # fmt: skip
-    return cls(
-        model=AutoScheduledModel.from_pretrained(folder, seed=0), args=args, train_dataset=texts(),
-        processing_class=tokenizer(eos_token="<|endoftext|>", pad_token="<|pad|>"),
-        peft_config=LoraConfig(r=2, target_modules=["q_proj"]),
-    )  # fmt: skip
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of the config of TRL
-def test_an_adapter_of_peft_config_is_what_trains_and_what_is_saved(tmp_path):
-    trainer = sft(checkpoint(CASE, tmp_path), tmp_path / "run", save_strategy="no")
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    trainer.train()
-    changed = {
-        name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])
-    }
-    assert changed
-    assert all("lora" in name for name in changed)
-    trainer.save_model(str(tmp_path / "adapter"))
-    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
-    assert not (tmp_path / "adapter" / "model.safetensors").exists()
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_checkpoints_of_an_adapter_are_refused_before_the_first_step(tmp_path):
-    with pytest.raises(SlapoError, match='save_strategy="no"'):
-        sft(checkpoint(CASE, tmp_path), tmp_path / "run", save_strategy="steps")
-
-
-def test_dpo_with_an_adapter_asks_for_its_reference(tmp_path):
-    import trl
-    from peft import LoraConfig
-
-    from slapo_zoo import AutoScheduledModel, ScheduledTrainer
-
-    cls = type("Mine", (ScheduledTrainer, trl.DPOTrainer), {})
-    model = AutoScheduledModel.from_pretrained(checkpoint(CASE, tmp_path), seed=0)
-    with pytest.raises(SlapoError, match=r"ref_model=copy\.deepcopy"):
-        cls(model=model, peft_config=LoraConfig(r=2, target_modules=["q_proj"]))
+    owner = f"{KINDS[kind]}Trainer"
+    made = type("Mine", (ScheduledTrainer, getattr(trl, owner)), {})
+    found = _own_loss(made, None, {})
+    assert found.endswith(".compute_loss")
+    with pytest.raises(SlapoError, match="use pp=1, or a loop of your own"):
+        refuse_options(model_on(1, 2, 1), None, found)
