@@ -17,7 +17,6 @@ FORBIDDEN = {
 ALLOWED = {
     "slapo_zoo/ranks/launch.py": {"pickle.loads"},  # between a parent and the ranks that it forked
     "slapo_zoo/cards/use.py": {"loader.exec_module"},  # trusted by the user, pinned to a sha
-    "slapo_zoo/tune/script.py": {"loader.exec_module"},  # --config: the user's own file
 }
 
 

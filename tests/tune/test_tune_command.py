@@ -1,10 +1,8 @@
-"""`slapo-zoo tune`: the older command form, a real model in workers, and what is written."""
+"""`slapo-zoo tune`: a real model in workers, and what is written."""
 
 import copy
-import csv
 import json
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,89 +11,17 @@ from transformers import GPT2Config
 
 from slapo_zoo import AutoScheduledModel
 from slapo_zoo.cli.main import main
-from slapo_zoo.tune import script
-from slapo_zoo.tune.database import Database, Scope
-from slapo_zoo.tune.outcome import CRASH, OK, OUT_OF_MEMORY, WRONG, Outcome
+from slapo_zoo.tune.database import Scope
+from slapo_zoo.tune.outcome import OK, WRONG, Outcome
 from slapo_zoo.tune.record import record, recorded
 from slapo_zoo.tune.trial import Job, differs
 from slapo_zoo.zoo import tuned
-
-SPACE = """
-def update_space(args, space):
-    batch = space.create_symbol("batch_size", [8, 16, args["most"]])
-    space.create_symbol("ckpt_ratio", [0.5, 1.0] if batch >= 16 else [0.0])
-    return space
-"""
-SCRIPT = """
-import os, sys
-rows, ratio = int(sys.argv[2]), float(sys.argv[3].split("=")[1])
-assert os.environ["batch_size"] == sys.argv[2]
-if rows * (2 - ratio) > 40:
-    raise MemoryError("out of memory")
-print(f"step 3: {rows / (1 + ratio):.2f} samples/s")
-"""
 
 
 def cli(*words):
     with pytest.raises(SystemExit) as caught:
         main(list(map(str, words)))
     return caught.value.code or 0
-
-
-@pytest.fixture
-def files(tmp_path):
-    (tmp_path / "space.py").write_text(SPACE)
-    (tmp_path / "train.py").write_text(SCRIPT)
-    return tmp_path
-
-
-def test_a_script_with_symbols_in_its_arguments(files, capsys):
-    words = ("tune", files / "train.py", "--config", files / "space.py", "--search", "exhaustive",
-             "--db", files / "db.jsonl", "--output", files / "out",
-             "--", "--rows", "batch_size", "--ratio=ckpt_ratio", "--most", "32")  # fmt: skip
-    assert cli(*words) == 0
-    out = capsys.readouterr().out
-    assert "best: (batch_size: 32, ckpt_ratio: 1.0) ok 16 rows/s" in out
-    rows = list(csv.DictReader((files / "out" / "trials.csv").read_text().splitlines()))
-    assert [row["kind"] for row in rows].count(OUT_OF_MEMORY) == 1
-    assert (files / "out" / "trace.png").stat().st_size > 1000
-    assert (files / "out" / "surface.png").exists()
-    before = len(Database(files / "db.jsonl").load())
-    assert cli(*words) == 0
-    assert "(known)" in capsys.readouterr().out
-    assert len(Database(files / "db.jsonl").load()) == before
-
-
-def test_mistakes_in_the_older_form_are_named(files, capsys):
-    assert cli("tune", files / "train.py", "--config", files / "none.py") == 2
-    assert "no such file" in capsys.readouterr().err
-    (files / "empty.py").write_text("")
-    assert cli("tune", files / "train.py", "--config", files / "empty.py") == 2
-    assert "defines neither update_space" in capsys.readouterr().err
-    (files / "silent.py").write_text("")
-    silent = script.measure_script(str(files / "silent.py"), [], {"a": 1}, 30.0)
-    assert silent.kind == CRASH
-    assert "printed no throughput" in silent.message
-
-
-def test_words_rates_and_ranges():
-    point = {"batch_size": 8, "ckpt_ratio": 0.5}
-    command = script.command_at(
-        "t.py", ["--batch", "batch_size", "--r=ckpt_ratio", "--name", "my_batch_size"], point
-    )
-    assert command == [sys.executable, "t.py", "--batch", "8", "--r=0.5", "--name", "my_batch_size"]
-    assert script.arguments_of(["--gpus", "8", "--fp16", "--sizes", "1", "2.5"]) == {
-        "gpus": 8, "fp16": 1, "sizes": [1, 2.5]}  # fmt: skip
-    for text, rate in (("a 12.5 samples/s b", 12.5), ("Throughput: 3e2", 300.0), ("none", None),
-                       ("1 samples/s 2 rows per sec", 2.0)):  # fmt: skip
-        assert script.rate_in(text) == rate
-
-    class Config:
-        @staticmethod
-        def get_bs_range(arguments):
-            return 8, 32, 8
-
-    assert len(script.space_of(Config, {})) == 4 * len(script.RATIOS)
 
 
 def test_wrong_numbers_are_seen():

@@ -1,5 +1,6 @@
 """The tuner: how soon it finds the optimum, what a kill loses, and how failures are told apart."""
 
+import csv
 import json
 import os
 import random
@@ -12,6 +13,7 @@ import pytest
 
 import surfaces
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.tune import show
 from slapo_zoo.tune.database import Database, Scope
 from slapo_zoo.tune.grid import Grid
 from slapo_zoo.tune.outcome import CRASH, OK, OUT_OF_MEMORY, SLOW, TIMEOUT, WRONG, Outcome
@@ -248,7 +250,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("kind", PROGRAMS)
 def test_failures_are_told_apart(kind):
-    outcome, _ = run_trial(
+    outcome = run_trial(
         [sys.executable, "-S", "-c", PROGRAMS[kind]], 1.0 if kind == TIMEOUT else 30.0
     )
     expected = {"killed": OUT_OF_MEMORY, "segfault": CRASH}.get(kind, kind)
@@ -256,6 +258,19 @@ def test_failures_are_told_apart(kind):
     assert outcome.message or kind in (OK, WRONG)
     if kind == "segfault":
         assert "SIGSEGV" in outcome.message
+
+
+def test_a_search_is_written_and_drawn(tmp_path):
+    grid = Grid(space().all_points())
+    found = tune(SURFACES[next(iter(SURFACES))], grid=grid)
+    assert f"{found.best.outcome.throughput:.4g}" in show.line_of(found.best)
+    show.write_csv(found, tmp_path / "trials.csv")
+    show.draw_trace(found, tmp_path / "trace.png")
+    assert show.draw_surface(found, grid, tmp_path / "surface.png")
+    rows = list(csv.DictReader((tmp_path / "trials.csv").read_text().splitlines()))
+    assert len(rows) == len(found.trials) > 1
+    assert all((tmp_path / name).stat().st_size > 1000 for name in ("trace.png", "surface.png"))
+    assert str(rows[0]["batch_size"]) == str(found.trials[0].point["batch_size"])
 
 
 def test_unknown_strategies_are_named():

@@ -1,7 +1,6 @@
 """`slapo-zoo tune`: measure configurations until the fastest is found, and keep every result."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,10 +14,8 @@ Symbols = Annotated[list[str] | None, typer.Option("--symbol", help=SYMBOL)]
 
 
 def tune(
-    target: Annotated[str, typer.Argument(help="A family, a folder, a Hub id; with --config a script.")],
-    words: Annotated[list[str] | None, typer.Argument(help="With --config: arguments of the script.")] = None,
+    model: Annotated[str, typer.Argument(help="A family, a folder, a Hub id.")],
     symbol: Symbols = None,
-    config: Annotated[Path | None, typer.Option(help="Python file that defines a space.")] = None,
     change: Annotated[list[str] | None, typer.Option(help="FIELD=VALUE of the model's config.")] = None,
     search: Annotated[str, typer.Option(help="model, coordinate, optuna, random or exhaustive.")] = "model",
     evaluations: Annotated[int, typer.Option(min=1, help="At most so many.")] = 40,
@@ -38,14 +35,14 @@ def tune(
     seed: Annotated[int, typer.Option(help="Of random searches.")] = 0,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    """Search for the fastest configuration of a model, or of a training script (--config).
+    """Search for the fastest configuration of a model.
 
     Each point is measured in a process of its own. Out of memory, a crash, a time-out, wrong numbers
     and slowness are distinguished; what a database holds is never measured again.
     """
     with stdout_for_json(as_json):
         found = _search(
-            (target, words or [], config, symbol or [], change or []),
+            (model, symbol or [], change or []),
             (gpus, seq_len, dtype, device, memory, timeout, plan),
             (search, evaluations, patience, quick_steps, steps, seed),
             db,
@@ -66,16 +63,10 @@ def _search(
     from slapo_zoo.tune.search import find_strategy
     from slapo_zoo.tune.tuner import Limits, Tuner
 
-    target, words, config, symbols, changes = what
     search, evaluations, patience, quick_steps, steps, seed = how
     strategy = find_strategy(search)
     limits = Limits(evaluations, patience, quick_steps, steps)
-    prior, refused = None, {}
-    if config is not None:
-        grid, measure, scope = _of_script(target, words, config, setting[-2])
-    else:
-        grid, measure, scope, judged = _of_model(target, symbols, changes, *setting)
-        prior, refused = judged
+    grid, measure, scope, (prior, refused) = _of_model(*what, *setting)
     start = max(range(len(grid.points)), key=prior.__getitem__) if prior else 0
     if start in refused:
         start = next((i for i in range(len(grid.points)) if i not in refused), 0)
@@ -110,22 +101,6 @@ def _require_best(found: Any, refused: dict[int, str]) -> Any:
     raise SlapoError("tune", "search", problem, "make the batch smaller, or give more --memory or --timeout")  # fmt: skip
 
 
-def _of_script(script: str, words: list[str], config: Path, timeout: float) -> Any:
-    from slapo_zoo.tune import script as older
-    from slapo_zoo.tune.database import Scope
-    from slapo_zoo.tune.grid import Grid
-    from slapo_zoo.zoo.tuned import cpu_name
-
-    module = older.load_config(config)
-    grid = Grid(older.space_of(module, older.arguments_of(words)))
-    digest = older.hash_of(config, Path(script))
-    scope = Scope(cpu_name(), Path(script).name, digest, setting={"arguments": " ".join(words)})
-    measure: Callable[..., Any] = lambda point, steps: older.measure_script(  # noqa: E731
-        script, words, point, timeout, module
-    )
-    return grid, measure, scope
-
-
 def _of_model(
     model: str, symbols: list[str], changes: list[str], gpus: int, seq_len: int, dtype: str, device: str,
     memory: str | None, timeout: float, plan: bool,
@@ -147,7 +122,6 @@ def _of_model(
 def _pairs(texts: list[str], what: str) -> dict[str, list[Any]]:
     """NAME=V,V --> values; numbers, true, false and none as such."""
     from slapo_zoo.errors import SlapoError
-    from slapo_zoo.tune.script import typed
 
     words = {"true": True, "false": False, "none": None}
     found: dict[str, list[Any]] = {}
@@ -157,3 +131,13 @@ def _pairs(texts: list[str], what: str) -> dict[str, list[Any]]:
             raise SlapoError("tune", f"{what} {text}", "found no NAME=VALUE", "e.g. batch_size=1,2,4")  # fmt: skip
         found[name] = [words.get(v.lower(), typed(v)) if v else "" for v in values.split(",")]
     return found
+
+
+def typed(word: str) -> Any:
+    """Convert a word to a number, if it is one."""
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word
