@@ -2,7 +2,10 @@
 
 import warnings
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
+from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.directive import Site
 from slapo_zoo.language.primitives import Replace, Sync
 from slapo_zoo.language.primitives.sharded_linear import output_of
@@ -10,6 +13,10 @@ from slapo_zoo.language.schedule import Schedule
 
 FORWARD = 'its output is a part of a sum on each rank, and nothing sums it: sync("fwd_post", "all_reduce") there'
 BACKWARD = 'the gradient of its input is a part of a sum on each rank, and nothing sums it: sync("bwd_post", "all_reduce") there'
+INPUTS = {
+    "Linear": 1,
+    "Conv1D": 0,
+}  # class --> axis of its weight that meets the features of its input
 
 
 class ScheduleWarning(UserWarning):
@@ -22,8 +29,18 @@ def missing_sums(sch: Schedule) -> list[str]:
     A sum may stand at the module, or at any module around it. What was replaced is left out: its
     code may sum by itself.
     """
+    return [_line(bad, problem) for bad, problem in _unsummed(sch)]
+
+
+def _line(bad: list[str], problem: str) -> str:
+    more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+    return f"{bad[0]}{more}: {problem}, or around it"
+
+
+def _unsummed(sch: Schedule) -> Iterator[tuple[list[str], str]]:
+    """(paths of modules, what is missing) of each kind that there is."""
     if sch.mesh.tp == 1:
-        return []
+        return
     synced: dict[str, set[str]] = {"fwd_post": set(), "bwd_post": set()}
     replaced: set[str] = set()
     for paths, (_, directive) in zip(sch.landed, sch.history, strict=True):
@@ -32,7 +49,6 @@ def missing_sums(sch: Schedule) -> list[str]:
                 synced.get(mode, replaced).update(paths if mode in synced else _parents(paths))
         elif isinstance(directive, Replace):
             replaced.update(paths)
-    found = []
     for kind, mode, problem in (
         ("partial", "fwd_post", FORWARD),
         ("divided", "bwd_post", BACKWARD),
@@ -42,15 +58,30 @@ def missing_sums(sch: Schedule) -> list[str]:
                and not (mode == "bwd_post" and hasattr(module, "num_embeddings"))
                and not any(at in synced[mode] or at in replaced for at in _around(path))]  # fmt: skip
         if bad:
-            more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-            found.append(f"{bad[0]}{more}: {problem}, or around it")
-    return found
+            yield bad, problem
 
 
 def warn_of_missing_sums(sch: Schedule) -> None:
-    """A ScheduleWarning for each kind of sum that a schedule forgot."""
-    for problem in missing_sums(sch):
-        warnings.warn(problem, ScheduleWarning, stacklevel=3)
+    """A ScheduleWarning for each kind of sum that a schedule forgot; its modules look at their input from here on."""
+    for bad, problem in _unsummed(sch):
+        warnings.warn(_line(bad, problem), ScheduleWarning, stacklevel=3)
+        for path in bad:
+            sch.state.modules[path].register_forward_pre_hook(partial(_require_width, path))
+
+
+def _require_width(path: str, module: Any, args: Any) -> None:
+    """ScheduleError where an input has other features than a rank's part of a weight takes."""
+    name, weight = type(module).__name__, module.weight
+    if name not in INPUTS or not args or args[0].shape[-1] == weight.shape[INPUTS[name]]:
+        return
+    found, taken = args[0].shape[-1], weight.shape[INPUTS[name]]
+    problem = f"its input has {found} features, and its part of the weight takes {taken}"
+    order = "[inputs, outputs]" if INPUTS[name] == 0 else "[outputs, inputs]"
+    hint = (
+        f"the weight of a {name} is {order}: shard its other axis, or give it what a rank needs of its "
+        'input, e.g. sync("fwd_pre", ...) of the module'
+    )
+    raise ScheduleError(path, 'shard("weight")', problem, hint)
 
 
 def _around(path: str) -> Iterator[str]:

@@ -47,6 +47,11 @@ def timeout_of_world() -> float:
     return world._get_backend(group_device()).options._timeout.total_seconds()
 
 
+def forget_groups() -> None:
+    """Let the next process group be the first: one that was not made has been counted."""
+    dist.distributed_c10d._world.group_count = 0
+
+
 def patient_group(seconds: float) -> Any:
     """A gloo group of all ranks that waits so long, but is itself made or given up sooner.
 

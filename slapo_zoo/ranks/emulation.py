@@ -20,7 +20,7 @@ from slapo_zoo.errors import MeshError, RankError
 from slapo_zoo.parallel import compat
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.ranks import heartbeat
-from slapo_zoo.ranks.process_group import rank_guard
+from slapo_zoo.ranks.process_group import join_group, rank_guard
 from slapo_zoo.rng.seeds import GeneratorOfThreads
 
 _ONE_AT_A_TIME = threading.Lock()
@@ -63,10 +63,7 @@ def emulate(
 
     def run(rank: int) -> None:
         try:
-            dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=size,
-                timeout=timedelta(seconds=timeout_s),
-            )  # fmt: skip
+            join_group(store, rank, size, backend="gloo", timeout=timedelta(seconds=timeout_s))
             with rank_guard(getattr(function, "__name__", "emulate")):
                 outcomes[rank] = function(*args, **kwargs)
             dist.barrier()

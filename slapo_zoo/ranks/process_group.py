@@ -20,8 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from slapo_zoo.errors import MeshError, RankError, SlapoError, is_agreed
+from slapo_zoo.parallel import compat
 from slapo_zoo.parallel.begun import EXPLAIN
 from slapo_zoo.ranks import background, heartbeat
 from slapo_zoo.ranks.heartbeat import ERROR_KEY
@@ -30,6 +32,7 @@ from slapo_zoo.ranks.store import fresh_store, is_restartable, meet, open_store
 
 TIMEOUT_S = 60.0  # of a collective; torch's default is 30 minutes
 START_S = 600.0  # until all processes of a job have started
+JOIN_S = 10.0  # until they have connected to each other
 VARIABLE = "SLAPO_ZOO_TIMEOUT_S"
 ERROR_WAIT_S = 5.0  # how long a rank that lost its peers waits for one of them to say why
 LINGER_S = 10.0  # how long a failed rank 0 that holds the store itself waits for others to read it
@@ -105,15 +108,50 @@ def init_distributed(timeout_s: float | None = None, device: str | None = None) 
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = (fresh_store if is_restartable() else open_store)(rank, size, start_s)
         meet(store, rank, size, start_s)
-        dist.init_process_group(
-            backend, timeout=timeout, device_id=cuda, store=store, rank=rank, world_size=size
-        )
+        join_group(store, rank, size, backend=backend, timeout=timeout, device_id=cuda)
     except dist.DistError as exc:
         where = f"rank {os.environ['RANK']}"
         address = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
         raise MeshError(where, address, str(exc), "is rank 0 running and reachable there?") from exc
     heartbeat.current()
     atexit.register(lambda: shutdown_distributed(failed=hasattr(sys, "last_value")))
+    return True
+
+
+def join_group(store: Any, rank: int, size: int, **options: Any) -> None:
+    """Make the group of all ranks and wait until each of them has; where one lost a peer on the way, all try once more.
+
+    Nobody runs code of the user before all are connected: who failed in it would close connections that others
+    still make.
+    """
+    for attempt in (1, 2):
+        tried, error = PrefixStore(f"slapo_zoo/start/{attempt}", store), None
+        try:
+            dist.init_process_group(store=tried, rank=rank, world_size=size, **options)
+        except RuntimeError as exc:
+            error = exc
+            if not is_lost_peer(exc):
+                raise
+            compat.forget_groups()
+        alike = _all_joined(tried, size, error is None)
+        if error is not None and (alike or attempt == 2):
+            raise error
+        if error is None:
+            if alike or attempt == 2:
+                return
+            dist.destroy_process_group()
+
+
+def _all_joined(store: Any, size: int, is_one: bool) -> bool:
+    """Return whether every rank has joined; who joined goes on without one that does not say so in time."""
+    store.add("joined" if is_one else "failed", 1)
+    deadline, pause = time.monotonic() + JOIN_S, 1e-4
+    while time.monotonic() < deadline:
+        failed = store.add("failed", 0)
+        if store.add("joined", 0) + failed == size:
+            return failed == 0
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
     return True
 
 

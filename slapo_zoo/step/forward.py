@@ -24,6 +24,7 @@ from slapo_zoo.step.runtime import (
     takes_cache,
     tokens_divide,
 )
+from slapo_zoo.step.together import require_together
 
 _TOLD: list[str] = []
 _DOCUMENTS = (
@@ -47,6 +48,7 @@ def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     divided = tokens_divide(model, batch)
     refuse_divided(model, batch, pp=mesh.pp)
     refuse_outputs(model, batch)
+    require_together(model)
     wants_tuple, run = as_dict(model, batch), functools.partial(_run_own, model, runtime)
     calls = runtime.calls
     draws = stream.call(model.training, rows * mesh.coord("dp"), rows)

@@ -14,6 +14,7 @@ from torch import nn
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.step.precision import computing_forward
 from slapo_zoo.step.runtime import count_rows
+from slapo_zoo.step.together import require_together
 
 FEATURES = re.compile(r"get_\w+_features")  # methods of CLIP and its kin that compute
 WHOLE = "_slapo_whole"  # of a part: what gives its model
@@ -35,6 +36,7 @@ def called(model: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, A
         return run(*args, **kwargs)
     if torch.compiler.is_compiling():  # a graph would draw the same masks for ever
         return torch.compiler.disable(called, recursive=False)(model, run, args, kwargs)
+    require_together(model)
     batch = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
     rows = count_rows(batch)
     draws = state.random.call(False, rows * model.mesh.coord("dp"), rows)

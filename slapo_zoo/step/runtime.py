@@ -47,6 +47,7 @@ class Runtime:
         calls: what calls leave for their backwards, whose gradients are summed.
         within_engine: a call of the model comes from the engine around it.
         generates: `generate` runs.
+        evaluated: calls in eval mode.
         recomputed: layers that `gradient_checkpointing_enable` lets recompute.
         precision: in which it computes.
     """
@@ -66,6 +67,7 @@ class Runtime:
     calls: Calls = field(init=False)
     within_engine: bool = False
     generates: bool = False
+    evaluated: int = 0
     recomputed: list[str] = field(default_factory=list)
     precision: MixedPrecision = field(default_factory=MixedPrecision)
 

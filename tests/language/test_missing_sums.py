@@ -8,7 +8,8 @@ import transformers
 
 from heads import HEADS
 from parity import tiny_config
-from slapo_zoo import AutoScheduledModel, Mesh, Schedule
+from slapo_zoo import AutoScheduledModel, Mesh, Schedule, emulate
+from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.missing_sums import ScheduleWarning, missing_sums
 from slapo_zoo.zoo.outline import Outline
 
@@ -94,3 +95,49 @@ def test_a_model_is_built_with_a_word_of_it(ranks):
         assert "transformer.h.0.mlp.c_proj" in text
         assert 'sync("fwd_post", "all_reduce")' in text
     assert ranks.run(built, 2, whole) == [[], []]
+
+
+def of_inputs(sch):
+    sch["**.mlp.c_fc"].shard("weight", 0)
+
+
+def of_outputs(sch):
+    sch["**.mlp.c_fc"].shard("weight", 1).shard("bias", 0)
+    sch["**.mlp.c_proj"].shard("weight", 1).shard("bias", 0)
+
+
+def own_features(module, args):
+    return (args[0].chunk(2, -1)[module.rank_of_test], *args[1:])
+
+
+def given_a_part(sch):
+    """Right shapes without a sum: told, and run."""
+    sch["**.mlp.c_fc"].shard("weight", 0).sync("fwd_pre", own_features)
+
+
+def run_two(write):
+    model = AutoScheduledModel.from_config(CONFIG, tp=2, schedule=write)
+    for module in model.modules():
+        module.rank_of_test = model.mesh.rank
+    return model(input_ids=torch.arange(8)[None]).logits.shape[-1]
+
+
+@pytest.mark.filterwarnings("ignore::slapo_zoo.language.missing_sums.ScheduleWarning")
+@pytest.mark.parametrize(
+    ("write", "path", "said"),
+    [
+        (of_inputs, "transformer.h.0.mlp.c_fc", "its input has 8 features"),
+        (of_outputs, "transformer.h.0.mlp.c_proj", "its input has 16 features"),
+    ],
+)
+def test_a_shard_of_the_wrong_axis_is_told_where_it_meets_its_input(write, path, said):
+    with pytest.raises(ScheduleError) as caught:
+        emulate(run_two, write, mesh=(2, 1, 1))
+    assert caught.value.where == path
+    assert said in caught.value.problem
+    assert "[inputs, outputs]" in caught.value.hint
+
+
+@pytest.mark.filterwarnings("ignore::slapo_zoo.language.missing_sums.ScheduleWarning")
+def test_a_part_of_the_input_is_what_a_part_of_the_weight_takes():
+    assert emulate(run_two, given_a_part, mesh=(2, 1, 1)) == [11, 11]

@@ -139,7 +139,26 @@ def skip_beside(by_hand, **layout):
         optimizer.zero_grad()
 
 
+def evaluate_alone(how, **layout):
+    model = made(**layout)
+    model.train_step(rows_of(model))
+    if model.mesh.rank == 0:
+        with torch.no_grad():
+            how(model.eval())
+        model.train()
+    model.train_step(rows_of(model))
+
+
+def generated(model):
+    model.generate(IDS[:1], max_new_tokens=2, do_sample=False)
+
+
 LEFT = {
+    "evaluation": (partial(evaluate_alone, lambda m: m(IDS), tp=2), (2, 1, 1)),
+    "generation": (partial(evaluate_alone, generated, tp=2), (2, 1, 1)),
+    "evaluation over pp": (partial(evaluate_alone, lambda m: m(IDS), pp=2), (1, 2, 1)),
+    "backbone": (partial(evaluate_alone, lambda m: m.transformer(IDS), tp=2), (2, 1, 1)),
+    "evaluation of rows": (partial(evaluate_alone, lambda m: m(IDS), dp=2, dp_shard=2), (1, 1, 2)),
     "logits": (read_alone, (2, 1, 1)),
     "step of tp": (step_alone, (2, 1, 1)),
     "tp and dp": (partial(skip_beside, True, tp=2, dp=2), (2, 1, 2)),
@@ -170,6 +189,10 @@ def test_a_rank_that_others_left_behind_says_so_on_all_ranks(name, monkeypatch):
         assert isinstance(error, SlapoError), f"rank {rank}: {error}"
         assert "went on without" in str(error), f"rank {rank}: {error}"
         assert "imed out" not in str(error)
+
+
+def test_a_replica_evaluates_alone():
+    emulate(evaluate_alone, lambda m: m(IDS), dp=2, mesh=(1, 1, 2))
 
 
 def wait_alone(what):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import transformers
 
 from slapo_zoo import AutoScheduledModel, emulate
-from slapo_zoo.errors import MeshError, StageError
+from slapo_zoo.errors import MeshError, RankError, StageError
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.ranks.agreement import together
 from slapo_zoo.ranks.launch import run_local
@@ -189,3 +189,38 @@ def test_after_an_emulation_no_thread_is_left_and_processes_start():
         time.sleep(0.01)
     assert native_threads() <= before
     assert run_local(agree_once, 2, timeout=60, start="fork", threads=1) == [[0, 1]] * 2
+
+
+def losing_first(monkeypatch, times):
+    """Rank 1 loses its peer while the group is made, as gloo says it, so many times."""
+    make, left = dist.init_process_group, [times]
+
+    def lossy(*args, **kwargs):
+        make(*args, **kwargs)
+        if kwargs["rank"] == 1 and left[0]:
+            left[0] -= 1
+            dist.destroy_process_group()
+            raise RuntimeError("[gloo/transport/tcp/pair.cc:551] Connection closed by peer")
+
+    monkeypatch.setattr(dist, "init_process_group", lossy)
+
+
+def summed():
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    return float(x)
+
+
+@pytest.mark.parametrize("start", ["threads", "processes"])
+def test_a_start_that_loses_a_peer_is_tried_once_more(start, monkeypatch):
+    losing_first(monkeypatch, 1)
+    if start == "threads":
+        assert emulate(summed, mesh=(2, 1, 1)) == [2.0, 2.0]
+    else:
+        assert run_local(summed, 2, start="fork", threads=1) == [2.0, 2.0]
+
+
+def test_a_start_that_loses_a_peer_twice_is_an_error(monkeypatch):
+    losing_first(monkeypatch, 2)
+    with pytest.raises((RankError, RuntimeError), match="closed by peer"):
+        emulate(summed, mesh=(2, 1, 1), timeout_s=5)

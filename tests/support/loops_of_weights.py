@@ -286,6 +286,25 @@ def read_in_eval(t: Trainee) -> None:
             t.show("loss", out.loss)
 
 
+@loop(
+    "one rank evaluates",
+    families=ONE_STACK,
+    tp="went on without",
+    pp="went on without",
+    dp_shard="went on without",
+)
+def evaluated_on_one(t: Trainee) -> None:
+    """A validation loss between two steps that rank 0 alone computes."""
+    for step in range(2):
+        t.own(step)
+        if not t.scheduled or t.mesh.rank == 0:
+            t.model.eval()
+            with torch.no_grad():
+                for part in t.parts(step):
+                    float(t.model(**part).loss)
+            t.model.train()
+
+
 @loop("weights of classes", families=("gpt2", "opt", "llama", "qwen3", "modernbert", "vit"))
 def weighted_classes(t: Trainee) -> None:
     """A `loss_function` with a denominator of its own, over micro-batches."""
