@@ -95,9 +95,7 @@ def broadcast_batch(
     if mesh.pp > 1:
         found = _broadcast(found, mesh, "pp", device)
     if found is None:
-        raise SlapoError(
-            "broadcast_batch", "batch", NO_BATCH, "pass it on the first tp and pp rank"
-        )
+        raise SlapoError("broadcast_batch", "batch", NO_BATCH, "pass one on tp and pp rank 0")
     return found
 
 
@@ -117,9 +115,7 @@ def _broadcast(
         ]
     dist.broadcast_object_list(shapes, first, group=group)
     if shapes[0] is None:
-        raise SlapoError(
-            "broadcast_batch", "batch", NO_BATCH, "pass it on the first tp and pp rank"
-        )
+        raise SlapoError("broadcast_batch", "batch", NO_BATCH, "pass one on tp and pp rank 0")
     mine: dict[str, Any] = {}
     for name, (shape, dtype) in shapes[0].items():
         if shape is None:

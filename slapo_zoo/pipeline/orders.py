@@ -135,9 +135,7 @@ class StageMap:
             problem = (
                 f"found {count} micro-batches, {self.order.name} needs a multiple of {self.pp}"
             )
-            raise MeshError(
-                "pipeline", "micro_batches", problem, f"pass micro_batches={self.pp * rounds}"
-            )
+            raise MeshError("pipeline", "micro_batches", problem, f"pass {self.pp * rounds}")
 
     def admits(self, count: int) -> bool:
         """Return whether the order can run with `count` micro-batches."""

@@ -76,9 +76,7 @@ def timeout_of(timeout_s: float | None) -> float:
             raise MeshError("init_distributed", VARIABLE, problem, "e.g. 300") from None
     if not 0 < timeout_s < 1e8:
         problem = f"found {timeout_s}, expected seconds above 0"
-        raise MeshError(
-            "init_distributed", "timeout_s", problem, f"pass a number, or set {VARIABLE}"
-        )
+        raise MeshError("init_distributed", "timeout_s", problem, f"pass one, or set {VARIABLE}")
     return timeout_s
 
 

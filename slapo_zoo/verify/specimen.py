@@ -144,9 +144,7 @@ def _plain(config: Any, cls: Any) -> Any:
     with torch.device("meta"):
         count = sum(p.numel() for p in cls(copy.deepcopy(config)).parameters())
     if count > MOST:
-        raise MemoryError(
-            f"the reduced test model has {count:.0f} parameters, at most {MOST:.0f} fit"
-        )
+        raise MemoryError(f"the test model has {count:.0f} parameters, at most {MOST:.0f} fit")
     with drawn_from(0):
         model = cls(copy.deepcopy(config))
         model.tie_weights()
