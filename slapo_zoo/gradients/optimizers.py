@@ -44,7 +44,7 @@ class OptimizerWarning(UserWarning):
 _ASKED: "WeakSet[Any]" = WeakSet()
 _WARNED: "WeakSet[Any]" = WeakSet()
 # (parameter, its row, mesh, local tensor, its gradient) of what a step has replaced by whole ones
-_RUNNING: "WeakKeyDictionary[Any, list[tuple[Any, TensorPlan, Mesh, Tensor, Tensor]]]" = (
+_RUNNING: "WeakKeyDictionary[Any, list[tuple[Any, TensorPlan, Mesh, Tensor, Any]]]" = (
     WeakKeyDictionary()
 )
 

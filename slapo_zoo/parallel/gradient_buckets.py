@@ -66,8 +66,9 @@ class Bucket:
         self.present = [grad is not None for grad in grads]
         self.sizes = [held_here(p).numel() for p in self.parameters]
         self.starts = [0, *accumulate(self.sizes)][:-1]
-        self.flat = self._shared(grads) if all(self.present) else None
-        if self.flat is None:
+        shared: Any = self._shared(grads) if all(self.present) else None
+        self.flat = shared
+        if shared is None:
             self._copy(grads)
         elif self.factor != 1.0:
             self.flat.mul_(self.factor)

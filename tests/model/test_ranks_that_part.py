@@ -71,6 +71,49 @@ def test_gradients_of_autograd_grad_that_are_averaged_by_hand():
             torch.testing.assert_close(grad, want)
 
 
+def of_a_prompt():
+    model = made(dp=2)
+    torch.manual_seed(0)
+    prompt = torch.nn.Parameter(torch.randn(1, 8, 16))
+    torch.autograd.grad(model(inputs_embeds=prompt + 0).logits.sum(), prompt)
+
+
+def test_a_gradient_of_a_soft_prompt_alone_is_refused_too():
+    with pytest.raises(MeshError, match="not their average over dp"):
+        emulate(of_a_prompt, mesh=(1, 1, 2))
+
+
+class Nested(torch.autograd.Function):
+    """Its backward calls the model, and asks for a gradient of an input in a backward of its own."""
+
+    @staticmethod
+    def forward(ctx, x, model):
+        ctx.model = model
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.enable_grad():
+            embeds = torch.zeros(2, 8, 16, requires_grad=True)
+            torch.autograd.grad(ctx.model(inputs_embeds=embeds).logits.sum(), embeds)
+        return grad, None
+
+
+def with_a_backward_in_it():
+    """The nested backward comes last, when all gradients that will come have come; that of wte will not."""
+    model = made(dp=2)
+    embeds = torch.full((2, 8, 16), 1.0 + model.mesh.rank).cumsum(-1).requires_grad_()
+    found = model(inputs_embeds=Nested.apply(embeds, model), output_hidden_states=True)
+    found.hidden_states[-1].square().mean().backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def test_a_backward_within_a_backward_keeps_what_has_come():
+    one, other = emulate(with_a_backward_in_it, mesh=(1, 1, 2))
+    for name, grad in one.items():
+        torch.testing.assert_close(grad, other[name], msg=name)
+
+
 def autograd_over_stages():
     model = made(pp=2)
     loss = model(**rows_of(model)).loss

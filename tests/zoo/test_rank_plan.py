@@ -82,6 +82,24 @@ def test_sums_of_tied_replicated_and_partial_tensors():
     assert llama.groups() == [(0, 1), (2, 3)]
 
 
+@pytest.mark.parametrize(
+    ("family", "tp", "pp"), [("gpt2", 2, 2), ("llama", 4, 2), ("t5", 2, 3), ("albert", 2, 3)]
+)
+def test_ranks_that_sum_together_do_so_for_the_same_tensors_in_one_order(family, tp, pp):
+    """Ranks whose order differs would wait for each other for ever."""
+    took = {}
+    for rank in range(tp * pp):
+        plan = outline_of(family, tp, pp, 1, rank, sequence_parallel=tp > 1).plan
+        sums = plan.sums_of([row.name for row in plan.mine()], TIED, REPLICAS, PARTIAL)
+        took[rank] = [(one.ranks(plan.mesh), [plan.saved_as(n) for n in names])
+                      for one, names in sums.items()]  # fmt: skip
+    assert any(took.values())
+    for rank, sums in took.items():
+        for other, theirs in took.items():
+            shared = [one for one in sums if other in one[0]]
+            assert shared == [one for one in theirs if rank in one[0]]
+
+
 def test_digest_tells_placement_shape_and_stage_apart():
     plan = outline_of("gpt2", 2, 1).plan
     row = plan.of("transformer.ln_f.weight")
