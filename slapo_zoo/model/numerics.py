@@ -138,10 +138,14 @@ class NumericsWatch:
 def part_of(model: Any, name: str) -> str:
     """Name the shard of a parameter that this rank holds."""
     row = model.plan.of(name)
-    if row is None or row.placement is None:
+    if row is None:
         return "all"
-    cut = row.placement
-    return str(cut.runs(row.shape[cut.axis], *model.mesh.place(cut.mesh_dim)))
+    cut, found = row.placement, "all"
+    if cut is not None:
+        found = str(cut.runs(row.shape[cut.axis], *model.mesh.place(cut.mesh_dim)))
+    if row.row_shards > 1 and row.is_parameter:
+        found += f", rows {model.mesh.coord('dp') % row.row_shards} of {row.row_shards}"
+    return found
 
 
 def digest(tensor: Tensor) -> str:

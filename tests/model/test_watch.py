@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +102,33 @@ def test_the_first_nan_names_module_rank_and_rows(where, how, shows, ranks):
         ranks.run(broken, 2, where, how, 2, 1)
     assert shows in str(caught.value)
     assert "rank 1" in str(caught.value)
+
+
+def shards_drift(zero_stage):
+    """Two groups of two dp ranks, each with one copy of the parameters; one rank's part is changed."""
+    model: Any = AutoScheduledModel.from_config(
+        CONFIG, dp=4, dp_shard=2, zero_stage=zero_stage, seed=0
+    ).train()
+    batch = {"input_ids": rows("by dp", model.mesh), "labels": rows("by dp", model.mesh)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with NumericsWatch(model) as watch:
+        model.train_step(batch)
+        optimizer.step()
+        same = watch.replicas()
+        if model.mesh.rank == 3:
+            with torch.no_grad():
+                model.transformer.ln_f.weight.add_(1e-7)
+        return same, watch.replicas()
+
+
+@pytest.mark.filterwarnings("ignore::slapo_zoo.model.numerics.NumericsWarning")
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_parts_of_copies_are_compared_with_their_like(zero_stage):
+    found = emulate(shards_drift, zero_stage, mesh=(1, 1, 4))
+    assert all(same == [] for same, _ in found)
+    assert all(
+        "ln_f.weight on rank 3 differs from that of rank 1" in differs[0] for _, differs in found
+    )
 
 
 def drift(tp):

@@ -6,7 +6,19 @@ from typing import Annotated, Any
 
 import typer
 
-from slapo_zoo.cli.arguments import AsJson, CheckpointRatio, Dp, Order, PipelineRanks, Tp
+from slapo_zoo.cli.arguments import (
+    AsJson,
+    CheckpointPolicy,
+    CheckpointRatio,
+    Dp,
+    DpShard,
+    Order,
+    PipelineRanks,
+    SequenceParallel,
+    StagesPerRank,
+    Tp,
+    ZeroStage,
+)
 from slapo_zoo.cli.errors import stdout_for_json
 
 Model = Annotated[str, typer.Argument(help="A checkpoint folder, a Hub id, or with --gpus a family.")]  # fmt: skip
@@ -24,14 +36,17 @@ def plan(
     tp: Tp = 1,
     pp: PipelineRanks = 1,
     dp: Dp = 1,
-    dp_shard: Annotated[int, typer.Option(min=1, help="Copies that divide weights and states among them.")] = 1,
-    zero_stage: Annotated[int, typer.Option(min=1, max=3, help="How: ZeRO-1, 2 or 3.")] = 3,
+    sequence_parallel: SequenceParallel = False,
+    dp_shard: DpShard = 1,
+    zero_stage: ZeroStage = 3,
     every_rank: Annotated[bool, typer.Option(help="A line per rank, not per stage.")] = False,
     pipeline_order: Order = "1f1b",
+    stages_per_rank: StagesPerRank = None,
     micro_batches: Annotated[int | None, typer.Option(min=1, help="Per step; 2 * pp.")] = None,
     micro_batch_size: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")] = 1,
     seq_len: Annotated[int | None, typer.Option("--seq-len", "--seq", min=1, help="Tokens per row.")] = None,
     checkpoint_ratio: CheckpointRatio = 0.0,
+    checkpoint_policy: CheckpointPolicy = "",
     gpus: Annotated[int | None, typer.Option(min=1, help="Search: which layout of so many?")] = None,
     memory: Annotated[str | None, typer.Option(help="Of a device, e.g. 80GiB.", rich_help_panel=SEARCH)] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows of a step, all copies.", rich_help_panel=SEARCH)] = 1024,
@@ -69,8 +84,9 @@ def plan(
         step = None
         if training or (both and training is None):
             mesh, sizes = (tp, pp, dp), (micro_batches, micro_batch_size, seq_len)
-            shared = {"dp_shard": dp_shard, "zero_stage": zero_stage}
-            step = _forecast(model, mesh, pipeline_order, checkpoint_ratio, sizes, device, shared)
+            knobs = {"sequence_parallel": sequence_parallel, "dp_shard": dp_shard, "zero_stage": zero_stage,
+                     "checkpoint_ratio": checkpoint_ratio, "checkpoint_policy": checkpoint_policy}  # fmt: skip
+            step = _forecast(model, mesh, (pipeline_order, stages_per_rank), sizes, device, knobs)
     if as_json:
         typer.echo(json.dumps({"weights": _weights_data(read), "training": _step_data(step)}, indent=1))  # fmt: skip
         return
@@ -81,11 +97,20 @@ def plan(
 
 
 def _forecast(
-    model: str, mesh: tuple[int, int, int], order: str, checkpoint_ratio: float,
+    model: str, mesh: tuple[int, int, int], order: tuple[str, int | None],
     sizes: tuple[int | None, int, int | None], device: tuple[str, str | None, str, str],
-    shared: dict[str, int],
+    knobs: dict[str, Any],
 ) -> Any:  # fmt: skip
-    """Sizes: micro-batches, rows of one, tokens of a row. Device: as of `make_planner`. Shared: ZeRO."""
+    """Forecast a step of one layout.
+
+    Args:
+        model: as of `make_planner`.
+        mesh: tp, pp and dp.
+        order: name of the pipeline order, and its stages per rank.
+        sizes: micro-batches, rows of one, tokens of a row.
+        device: as of `make_planner`.
+        knobs: of the layout.
+    """
     from slapo_zoo.cli.commands.plan_search import make_planner
     from slapo_zoo.dp.dp_shard import check_dp_shard
     from slapo_zoo.parallel.mesh import Mesh
@@ -95,10 +120,10 @@ def _forecast(
 
     count, rows, seq_len = sizes
     tp, pp, dp = mesh
-    check_dp_shard(Mesh(tp, pp, dp), shared["dp_shard"], None, None)
-    places = StageMap.make(order, pp, None)
+    check_dp_shard(Mesh(tp, pp, dp), knobs["dp_shard"], None, None)
+    places = StageMap.make(order[0], pp, order[1])
     count = count or (places.custom.micro_batches if places.custom else max(1, 2 * (pp > 1) * pp))
-    layout = Layout(tp, pp, dp, rows, count, order, places.per_rank, checkpoint_ratio, **shared)
+    layout = Layout(tp, pp, dp, rows, count, order[0], places.per_rank, **knobs)
     from slapo_zoo.planner.advice import worth
 
     planner = make_planner(model, seq_len, device)

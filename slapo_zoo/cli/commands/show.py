@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
+from slapo_zoo.cli import arguments
 from slapo_zoo.cli.arguments import AsJson, Device, Dp, Head, Model, Pp, SequenceParallel, Tp
 from slapo_zoo.cli.errors import say, stdout_for_json
 
@@ -14,6 +15,12 @@ def show(
     pp: Pp = 1,
     dp: Dp = 1,
     sequence_parallel: SequenceParallel = False,
+    dp_shard: arguments.DpShard = 1,
+    zero_stage: arguments.ZeroStage = 3,
+    pipeline_order: arguments.Order = "1f1b",
+    stages_per_rank: arguments.StagesPerRank = None,
+    checkpoint_ratio: arguments.CheckpointRatio = 0.0,
+    checkpoint_policy: arguments.CheckpointPolicy = "",
     auto_class: Head = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")] = 1,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a row; none: 128, or what the model takes.")] = None,
@@ -38,7 +45,10 @@ def show(
         asked = kernels or ["auto"]
         dtype = config.dtype or torch.float32
         outline = Outline(
-            config, auto_class or head, Mesh(tp, pp, dp, rank or 0), dtype, sequence_parallel=sequence_parallel,
+            config, auto_class or head, Mesh(tp, pp, dp, rank or 0), dtype,
+            sequence_parallel=sequence_parallel, dp_shard=dp_shard, zero_stage=zero_stage,
+            pipeline_order=pipeline_order, stages_per_rank=stages_per_rank,
+            checkpoint_ratio=checkpoint_ratio, checkpoint_policy=checkpoint_policy,
             kernels=asked[0] if len(asked) == 1 else asked, device=pick_device(device_named(device)),
         )  # fmt: skip
         if rank is not None:

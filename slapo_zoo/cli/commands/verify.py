@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
+from slapo_zoo.cli import arguments
 from slapo_zoo.cli.arguments import Dp, Head, Model, Pp, SequenceParallel, Tp
 from slapo_zoo.cli.errors import say, stdout_for_json
 from slapo_zoo.cli.waiting import waiting
@@ -18,6 +19,12 @@ def verify(
     pp: Pp = 1,
     dp: Dp = 1,
     sequence_parallel: SequenceParallel = False,
+    dp_shard: arguments.DpShard = 1,
+    zero_stage: arguments.ZeroStage = 3,
+    pipeline_order: arguments.Order = "1f1b",
+    stages_per_rank: arguments.StagesPerRank = None,
+    checkpoint_ratio: arguments.CheckpointRatio = 0.0,
+    checkpoint_policy: arguments.CheckpointPolicy = "",
     schedule: WithCard = None,
     auto_class: Head = None,
     full: Annotated[bool, typer.Option(help="The model as it is, not a small one.")] = False,
@@ -43,9 +50,14 @@ def verify(
         program = None if own else load_card(str(schedule)).program
         named = hf.resolve_class(config, auto_class or usual_head(config, head)).__name__
         cls = program.model_class if program else named
-        knobs: dict[str, Any] = {} if program else {"sequence_parallel": sequence_parallel}
-        if program is None:
-            _require_mesh(config, cls, (tp, pp, dp), sequence_parallel)
+        order = {"pipeline_order": pipeline_order, "stages_per_rank": stages_per_rank}
+        shaped = {"sequence_parallel": sequence_parallel, "dp_shard": dp_shard, "zero_stage": zero_stage,
+                  "checkpoint_ratio": checkpoint_ratio, "checkpoint_policy": checkpoint_policy}  # fmt: skip
+        knobs = order if program else order | shaped
+        if program:
+            _refuse_beside_card(shaped)
+        else:
+            _require_mesh(config, cls, (tp, pp, dp), knobs)
         request = {
             "config": config.to_dict(), "cls": cls, "mesh": (tp, pp, dp), "quick": not full, "layers": layers,
             "program": program.to_bytes().decode() if program else None, "knobs": knobs,
@@ -58,14 +70,29 @@ def verify(
     raise typer.Exit(0 if found["verdict"] == "verified" else 1)
 
 
-def _require_mesh(config: Any, cls: str, mesh: tuple[int, int, int], sequence: bool) -> None:
+def _refuse_beside_card(given: dict[str, Any]) -> None:
+    """The program of a card says these itself."""
+    from slapo_zoo.errors import SlapoError
+    from slapo_zoo.zoo.options import LoaderOptions
+
+    usual = vars(LoaderOptions())
+    for name, value in given.items():
+        if value != usual[name]:
+            flag = f"--{name.replace('_', '-')} {value}"
+            hint = "leave it out, or leave out --schedule"
+            raise SlapoError("verify", flag, "the card of --schedule says it", hint)
+
+
+def _require_mesh(config: Any, cls: str, mesh: tuple[int, int, int], knobs: dict[str, Any]) -> None:
     """A mesh that the model itself cannot have is a mistake of the arguments, no verdict."""
     import torch
 
+    from slapo_zoo.dp.dp_shard import check_dp_shard
     from slapo_zoo.parallel.mesh import Mesh
     from slapo_zoo.zoo.outline import Outline
 
-    Outline(config, cls, Mesh(*mesh), torch.float32, sequence_parallel=sequence)
+    check_dp_shard(Mesh(*mesh), knobs["dp_shard"], None, None)
+    Outline(config, cls, Mesh(*mesh), torch.float32, **knobs)
 
 
 def _folder(model: str) -> str | None:

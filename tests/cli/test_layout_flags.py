@@ -1,0 +1,65 @@
+"""Every option of the loader that shapes a layout is a flag of the commands that show, plan or verify one."""
+
+import inspect
+import json
+
+import pytest
+
+from slapo_zoo.cli.commands.plan import plan
+from slapo_zoo.cli.commands.show import show
+from slapo_zoo.cli.commands.verify import verify
+from slapo_zoo.cli.main import main
+from slapo_zoo.zoo.options import LoaderOptions
+
+LAYOUT = (
+    "tp", "pp", "dp", "sequence_parallel", "dp_shard", "zero_stage", "pipeline_order", "stages_per_rank",
+    "checkpoint_ratio", "checkpoint_policy",
+)  # fmt: skip
+
+
+def cli(*words):
+    with pytest.raises(SystemExit) as caught:
+        main(list(map(str, words)))
+    return caught.value.code or 0
+
+
+@pytest.mark.parametrize("command", [plan, show, verify])
+def test_flags_are_the_loaders_options(command):
+    usual, flags = {**vars(LoaderOptions()), "dp": 1}, inspect.signature(command).parameters
+    assert {name: flags[name].default for name in LAYOUT} == {name: usual[name] for name in LAYOUT}
+
+
+def test_a_layout_that_a_search_finds_can_be_asked_about(capsys):
+    """Virtual stages, a policy and tokens in shares, as `plan --gpus` prints them."""
+    words = ("--pp", 2, "--pipeline-order", "interleaved_1f1b", "--stages-per-rank", 2, "--checkpoint-ratio", 1,
+             "--checkpoint-policy", "save_matmuls")  # fmt: skip
+    assert cli("plan", "gpt2", "--training", "--seq", 64, *words, "--json") == 0
+    assert len(json.loads(capsys.readouterr().out)["training"]["stages"]) == 4
+    sharded = ("--tp", 2, "--sequence-parallel", "--dp", 2, "--dp-shard", 2)
+    assert cli("plan", "gpt2", "--training", "--seq", 64, *sharded, "--json") == 0
+    least = json.loads(capsys.readouterr().out)["training"]["ranks"][0]
+    assert cli("plan", "gpt2", "--training", "--seq", 64, "--tp", 2, "--dp", 2, "--json") == 0
+    most = json.loads(capsys.readouterr().out)["training"]["ranks"][0]
+    assert least["optimizer"] < 0.6 * most["optimizer"]
+    assert least["activations"] < most["activations"]
+    assert cli("show", "gpt2", *words, "--rank", 1) == 0
+    assert "checkpoint" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--dp", 2, "--dp-shard", 2),
+        ("--pp", 2, "--pipeline-order", "interleaved_1f1b", "--stages-per-rank", 2),
+    ],
+)
+def test_verify_takes_them(words, capsys):
+    assert cli("verify", "gpt2", *words) == 0
+    assert "verified" in capsys.readouterr().out
+
+
+def test_what_a_card_says_is_not_said_beside_it(capsys):
+    assert (
+        cli("verify", "gpt2", "--tp", 2, "--schedule", "hub_cards/gpt2", "--sequence-parallel") == 2
+    )
+    assert "the card of --schedule says it" in capsys.readouterr().err
