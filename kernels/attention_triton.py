@@ -232,7 +232,7 @@ def _key_kernel(
 
 
 def _options(q: Tensor, k: Tensor, table, classes, key_mask, keep, seeds, p, scale, causal, window):
-    """(tensors after v, sizes), and the constants of each kernel."""
+    """Return (tensors after v, sizes) and the constants of each kernel."""
     (_, S, H, D), T = q.shape, k.shape[1]
     mask = "keep" if keep is not None else "seeds" if seeds is not None and p > 0 else "none"
     tensors = [

@@ -68,7 +68,7 @@ def bias_dropout_residual_layer_norm(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """(y, z): z = mask * (x + x_bias) + residual, y = LayerNorm(z).
+    """Compute (y, z): z = mask * (x + x_bias) + residual, y = LayerNorm(z).
 
     A block with its norm after the sum (BERT) needs y alone; one with its norm before (GPT-2) hands z
     on as the next residual.

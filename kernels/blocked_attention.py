@@ -21,7 +21,7 @@ LARGEST_HEAD = 128  # columns; tiles of more spill
 
 
 class Shape(NamedTuple):
-    """Which scores there are: see the head of the file; window 0 is none."""
+    """Sizes of the scores that are computed: see the head of the file; window 0 is none."""
 
     S: int
     T: int
@@ -78,7 +78,7 @@ def attention(
 
 
 def cannot(q: Tensor) -> str:
-    """Why the Triton kernels cannot serve queries [..., D], or the empty string."""
+    """Return why the Triton kernels cannot serve queries [..., D], or the empty string."""
     if q.dtype not in TRITON_DTYPES:
         return f"{str(q.dtype)[6:]} has no Triton kernel"
     if q.dtype == torch.float32 and q.device.type != "cpu":

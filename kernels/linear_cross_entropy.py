@@ -162,7 +162,7 @@ def _gradients(ctx: Any, d_loss: Tensor, *_: Any) -> tuple:
 
 
 def _divides_first(x: Tensor) -> bool:
-    """In fp16 small gradients would vanish before the scale of a loss scaler reaches them."""
+    """Return whether gradients are divided by the count first: not in fp16, where small ones would vanish before the loss scale."""
     return x.dtype != torch.float16
 
 

@@ -40,7 +40,7 @@ _OF_GRADIENT = (torch.Tensor.retain_grad, torch.Tensor.register_hook)
 
 @dataclass
 class Head:
-    """How logits are made of rows, and what of their loss a kernel needs to know.
+    """What a head needs to make logits of rows, and a kernel to compute their loss.
 
     Args:
         linear: the module whose weight [V, H] (of tp ranks: a part of its rows) and bias it is.
@@ -77,7 +77,7 @@ class Head:
             return self._loss(rows, target, ignore_index, smoothing, items)
 
     def reading(self) -> AbstractContextManager:
-        """Around all that is made of rows after the forward."""
+        """Context of everything that is made of rows after the forward."""
         assert self.within is not None  # noqa: S101 - set above
         return self.within()
 
@@ -103,7 +103,7 @@ def may_defer(module: Any, rows: Tensor) -> bool:
 
 
 def make_logits_at_once(model: Any) -> None:
-    """For engines that gather a weight only while the forward of its own module runs."""
+    """Make logits in the forward, for engines that gather a weight only while its own module runs."""
     for module in model.modules():
         module.makes_logits_at_once = True
 
@@ -363,7 +363,7 @@ def _common(
     x: Tensor, target: Tensor, weight: Any = None, size_average: Any = None,
     ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> bool:  # fmt: skip
-    """Whether it is the form [N, V] against class indices, reduced: as _cross_entropy takes it."""
+    """Return whether a call compares [N, V] with class indices and reduces, as _cross_entropy takes it."""
     given = weight is None and size_average is None and reduce is None
     return given and reduction != "none" and x.dim() == 2 and target.dtype == torch.int64
 

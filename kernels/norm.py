@@ -34,7 +34,7 @@ def norm(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """(y, z), both in the shape of x; z is x where nothing is added to it.
+    """Compute (y, z), both in the shape of x; z is x where nothing is added to it.
 
     Args:
         x: [..., N].

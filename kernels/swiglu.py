@@ -80,7 +80,7 @@ def _fake(gate, up, weight, bias):
 
 @operator("swiglu_linear", _fake, _setup, _gradients)
 def _down(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(silu(gate) * up) W' + b; of what is between, nothing is kept."""
+    """Compute (silu(gate) * up) W' + b; nothing in between is kept."""
     rows = functional.silu(gate).mul_(up).view(-1, gate.shape[-1])
     return products.mm(rows, weight.t(), bias).view(*gate.shape[:-1], weight.shape[0])
 

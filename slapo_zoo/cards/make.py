@@ -122,7 +122,7 @@ def _value(value: Any, used: set[str]) -> Any:
 
 
 def _numbers(table: Table, config: Any, used: set[str]) -> dict[str, str]:
-    """How the numbers that steps name follow from a config; what a function computes is fixed."""
+    """Return the arithmetic of the numbers that steps name, over the config; what a function computes is a constant."""
     texts = {n: str(of(config)) if callable(of) else of for n, of in table.dims.items()}
     wanted = set(used)
     for name in reversed(texts):  # a number may be made of those before it

@@ -11,7 +11,7 @@ PICTURES = {  # measure of bench.json --> (file, what the axis says)
 
 
 def pictures_of(bench: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(file, what it shows) of every picture that the figures allow; of what is unmeasured there is none."""
+    """Return (file, what it shows) of every picture that the figures allow; of what is unmeasured there is none."""
     return [PICTURES[measure] for measure in PICTURES if len(_bars(bench, measure)) > 0]
 
 

@@ -154,7 +154,7 @@ class Program:
 
 
 def _filled(value: Any) -> Any:
-    """With a number in the place of every sum."""
+    """Return a value with 1 in the place of every sum, to check its form."""
     if isinstance(value, Mapping):
         return 1
     return [_filled(v) for v in value] if isinstance(value, list | tuple) else value

@@ -161,7 +161,7 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
 
 @contextmanager
 def whole_sizes(model: nn.Module) -> Iterator[None]:
-    """Within it, weights that dp ranks divide (`dp_shard=`) show their whole size, and hold nothing."""
+    """Context in which weights that dp ranks divide (`dp_shard=`) show their whole size, and hold nothing."""
     shown: list[tuple[Any, str]] = []
     for module in model.modules():
         for leaf, p in module._parameters.items():

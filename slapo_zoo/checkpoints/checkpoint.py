@@ -196,7 +196,7 @@ class _Save:
         return digest, record if is_first else None, states_here(device_of(self.model)), own
 
     def merge(self, found: Sequence[tuple[str, Any, dict[str, str], dict[str, Any]]]) -> None:
-        """From what all ranks said, the state of the whole training."""
+        """Merge what all ranks reported into the state of the whole training."""
         mesh = self.model.mesh
         if differ := optimizers.disagreement([digest for digest, *_ in found], mesh):
             problem = f"ranks {differ} have another one than the first rank of their stage"

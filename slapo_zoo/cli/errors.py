@@ -85,7 +85,7 @@ def check_new_file(path: Path | None, option: str) -> None:
 
 @contextmanager
 def stdout_for_json(as_json: bool) -> Iterator[None]:
-    """Within it, whatever libraries and child processes print goes to stderr: JSON comes after it.
+    """Context in which whatever libraries and child processes print goes to stderr: JSON comes after it.
 
     DeepSpeed, which `transformers` imports where it is installed, logs to stdout.
     """

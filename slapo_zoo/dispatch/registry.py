@@ -62,7 +62,7 @@ class Kernel:
     limits: Callable[[Tensor], str] = lambda x: ""
 
     def falls_back(self, dtype: torch.dtype, size: int, device: str) -> str:
-        """Why it runs as torch operations on a GPU, whatever was measured, or the empty string."""
+        """Return why it runs as torch operations on a GPU, whatever was measured, or the empty string."""
         if device == "cpu":
             return ""
         if not HAS_TRITON:
@@ -183,7 +183,7 @@ def served_class(module: nn.Module, serves: Collection[str]) -> Any:
 
 
 def _unlike(module: nn.Module, name: str, serves: Mapping[str, Any], passes: Sequence[str]) -> str:
-    """Why a module is none of those that a kernel was written for, or the empty string."""
+    """Return why a module is none of those that a kernel was written for, or the empty string."""
     found, own = served_class(module, serves), type(module)
     if found is None:
         kinds = ", ".join(sorted(serves)) or "a function only"
@@ -276,7 +276,7 @@ _forced: list[str] = []
 
 @contextmanager
 def force(path: str) -> Iterator[None]:
-    """Within it, "triton" or "torch" runs on GPUs whatever was measured (tests, benchmarks)."""
+    """Context in which "triton" or "torch" runs on GPUs whatever was measured (tests, benchmarks)."""
     _forced.append(path)
     try:
         yield

@@ -42,7 +42,7 @@ class Table:
 
 
 def user_folder() -> Path:
-    """Where what this user measured is kept: SLAPO_ZOO_CACHE, or the cache folder of the system."""
+    """Return where what this user measured is kept: SLAPO_ZOO_CACHE, or the cache folder of the system."""
     given = os.environ.get("SLAPO_ZOO_CACHE")
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return (Path(given) if given else base / "slapo_zoo") / "kernels"

@@ -50,7 +50,7 @@ class DataParallel:
 
     @contextmanager
     def new_gradients(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Where the gradients of one step are made and summed."""
+        """Return the context in which the gradients of one step are made and summed."""
         at_once = any(is_taken(p) for p in parameters)
         with self.reducer.one_step(at_once), gradients.only_new(parameters):
             yield
@@ -118,7 +118,7 @@ class DataParallel:
 
 @contextmanager
 def within_engine(model: Any) -> Iterator[None]:
-    """Within it, a call of the model is a call of its own forward: the engine's wrapper calls it."""
+    """Context in which a call of the model is a call of its own forward: the engine's wrapper calls it."""
     runtime = model._slapo
     runtime.within_engine = True
     try:

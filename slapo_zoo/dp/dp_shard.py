@@ -32,7 +32,7 @@ class Sharded(DataParallel):
     def reads(
         self, model: nn.Module, dtype: torch.dtype | None, in_own_loop: bool
     ) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        """(module, name, whole tensor) of what stays whole while a step runs; a forward begins."""
+        """Begin a forward; return (module, name, tensor) of what stays unsharded while a step runs."""
         self.shards.averages = in_own_loop
         self.blocks.forget()  # a backward that failed, or that of a block alone, left some
         whole: dict[int, Tensor] = {}
@@ -158,7 +158,7 @@ def shard_over_dp(model: Any, blocks: Sequence[str], shards: Shards) -> None:
 
 
 def _parameters_of(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """(module, name, parameter) of all modules, tied ones more than once."""
+    """Return (module, name, parameter) of all modules, tied ones more than once."""
     return [
         (m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None
     ]
@@ -197,7 +197,7 @@ def _block_of(model: nn.Module, blocks: Sequence[str]) -> dict[int, str]:
 
 
 def _places(block: nn.Module, groups: Sequence[Group]) -> list[tuple[nn.Module, str, Any]]:
-    """(module, name, (group, index)) of all that reads a parameter of a block."""
+    """Return (module, name, (group, index)) of all that reads a parameter of a block."""
     at = {id(p): (i, j) for i, group in enumerate(groups) for j, p in enumerate(group.parameters)}
     return [(module, name, at[id(p)]) for module in block.modules()
             for name, p in module._parameters.items() if id(p) in at]  # fmt: skip

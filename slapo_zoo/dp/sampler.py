@@ -62,7 +62,7 @@ class MeshSampler:
         return torch.randperm(self.size, generator=generator).tolist()
 
     def state_dict(self, step: int | None = None) -> dict[str, int]:
-        """Where it stands: pass it as `data_position` to `save_checkpoint`.
+        """Return the position of the sampler: pass it as `data_position` to `save_checkpoint`.
 
         Args:
             step: number of batches that were trained on; None takes those handed out, of which a

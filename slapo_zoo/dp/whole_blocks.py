@@ -135,7 +135,7 @@ class Block:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Within it the modules read whole tensors, whose backward sums over dp, unless they do already."""
+        """Context in which the modules read whole tensors, whose backward sums over dp, unless they do already."""
         module, name, _ = self.places[0]
         if name in module.__dict__:
             yield
@@ -148,7 +148,7 @@ class Block:
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Within it the modules read what they read in the forward."""
+        """Context in which the modules read what they read in the forward."""
         pairs = zip(self.whole(), self.groups, strict=True)
         self._put([[x.detach().requires_grad_(p.requires_grad)
                     for x, p in zip(whole, group.parameters, strict=True)]

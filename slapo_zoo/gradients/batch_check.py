@@ -43,7 +43,7 @@ def check_batch(
 def check_peers(
     mesh: Mesh, batch: Mapping[str, object], step: int, interval: int, draws: int
 ) -> None:
-    """As `check_batch`, of a forward in a loop of one's own: the tp ranks of one copy meet, and draw alike."""
+    """Check the batch of a forward in a hand-written loop over the tp ranks of one replica, and draw alike."""
     tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
     if mesh.tp == 1 or not tensors or interval < 1 or (step - 1) % interval:
         return

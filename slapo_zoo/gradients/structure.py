@@ -23,7 +23,7 @@ def own_name(name: str) -> str:
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """By path without wrappers: the innermost of those that share one."""
+    """Return the modules by path without wrappers: the innermost of those that share one."""
     found = model.named_modules(remove_duplicate=False)
     return {own_name(f"{path}.").removesuffix("."): module for path, module in found}
 

@@ -86,7 +86,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Within it `transformers` shows no bars of files that it reads and writes."""
+    """Context in which `transformers` shows no bars of files that it reads and writes."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

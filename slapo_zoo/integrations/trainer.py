@@ -168,7 +168,7 @@ class ScheduledTrainer(Trainer):
             load_checkpoint(self.model, checkpoint, optimizer, self.lr_scheduler)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """They came with the weights; the order of samples depends on seed and epoch alone."""
+        """Do nothing: random states came with the weights, and the order of samples depends on seed and epoch alone."""
 
     def _load_best_model(self) -> None:
         best: Any = self.state.best_model_checkpoint
@@ -180,7 +180,7 @@ class ScheduledTrainer(Trainer):
 
 
 def _own_loss(cls: type, args: Any, kwargs: dict[str, Any]) -> str:
-    """Which option brings a loss other than the model's, or the empty string."""
+    """Return which option brings a loss other than the model's, or the empty string."""
     owner = next(c for c in cls.__mro__ if "compute_loss" in vars(c))
     if owner is not Trainer:
         return f"{owner.__name__}.compute_loss"
@@ -209,7 +209,7 @@ def prepare(accelerator: Any, model: Any, optimizer: Any, *loaders: Any) -> tupl
 
 @contextmanager
 def _loaders_over_dp(accelerator: Any, mesh: Mesh) -> Iterator[None]:
-    """Within it, `accelerator.prepare(loader)` deals out to dp ranks instead of to all."""
+    """Context in which `accelerator.prepare(loader)` deals out to dp ranks instead of to all."""
 
     def prepare_loader(loader: Any) -> Any:
         prepared = prepare_data_loader(

@@ -77,7 +77,7 @@ class State:
 
     @contextmanager
     def within(self, forward: ForwardContext) -> Iterator[None]:
-        """Within it, that forward is the current one, as in its recomputation."""
+        """Context in which that forward is the current one, as in its recomputation."""
         before, self.forward = self.forward, forward
         try:
             yield
@@ -157,7 +157,7 @@ class Site:
         return [*self.module._parameters, *self.module._buffers]
 
     def placed(self, tensor_name: str) -> Placed | None:
-        """How a tensor of this module was sharded so far, or None."""
+        """Return how a tensor of this module was sharded so far, or None."""
         return self.state.placed.get(self.name(tensor_name))
 
 
@@ -209,7 +209,7 @@ class Directive:
         raise NotImplementedError
 
     def local(self) -> str:
-        """Why this directive cannot leave the process (a live callable), or the empty string."""
+        """Return why this directive cannot leave the process (a live callable), or the empty string."""
         for name, value in self.arguments().items():
             if name == "subgraph" and not isinstance(value, str):
                 live = "names nodes of a live graph; only a regex over module names can be written"

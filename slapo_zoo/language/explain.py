@@ -34,7 +34,7 @@ class Explanation:
     transfers: Sequence[Transfer]
 
     def totals(self) -> list[tuple[str, str, str, int, int]]:
-        """(kind, mesh dim, phase, count, bytes) of the whole step."""
+        """Return (kind, mesh dim, phase, count, bytes) of the whole step."""
         counts: Counter[tuple[str, str, str]] = Counter(t[:3] for t in self.transfers)
         sizes: Counter[tuple[str, str, str]] = Counter()
         for t in self.transfers:
@@ -138,7 +138,7 @@ def _dry_run(state: State, batch: Mapping[str, Any]) -> list[Transfer]:
 
 @contextmanager
 def in_dry_run(state: State, traffic: Traffic) -> Iterator[None]:
-    """Within it, the collectives of a live schedule are noted, not sent, and its model trains."""
+    """Context in which the collectives of a live schedule are noted, not sent, and its model trains."""
     before = state.mesh
     modes, position = {m: m.training for m in state.model.modules()}, state.random.position()
     state.mesh = replace(state.mesh, dry_run=True)
@@ -162,7 +162,7 @@ def _fake(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _fake_tensors(model: nn.Module) -> Iterator[None]:
-    """Within it, every parameter and buffer is a fake one; tied ones stay tied."""
+    """Context in which every parameter and buffer is a fake one; tied ones stay tied."""
     kept, fakes = [], {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):

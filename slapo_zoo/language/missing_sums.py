@@ -38,7 +38,7 @@ def _line(bad: list[str], problem: str) -> str:
 
 
 def _unsummed(sch: Schedule) -> Iterator[tuple[list[str], str]]:
-    """(paths of modules, what is missing) of each kind that there is."""
+    """Return (paths of modules, what is missing) of each kind that there is."""
     if sch.mesh.tp == 1:
         return
     synced: dict[str, set[str]] = {"fwd_post": set(), "bwd_post": set()}
@@ -93,5 +93,5 @@ def _around(path: str) -> Iterator[str]:
 
 
 def _parents(paths: tuple[str, ...]) -> set[str]:
-    """Where a sum before a module may complete what one beside it made."""
+    """Return the parents of modules: a sum before a parent completes what any of its children made."""
     return {path.rpartition(".")[0] for path in paths}

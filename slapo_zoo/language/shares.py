@@ -38,7 +38,7 @@ class Share(Kept):
 
 
 def kept_in_shares(x: Any, mesh: Mesh, keeps: Sequence[Pack]) -> AbstractContextManager:
-    """Around a call whose first argument is `x`: what autograd keeps of it is a share.
+    """Return the context of a call in which each tp rank saves 1/tp of its first argument `x` for the backward.
 
     Args:
         x: the same on all tp ranks, or no tensor.

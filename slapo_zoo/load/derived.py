@@ -86,7 +86,7 @@ def _outcome(process: ProcessApart, file: Path) -> dict[str, Any] | None:
 
 
 def cache_file(config: Any, cls: Any, sizes: tuple[int, ...], options: BuildOptions) -> Path:
-    """Where the proof of a model on a mesh is kept: by its code and config, ours, and the versions."""
+    """Return the file in which the proof of a model on a mesh is cached, named by its code, config and versions."""
     from huggingface_hub import constants
 
     asked = [sizes, *(getattr(options, knob) for knob in KNOBS)]

@@ -31,7 +31,7 @@ _SHARE = "_is_share"  # of a tensor made in a loss_function: whether it is a sum
 
 
 def count_targets(class_name: str, batch: Mapping[str, Any]) -> list[Tensor]:
-    """How many targets each loss term of a head averages over, in the order of its terms.
+    """Return how many targets each loss term of a head averages over, in the order of its terms.
 
     Each is a tensor beside its labels: to read them together costs one wait for the device.
 
@@ -66,7 +66,7 @@ def _count(name: str, target: Tensor, batch: Mapping[str, Any]) -> Tensor:
 
 
 class GlobalMeans(TorchFunctionMode):
-    """Within `over`, the k-th mean loss divides by the global count of its targets.
+    """Mode in which, within `over`, the k-th mean loss divides by the global count of its targets.
 
     rewrite:  loss_k(x, y, reduction="mean")  -->  loss_k(x, y, reduction="sum") / counts[k]
               with weights w of the classes   -->  ... / sum of w[y] over the whole batch
@@ -89,7 +89,7 @@ class GlobalMeans(TorchFunctionMode):
 
     @contextmanager
     def over(self, model: Any, part: Mapping[str, Tensor]) -> Iterator[None]:
-        """Around the forward of a micro-batch, whose targets are a part of all."""
+        """Context of the forward of a micro-batch: its mean losses divide by the counts of the whole step."""
         own, self.found, self.part = vars(model).get("_loss_function"), 0, list(part.values())
         if own is not None:
             model._loss_function = partial(self._run_own, own)

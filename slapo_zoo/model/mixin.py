@@ -165,7 +165,7 @@ class Scheduled(Structure, Generates, Recomputes):
             return memory(self, optimizer, batch, micro_batches)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within it, a backward adds up gradients on this dp rank only, as with torch's DDP.
+        """Context in which a backward adds up gradients on this dp rank only, as with torch's DDP.
 
         The next backward outside averages all that has come together over dp.
         """

@@ -20,7 +20,7 @@ _OF_GROUP: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 
 
 def of_world() -> dict[str, list[int]]:
-    """What is counted --> [how often], of this rank."""
+    """Return counts of this rank: what is counted --> [how often]."""
     return _OF_WORLD.setdefault(dist.group.WORLD, {})
 
 

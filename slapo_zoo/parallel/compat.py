@@ -68,7 +68,7 @@ def hooks_around() -> Any:
 
 
 def group_device() -> torch.device:
-    """Where tensors lie that the whole group can send: the CPU where it can, else this rank's device."""
+    """Return the device of tensors that the whole group can send: the CPU where it can, else this rank's device."""
     world: Any = dist.group.WORLD
     kinds = {device.type for device in world._device_types}
     return torch.device("cpu" if "cpu" in kinds else next(iter(kinds)))
@@ -111,7 +111,7 @@ def ranks_are_threads() -> bool:
 
 @contextmanager
 def process_groups_per_thread() -> Iterator[None]:
-    """Within, every thread that calls `init_process_group` is a rank of its own."""
+    """Context in which every thread that calls `init_process_group` is a rank of its own."""
     from torch.distributed import distributed_c10d
 
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # pyright: ignore[reportAttributeAccessIssue]

@@ -50,7 +50,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def note(self, tensor: Tensor, kind: str) -> None:
-        """From now on the storage of a tensor, if it was made here, is of another kind."""
+        """Count the storage of a tensor, if it was made here, as another kind from now on."""
         storage = tensor.untyped_storage()
         if (before := self._kind_of.get(storage._cdata)) is not None:
             self.live[before] -= storage.nbytes()

@@ -13,7 +13,7 @@ from slapo_zoo.parallel.placement import Placement, TensorSpec
 
 @dataclass
 class RowsOfRank:
-    """Which rows of its tensors a rank keeps, where ranks divide them among them.
+    """The rows that each dp rank keeps of a tensor that dp ranks shard.
 
     Args:
         size: number of those ranks.
@@ -57,7 +57,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(tensor: Any, mesh: Mesh) -> Rows | None:
-    """Which rows a tensor has; None where it is whole over dp."""
+    """Return the rows that a dp rank keeps of a tensor; None where it is unsharded over dp."""
     if not hasattr(tensor, "first_row"):
         return None
     shards = mesh.dp // getattr(tensor, "dp_copies", 1)
@@ -124,7 +124,7 @@ def is_divided(tensor: Tensor) -> bool:
 
 
 def dp_copies(tensor: Tensor, dp: int) -> int:
-    """How many dp ranks hold the same elements of a tensor."""
+    """Return how many dp ranks hold the same elements of a tensor."""
     return getattr(tensor, "dp_copies", 1) if is_divided(tensor) else dp
 
 

@@ -52,7 +52,7 @@ class Placement:
         return self.groups or (size - self.shared,)
 
     def problem(self, size: int, n: int) -> str:
-        """Why an axis of `size` cannot be sharded over `n`, or the empty string."""
+        """Return why an axis of `size` cannot be sharded over `n`, or the empty string."""
         groups = self._groups(size)
         if self.shared and (self.groups or self.pad or self.replicate or self.shared < n):
             return f"a shared end of {self.shared} cannot be sharded over {self.mesh_dim}={n}, with groups or padding"
@@ -121,7 +121,7 @@ class Placement:
         return sum(run.stop - run.start for run in self.runs(size, n, r))
 
     def replicas(self, size: int, n: int, r: int) -> int:
-        """How many ranks hold the same elements as rank `r` (1 unless KV heads are replicated)."""
+        """Return how many ranks hold the same elements as rank `r` (1 unless KV heads are replicated)."""
         mine = self.runs(size, n, r)
         return sum(self.runs(size, n, other) == mine for other in range(n))
 
@@ -156,11 +156,11 @@ class HeldBy(Placement):
     index: int = 0
 
     def problem(self, size: int, n: int) -> str:
-        """Why the other axis cannot be sharded over `n`, or the empty string."""
+        """Return why the other axis cannot be sharded over `n`, or the empty string."""
         return self.of.problem(self.count, n)
 
     def offset(self, n: int, r: int) -> int | None:
-        """Where `index` is in the part of rank `r`, or None."""
+        """Return the position of `index` in the shard of rank `r`, or None."""
         passed = 0
         for start, stop in self.of.runs(self.count, n, r):
             if start <= self.index < stop:

@@ -56,7 +56,7 @@ class CsvOrder:
 
 
 class _Places:
-    """Where in the file each action stands, for the errors."""
+    """Row and column of every action in the CSV file, for errors."""
 
     def __init__(self, path: str):
         self.path = path

@@ -22,7 +22,7 @@ from slapo_zoo.pipeline.timeline import BACKWARD, BACKWARD_WEIGHT, FORWARD, Acti
 def arrivals(
     ranks: Sequence[Sequence[Action]], rank_of: Callable[[int], int], rank: int
 ) -> dict[Action, list[Action]]:
-    """For each action of a rank: which of its sends have arrived, now that the action's input has.
+    """Return for each action of a rank which of its sends have arrived once the action's input has.
 
     A rank sends after it computes, so a message says that its sender has used all that it computed with
     before. Waiting for those sends cannot block, whatever the order is.

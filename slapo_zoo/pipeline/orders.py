@@ -173,7 +173,7 @@ class StageMap:
 
 
 def _one_stage(stage: int, ahead: int, micro_batches: int) -> list[Action]:
-    """So many forwards ahead, then a backward and a forward in turn, then the other backwards."""
+    """Return the actions of a stage: some forwards ahead, then backward and forward in turn, then the other backwards."""
     found = [Action(stage, FORWARD, i) for i in range(ahead)]
     for i in range(micro_batches):
         found.append(Action(stage, BACKWARD, i))
@@ -227,7 +227,7 @@ def csv_runtime(custom: CsvOrder, stages: Sequence[Any], micro_batches: int, **o
 
 
 def balanced_cuts(costs: Sequence[float], may_cut: Sequence[int], num_stages: int) -> list[int]:
-    """Where to end stages so that the most expensive one is as cheap as possible.
+    """Return the ends of stages that make the most expensive stage as cheap as possible.
 
     Args:
         costs: of each unit call, in the order in which they run.

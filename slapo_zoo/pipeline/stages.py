@@ -70,7 +70,7 @@ def leaf_units(
 
 
 def _rank(path: str, ranks: Sequence[re.Pattern[str]]) -> int:
-    """Which pattern comes first among those that fit; what fits none runs after all that do."""
+    """Return the index of the first pattern that fits a path; the number of patterns where none does."""
     return next((i for i, found in enumerate(ranks) if found.fullmatch(path)), len(ranks))
 
 
@@ -167,7 +167,7 @@ class StagePlan:
 
 
 class Cursor:
-    """Where one forward of one stage is, what it received and what it made."""
+    """Position of one forward in one stage: what it received, what it made, which unit comes next."""
 
     def __init__(self) -> None:
         self.plan: StagePlan | None = None
@@ -362,7 +362,7 @@ def _follow(unit: str, module: nn.Module, cursor: Cursor) -> None:
 
 @contextmanager
 def held_here(model: Any) -> Iterator[None]:
-    """Within it, what other stages hold is out of sight: peft matches modules by name."""
+    """Context in which modules of other stages are hidden: peft matches modules by name."""
     found = [(parent, leaf, child) for parent in model.modules()
              for leaf, child in parent._modules.items() if isinstance(child, Foreign)]  # fmt: skip
     for parent, leaf, child in found:

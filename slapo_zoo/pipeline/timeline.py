@@ -46,7 +46,7 @@ class Gap(NamedTuple):
 
 
 class Stuck(Exception):  # noqa: N818 - a finding; who asked makes the error of it
-    """No rank can go on. `positions` holds the index of the next action of each unfinished rank."""
+    """Raised where no rank can go on; `positions` holds the index of the next action of each unfinished rank."""
 
     def __init__(self, positions: dict[int, int]):
         super().__init__(f"no rank can go on at {positions}")

@@ -232,7 +232,7 @@ def _bytes(call: Call) -> int:
 
 
 def _stand_in_for_experts(counting: Counting, model: nn.Module) -> None:
-    """Which expert gets which token depends on data; how much all of them compute does not."""
+    """Replace experts by a computation of the same cost: which token goes where depends on data, the cost does not."""
     for module in model.modules():
         if type(module).__name__.endswith("Experts"):
             size = sum(p.numel() for p in module.parameters()) / len(next(module.parameters()))

@@ -126,7 +126,7 @@ def layouts(
 def orders_for(
     pp: int, count: int, blocks: int, orders: Sequence[str]
 ) -> Iterator[tuple[str, int]]:
-    """(order, stages per rank) that can run with so many micro-batches."""
+    """Return (order, stages per rank) that can run with so many micro-batches."""
     if pp == 1:
         yield "1f1b", 1
         return

@@ -33,7 +33,7 @@ class Mixture(NamedTuple):
 def choose(
     planner: Any, layout: Layout, budget: float | Sequence[float]
 ) -> tuple[tuple[str, ...] | None, int]:
-    """(a policy for each block of the model, or None; bytes of a rank at the least).
+    """Return (a policy for each block, or None where nothing fits; the least bytes of a rank).
 
     Args:
         planner: of the model.

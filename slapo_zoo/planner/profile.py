@@ -191,7 +191,7 @@ class Family:
         return [replace(named[like], name=name) for name, like in names]
 
     def repeat(self, calls: list[tuple[str, T]]) -> list[tuple[str, T]]:
-        """(name, value) of the calls of the small model --> of the whole one; the middle block repeats."""
+        """Repeat (name, value) of the calls of a small model to those of the whole one; the middle block repeats."""
         found, kinds = [], _kinds(self.blocks) if self.is_small else {}
         for name, value in calls:
             kind, _, index = name.rpartition(".")

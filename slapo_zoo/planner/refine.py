@@ -46,7 +46,7 @@ def refine(
 
 @dataclass(frozen=True)
 class Climb:
-    """From a layout to faster ones, a knob at a time.
+    """Search from a layout to faster ones, one knob at a time.
 
     Args:
         forecast: of a layout.

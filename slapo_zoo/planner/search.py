@@ -185,7 +185,7 @@ class Planner:
         return [f for f in found if f is not None]
 
     def _least_zero(self, layout: Layout, limit: float) -> tuple[Layout, float]:
-        """(the layout with as little ZeRO as makes it fit, its bytes); the last tried where none does."""
+        """Return (the layout with as little ZeRO as makes it fit, its bytes); the last one tried where none fits."""
         memory = self.most_memory(layout)
         for stage in (1, 3) if layout.dp > 1 else ():
             if memory <= limit:
@@ -303,7 +303,7 @@ class Planner:
     def _marks(
         self, what: Any, profile: Profile, layout: Layout
     ) -> tuple[Recompute, tuple[int, ...], Any]:
-        """(what is recomputed, a mark for each unit that like units have too, stages known so far)."""
+        """Return (what is recomputed, a mark per unit that is equal for like units, stages known so far)."""
         if what in self._stages:
             return self._stages[what]
         blocks, policy = self.family.blocks, layout.checkpoint_policy
@@ -330,7 +330,7 @@ class Planner:
         return [0, *self.cuts(stages), len(self.profile(1).units)]
 
     def costs(self) -> list[tuple[str, float]]:
-        """(unit, estimated operations) of every call of the unscheduled model, as cuts are placed by."""
+        """Return (unit, estimated operations) of every call of the unscheduled model, as cuts are placed by."""
         if not self._costs:
             family = self.family
             config = copy.deepcopy(family.small)

@@ -178,7 +178,7 @@ def step_time(stages: Sequence[StageTime], layout: Layout, parameters: float, ho
 def _pipeline(
     stages: Sequence[StageTime], wait: Sequence[float], layout: Layout
 ) -> tuple[float, list[StageTime], list[float]]:
-    """(seconds of forwards and backwards, stages of the busiest rank, seconds of a micro-batch per rank).
+    """Return (seconds of forwards and backwards, stages of the busiest rank, seconds of a micro-batch per rank).
 
     Of the usual orders in closed form: the busiest rank works through, and once every other stage is
     waited for. The others are simulated action by action.
@@ -226,7 +226,7 @@ def _transfer(received: float, layout: Layout, how: How) -> float:
 def _gradients(
     parameters: float, layout: Layout, how: How, micro_batch_s: float, mine: Sequence[StageTime]
 ) -> tuple[float, float]:
-    """(seconds, bytes that a rank sends) of the sums over dp, and of what ZeRO gathers.
+    """Return (seconds, bytes that a rank sends) of the sums over dp, and of what ZeRO gathers.
 
     What is gathered and summed for every micro-batch hides behind it, and only what is longer is seen;
     so do the sums behind the last backward, but for the last bucket.

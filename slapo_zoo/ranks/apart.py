@@ -71,7 +71,7 @@ class ProcessApart:
         )  # fmt: skip
 
     def poll(self, timeout_s: float) -> Ended | None:
-        """What is left of it; None while it runs and is younger than `timeout_s`."""
+        """Return the status and output of the process once it has ended; kill it after `timeout_s`; None while it runs."""
         if self.process.poll() is not None:
             return self.end()
         return self.end() if time.monotonic() - self.begin > timeout_s else None

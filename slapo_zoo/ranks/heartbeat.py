@@ -95,7 +95,7 @@ class Heart:
         self.store.add(f"slapo_zoo/met/{place}", 1)
 
     def came(self, place: str) -> int:
-        """How often a rank has come to a place."""
+        """Return how often a rank has come to a place."""
         return self.store.add(f"slapo_zoo/met/{place}", 0)
 
     def past(self, ranks: Iterable[int]) -> list[int]:
@@ -114,7 +114,7 @@ class Heart:
         return {rank: now - when for rank, (_, when) in self._seen.items()}
 
     def lines(self) -> str:
-        """Where ranks have stood still, each in a line of the user's own code as far as there is one."""
+        """Return one line per rank: where it stands still, in the user's own code if there is some."""
         found = ((rank, self._get(_at(rank), "")) for rank in range(self.size))
         return ", ".join(f"rank {rank} is at {line}" for rank, line in found if line)
 
@@ -135,7 +135,7 @@ _ALIVE: WeakSet[Heart] = WeakSet()
 
 @atexit.register  # at the import of this file, so that it runs after all that leaves a process group
 def _stop_all() -> None:
-    """No thread is within the store when the interpreter ends: its C++ would abort the process.
+    """End all heartbeat threads before the interpreter does: within the store's C++ they would abort the process.
 
     A loop of one's own, or Accelerate, may have destroyed the process group before us.
     """

@@ -46,7 +46,7 @@ _GROUP: ContextVar[Any] = ContextVar("group", default=None)  # a new thread star
 
 @contextmanager
 def over_group(group: Any) -> Iterator[None]:
-    """Within, `gather_objects` talks over a group of all ranks other than the patient one."""
+    """Context in which `gather_objects` uses another group of all ranks than the patient one."""
     token = _GROUP.set(group)
     try:
         yield

@@ -69,7 +69,7 @@ class RandomStream(StreamPosition):
     def drawn(
         self, x: Tensor, p: float, site: Where, of: str = "mask", part: tuple = ()
     ) -> dict[str, Any]:
-        """What a dropout of x takes: `keep`, or where an operator hashes the mask, its `seeds` and `p`.
+        """Return what a dropout of x takes: the mask `keep`, or `seeds` and `p` where an operator hashes the mask itself.
 
         x holds a `part` of "columns" or "tokens", or of "mask" the heads: see the methods that keep it.
         """

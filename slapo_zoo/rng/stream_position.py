@@ -96,7 +96,7 @@ class StreamPosition:
 
     @contextmanager
     def packing(self, real: Tensor) -> Iterator[None]:
-        """Within it, a mask for [1, N, ...] is that of the real tokens of [B, S, ...]."""
+        """Context in which a mask for [1, N, ...] is that of the real tokens of [B, S, ...]."""
         counts = known().real
         at = places(real.flatten(), None if counts is None else sum(counts))
         self.real_tokens, self.real_at = real, at
@@ -126,7 +126,7 @@ class StreamPosition:
 
     @contextmanager
     def call(self, trains: bool, first_row: int, num_rows: int) -> Iterator[None]:
-        """Around a call of the model or of a part, whose masks are its own.
+        """Context of a call of the model or of a part, whose dropout masks are its own.
 
         From a state of torch's generator from which a call has drawn before (a recomputation, a seed
         that was set anew) it draws as that one did. A call that draws moves the generator. One that

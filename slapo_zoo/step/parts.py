@@ -24,13 +24,13 @@ class Part:
     """Mixed into the class of a module that contains blocks: users call it alone, too."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's; beside any other call it is one of its own."""
+        """Call the module as torch does; outside of another call it is a call of its own."""
         own: Any = super()
         return called(self.__dict__[WHOLE](), own.__call__, args, kwargs)
 
 
 def called(model: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What `run` computes, as a call of its own if no call of the model is running."""
+    """Run a part; its call is one of its own if no call of the model is running."""
     calls, state = model._slapo.calls, model.schedule.state
     if state.forward.is_call or (torch.compiler.is_compiling() and not model.training):
         return run(*args, **kwargs)

@@ -44,12 +44,12 @@ class MixedPrecision:
         self._casts: list[tuple[nn.Module, str, Tensor]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a copy of the model, which makes casts of its own."""
+        """Leave the casts out of a copy of the model, which makes its own."""
         return {**self.__dict__, "_casts": [], "_depth": 0, "_in_step": False}
 
     @contextmanager
     def computing(self, model: nn.Module) -> Iterator[None]:
-        """Within it the modules of a model read casts; the outermost one makes them anew."""
+        """Context in which the modules of a model read casts; the outermost one makes them anew."""
         if self.dtype is None and self.reads is None:
             yield
             return
@@ -105,7 +105,7 @@ class MixedPrecision:
         return found + list(_casts_of(model, self.dtype) if self.dtype is not None else ())
 
     def state(self) -> dict[str, float] | None:
-        """Where the scale of the loss stands; None without one."""
+        """Return the state of the loss scale; None without one."""
         return {"scale": self.scale, "good_steps": self.good_steps} if self.scales else None
 
     def restore(self, state: dict[str, Any] | None) -> None:
@@ -141,7 +141,7 @@ def _any_overflow(grads: list[Tensor], mesh: Mesh) -> bool:
 
 
 def _casts_of(model: nn.Module, dtype: Any) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """(module, name, cast) of all parameters that take part; tied ones share one."""
+    """Return (module, name, cast) of all parameters that take part; tied ones share one."""
     made: dict[int, Tensor] = {}
     for path, module in model.named_modules():
         if stays_wide(model, path, module, dtype):

@@ -132,7 +132,7 @@ def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
 
 
 def calling(model: Any, batch: Mapping[str, Any], divided: bool) -> AbstractContextManager[None]:
-    """Within it, directives know of the forward that runs: are its tokens divided, which ones are real?"""
+    """Context in which directives know of the forward that runs: are its tokens divided, which ones are real?"""
     real = None if known().real is None else batch["attention_mask"].bool()
     return model._slapo.schedule.state.within(ForwardContext(divided, real, is_call=True))
 

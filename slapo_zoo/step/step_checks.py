@@ -51,7 +51,7 @@ def no_loss(problem: str) -> SlapoError:
 
 
 def count_micro_batches(runtime: Runtime, mesh: Mesh, rows: int, asked: int | None) -> int:
-    """How many equal parts the rows are divided into: asked for, or the default."""
+    """Return the number of equal parts into which the rows are divided: as asked for, or the default."""
     count = runtime.micro_batches if asked is None else asked
     if count is None and runtime.table.batch_statistics and mesh.pp > 1:
         warnings.warn(

@@ -62,7 +62,7 @@ class Grid:
         return np.stack(columns, 1) if columns else np.zeros((len(self.points), 1))
 
     def takes_more(self, small: int) -> np.ndarray:
-        """Which points need at least as much memory as a point: a mask."""
+        """Return which points need at least as much memory as a point: a mask."""
         mask = np.ones(len(self.points), dtype=bool)
         for j, name in enumerate(self.names):
             direction = self.memory.get(name, 0) if all(map(is_number, self.values[name])) else 0
@@ -71,7 +71,7 @@ class Grid:
         return mask
 
     def takes_less(self, large: int) -> np.ndarray:
-        """Which points need at most as much memory as a point: a mask."""
+        """Return which points need at most as much memory as a point: a mask."""
         mask = np.ones(len(self.points), dtype=bool)
         for j, name in enumerate(self.names):
             direction = self.memory.get(name, 0) if all(map(is_number, self.values[name])) else 0

@@ -215,7 +215,7 @@ class Model:
 
 
 def _in_a_row(known: Known) -> int:
-    """How many of the last measurements ran out of memory, one after the other."""
+    """Return how many of the last measurements ran out of memory, one after the other."""
     last = [outcome.kind == OUT_OF_MEMORY for outcome in reversed(known.values())]
     return next((i for i, failed in enumerate(last) if not failed), len(last))
 

@@ -100,7 +100,7 @@ def measure(job: Job) -> Outcome:
 
 
 def differs(loss: float, job: Job) -> str:
-    """Why the loss of the probe is not that of the plain schedule, or the empty string."""
+    """Return why the loss of the probe is not that of the plain schedule, or the empty string."""
     if loss != loss or abs(loss) == float("inf"):
         return f"the loss of the probe is {loss}"
     if job.probe is None:
@@ -156,7 +156,7 @@ def on_rank(job: Job) -> Outcome:
 
 
 def run(job: Job) -> Outcome:
-    """On as many ranks as the point asks for; the fullest rank's memory."""
+    """Run a measurement on as many ranks as the configuration asks for; keep the memory of the fullest rank."""
     try:
         found = (
             [on_rank(job)]

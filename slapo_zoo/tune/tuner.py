@@ -137,7 +137,7 @@ class Tuner:
         return self._measured(number, point, limits.steps)
 
     def _measured(self, number: int, point: Point, steps: int) -> Trial:
-        """From the database, or measured now and kept before anything else is done."""
+        """Return the outcome from the database, or measure it and store it at once."""
         key = self.scope.key(point, steps)
         if key in self.database:
             return Trial(number, point, Outcome.from_dict(self.database[key]), was_known=True)

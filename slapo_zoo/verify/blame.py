@@ -135,7 +135,7 @@ class Blame:
     def _parts(
         self, event: Event, gradient: bool
     ) -> Iterator[tuple[list[int], list[Tensor | None], tuple[int, int]]]:
-        """For each micro-batch of each stage: the ranks, their tensors, and the rows."""
+        """Yield for each micro-batch of each stage its ranks, their tensors, and the rows."""
         places: dict[tuple[int, int, int], dict[int, Seen]] = {}
         ran: set[tuple[int, int, int]] = set()
         for rank, result in enumerate(self.found):
@@ -235,7 +235,7 @@ def parent_of(path: str) -> str:
 
 
 def directives_at(schedule: Any, paths: Sequence[str]) -> list[tuple[str, str]]:
-    """(path, directive) for every directive that touched one of the paths, in their order."""
+    """Return (path, directive) for every directive that touched one of the paths, in their order."""
     found = []
     for path in paths:
         for landed, (pattern, directive) in zip(schedule.landed, schedule.history, strict=True):

@@ -15,7 +15,7 @@ DROPOUT = 0.2
 
 
 def dropout(into: Comparison, found: Sequence[RankResult], near: Tolerance) -> None:
-    """With dropout on, the mesh computes what the scheduled model computes on one rank.
+    """Check that with dropout the mesh computes what the scheduled model computes on one rank.
 
     The masks are drawn by us for every layout alike, so loss and gradients are those of one rank.
     """

@@ -66,7 +66,7 @@ def _steps(request: dict[str, Any], config: Any) -> Any:
 def _of_program(
     program: Program, config: Any, quick: bool, arguments: dict[str, Any]
 ) -> Report | None:
-    """On a small model where the program fits one, else on the given one."""
+    """Verify a program on a small model where it fits one, else on the given one."""
     from slapo_zoo.verify.shrink import shrink_for
 
     sizes: dict[str, int] = dict(zip(("tp", "pp", "dp"), arguments["mesh"], strict=True))

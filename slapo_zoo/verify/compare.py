@@ -63,7 +63,7 @@ class Comparison:
 
 
 class Tolerance:
-    """At most twice as far from the fp64 truth as the plain runs are, plus a floor for rounding.
+    """Allowed error: twice the distance of plain runs from the fp64 truth, plus a floor for rounding.
 
     Args:
         truth: the fp64 run.
@@ -80,7 +80,7 @@ class Tolerance:
         return bool(more)
 
     def own_error(self, what: Callable[[Result], Any]) -> float:
-        """How far the plain runs are from the truth."""
+        """Return the distance of the plain runs from the truth."""
         want = torch.as_tensor(what(self.truth)).double()
         return max(_distance(what(plain), want) for plain in self.plains)
 
@@ -157,7 +157,7 @@ def _gradients(into: Comparison, near: Tolerance, result: RankResult) -> None:
 
 
 def _common_factor(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float | None:
-    """What every gradient is multiplied by, if it is one number beside 1."""
+    """Return the one number by which every gradient is multiplied, or None."""
     pairs = [
         (found[n].double().flatten(), g.double().flatten()) for n, g in want.items() if n in found
     ]
@@ -176,7 +176,7 @@ def _common_factor(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> f
 
 
 def _weights(into: Comparison, near: Tolerance, result: RankResult) -> None:
-    """After one step; a gradient that is 0 in truth is noise that AdamW amplifies."""
+    """Compare the weights after one step; a gradient that is 0 in truth is noise that AdamW amplifies."""
     truth = near.truth
     largest = largest_of(truth.grads)
     noise = {n for n, g in truth.grads.items() if float(g.abs().max()) < 1e-12 * largest}

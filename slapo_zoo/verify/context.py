@@ -141,7 +141,7 @@ class Verify:
         return divergence
 
     def _error(self, error: Exception) -> Exception:
-        """It does not run any more: the module that was running is the divergence."""
+        """Make the error of a schedule that does not run: the module that was running is the divergence."""
         paths = getattr(error, "slapo_modules", ())
         if not paths:
             return error
@@ -244,7 +244,7 @@ class _Kept:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Afterwards every value, gradient, buffer, mode and rate is the very one that was there."""
+    """Context after which every value, gradient, buffer, mode and dropout rate is the one that was there before."""
     kept = {id(t): (t, _Kept(t.data, t.grad)) for t in _tensors(model)}
     for buffer in model.buffers():  # batch norm writes into them
         buffer.data = buffer.data.clone()

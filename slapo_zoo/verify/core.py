@@ -178,7 +178,7 @@ class _Verification:
         return ()
 
     def _located(self) -> _Outcome:
-        """Where it goes wrong: without dropout, or else with."""
+        """Find the first module that differs, without dropout, or else with it."""
         wrong = [f.what for f in self.comparison.findings if f.check == "gradients"]
         divergence = None
         if {f.check for f in self.comparison.findings} != {"dropout"}:
@@ -199,7 +199,7 @@ class _Verification:
         return Blame(found, truth, plain, partial, experts).first(wrong)
 
     def _beyond_modules(self, divergence: Divergence | None) -> Divergence | None:
-        """What each module computes is right, and something beyond them is wrong: it is named first."""
+        """Name what lies beyond modules (a loss, a factor, a norm) where every module computes the right thing."""
         found = [f for f in self.comparison.findings if f.check != "dropout"]
         gradients = {f.what for f in found if f.check == "gradients"}
         factor, before = self.comparison.factor, divergence.suspects if divergence else ()

@@ -90,7 +90,7 @@ def derive(config: Any, cls: Any, sizes: tuple[int, int, int], **knobs: Any) -> 
 
 
 class Search:
-    """From the most that a mesh can divide to what is right."""
+    """Search for a table that is right, from the one that shards most to the one that shards least."""
 
     def __init__(self, config: Any, subject: Specimen, sizes: tuple[int, int, int], knobs: Any):
         self.config, self.subject, self.sizes, self.knobs = config, subject, sizes, knobs
@@ -115,7 +115,7 @@ class Search:
         raise refusal(self.config, f"no table is right here: {problem}", "use another layout")
 
     def _attempts(self) -> Iterator[Make]:
-        """From the most that a mesh can divide to the least; what stays whole is set between them."""
+        """Yield tables from the one that shards most to the least; what stays unsharded is set between them."""
         for undivided in self._ways_to_sum():
             self.undivided = undivided
             yield from self.candidates()

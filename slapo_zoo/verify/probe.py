@@ -88,7 +88,7 @@ def _compare(subject: Specimen, ranks: list[Any], wanted: dict[str, Tensor]) -> 
 
 
 def _dropped(subject: Specimen, sizes: tuple[int, int, int], knobs: Any, rates: Any) -> str:
-    """With the dropouts of the config, gradients are those of the same table on one rank."""
+    """Check that with the dropouts of the config gradients are those of the same table on one rank."""
     ranks = emulate(_rank, subject, sizes, knobs, rates, mesh=sizes, timeout_s=TIMEOUT_S)
     problem = _replicas([rank[3] for rank in ranks])
     if not problem and subject.seen.draws:

@@ -16,7 +16,7 @@ from slapo_zoo.parallel import collectives
 
 @contextmanager
 def agreed_collectives(mesh: Any, recorder: Any = None) -> Iterator[None]:
-    """Within, ranks that are about to call different collectives raise instead.
+    """Context in which ranks that are about to call different collectives raise instead of hanging.
 
     Every collective over tp is preceded by a small one of a fixed shape, in which the ranks say
     what they are about to do.
@@ -55,7 +55,7 @@ def agreed_collectives(mesh: Any, recorder: Any = None) -> Iterator[None]:
 
 
 class NoDropout(TorchFunctionMode):
-    """Within it fused attention drops nothing, and `F.dropout` is the identity."""
+    """Mode in which fused attention drops nothing and `F.dropout` is the identity."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

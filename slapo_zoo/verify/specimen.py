@@ -198,7 +198,7 @@ def experts(config: Any) -> dict[str, str]:
 
 
 def silence(model: nn.Module) -> None:
-    """No module drops, whatever its class has written into its code."""
+    """Switch off all dropout, also what a class has written into its code."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0

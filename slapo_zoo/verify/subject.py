@@ -66,7 +66,7 @@ class Subject:
 
     @property
     def micro_batches(self) -> int:
-        """How many parts the rows of a dp rank come in."""
+        """Return the number of parts into which the rows of a dp rank are split."""
         if table_for(self.config.model_type).batch_statistics:
             return 1
         return self.rows_per_rank if self.sizes[1] > 1 else 1

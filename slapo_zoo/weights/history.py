@@ -42,7 +42,7 @@ def is_history(folder: Path) -> bool:
 
 
 def place_of(folder: Path, step: int, keep: int | None) -> Path:
-    """Where the checkpoint of a step goes; without `keep` a history that is there goes on."""
+    """Return the folder for the checkpoint of a step; without `keep` an existing history is continued."""
     has_history = keep is not None or (folder / LAST).is_symlink()
     return folder / f"step-{step:08d}" if has_history else folder
 

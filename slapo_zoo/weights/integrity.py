@@ -18,7 +18,7 @@ from slapo_zoo.weights.training_state import read_state
 
 
 def damages_of(folder: Path) -> tuple[int, list[WeightsError]]:
-    """How many tensors a checkpoint has, and every file and tensor that is not what was saved.
+    """Return the number of tensors of a checkpoint, and every file and tensor that differs from what was saved.
 
     Raises:
         WeightsError: it has no checksums, or is no checkpoint.

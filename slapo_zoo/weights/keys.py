@@ -88,7 +88,7 @@ class KeyMap:
     pieces: tuple[Pieces, ...] = ()
 
     def as_in(self, keys: Collection[str]) -> "KeyMap":
-        """With the older spellings of a checkpoint's own keys, so that a save writes them again."""
+        """Return the map with the older spellings of a checkpoint's own keys, so that a save writes them again."""
         older = [
             (file, model) for file, model in OLDER
             if any(file in key for key in keys) and not any(model in key for key in keys)

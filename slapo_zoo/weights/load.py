@@ -79,7 +79,7 @@ def parse_size(size: int | str | None, what: str) -> int | None:
 
 
 class Loaded(NamedTuple):
-    """How much was read: tensors, bytes in the dtype of the files, and the names left in the file.
+    """Tensors and bytes that a load read, and the names that stayed in the file.
 
     What is left in the file counts as read: it will be, when it is first used.
     """
@@ -171,7 +171,7 @@ def _extent(part: Tensor) -> int:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """In pieces: the answer for a whole tensor would take a byte per element."""
+    """Return whether a tensor holds no NaN or infinity, piece by piece: a whole mask would take a byte per element."""
     if tensor.dtype not in FLOATS:
         return True
     return all(bool(piece.isfinite().all()) for piece in tensor.reshape(-1).split(PIECE))
@@ -244,7 +244,7 @@ def check_targets(
 
 
 def _problem(target: Target, folder: CheckpointFolder, key: str, mesh: Mesh) -> str:
-    """Why a key cannot fill a target, or the empty string."""
+    """Return why a key cannot fill a target, or the empty string."""
     shape, placement = tuple(target.shape), target.placement
     if folder.shape(key) != shape:
         return f"found shape {list(folder.shape(key))}, expected {list(shape)}"

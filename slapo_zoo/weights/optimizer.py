@@ -87,7 +87,7 @@ def merge(records: Sequence[Record]) -> Record:
 
 
 def optimizer_specs(record: Record, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Where the tensors of a merged record go: each is sharded as its parameter."""
+    """Return the placements of the tensors of a merged record: each is sharded as its parameter."""
     return [
         TensorSpec(f"{spec.name}.{key}", spec.shape, kept["$like"], spec.placement, spec.stage)
         for spec in specs
@@ -111,7 +111,7 @@ def _is_tensor(kept: Any) -> bool:
 
 
 def check_record(record: Any) -> str:
-    """Why a merged record of a file is none, or the empty string."""
+    """Return why a merged record of a file is none, or the empty string."""
     if not isinstance(record, dict) or set(record) != {"class", "groups", "state"}:
         return f"found {record!r:.60}, expected class, groups and state"
     groups, state = record["groups"], record["state"]

@@ -40,7 +40,7 @@ class PickleFile:
         return self._tensors[name]
 
     def read_ahead(self, name: str, first: int, count: int) -> None:
-        """Nothing: where in the file its bytes lie is not known."""
+        """Do nothing: where a tensor's bytes lie in the file is not known."""
 
     def close(self) -> None:
         """Drop the tensors; views that are alive stay valid."""

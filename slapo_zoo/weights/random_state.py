@@ -38,7 +38,7 @@ def pack_states(by_rank: Sequence[dict[str, str]]) -> dict[str, Any]:
 
 
 def check_states(packed: Any, ranks: int) -> str:
-    """Why `restore_states` could not use what a file holds, or the empty string.
+    """Return why `restore_states` could not use what a file holds, or the empty string.
 
     Args:
         packed: of `pack_states`.

@@ -40,7 +40,7 @@ SAVED_ANYWAY: dict[str, tuple[tuple[Any, ...], str]] = {
 
 @dataclass(frozen=True)
 class HubArguments:
-    """Where a checkpoint is and how it is read, by the names of transformers.
+    """Place of a checkpoint and how it is read, by the argument names of transformers.
 
     Args:
         token: of the Hub.
@@ -115,7 +115,7 @@ def renamed(given: dict[str, Any], attention: Any, dtype: Any) -> tuple[Any, Any
 
 
 def saved_stem(given: dict[str, Any], allowed: Collection[str]) -> str:
-    """How weight files are named, from the arguments of `save_pretrained` of transformers.
+    """Return the first part of weight file names, from the arguments of `save_pretrained` of transformers.
 
     Args:
         given: which lose all that says what is done anyway, and `variant`.

@@ -21,7 +21,7 @@ from slapo_zoo.zoo.outline import Outline
 
 @dataclass(frozen=True)
 class Source:
-    """Where a tensor lies in a checkpoint, from the header of its file alone."""
+    """Place of a tensor in a checkpoint, from the header of its file alone."""
 
     file: str
     dtype: torch.dtype

@@ -22,7 +22,7 @@ from slapo_zoo.pipeline.stages import StageDone
 def pipeline_engine(
     deepspeed: Any, model: Any, settings: dict[str, Any], optimizer: Any, options: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """(engine, optimizer) of a model whose stages lie on the pp ranks."""
+    """Return (engine, optimizer) of a model whose stages lie on the pp ranks."""
     pipeline: Pipeline = model._slapo.pipeline
     if pipeline.places.num_stages != model.mesh.pp:
         problem = f"found {pipeline.places.num_stages} stages on pp={model.mesh.pp} ranks"
@@ -184,6 +184,6 @@ class _ZeroPipeline(Zero):
 
 
 def _numbers(count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """(input, label) of each micro-batch: its number, by which a stage finds the tensors."""
+    """Return (input, label) of each micro-batch: its number, by which a stage finds the tensors."""
     numbers = [torch.tensor([i]) for i in range(count)]
     return iter([((number,), number) for number in numbers])  # pyright: ignore[reportReturnType]

@@ -23,7 +23,7 @@ from slapo_zoo.errors import SlapoError
 
 
 def with_ddp(model: Any, optimizer: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:
-    """(Megatron's DDP around the model, its optimizer if `optimizer` is an OptimizerConfig).
+    """Return (Megatron's DDP around the model, its optimizer if `optimizer` is an OptimizerConfig).
 
     Args:
         model: of AutoScheduledModel, its groups and marks those of Megatron.
@@ -140,7 +140,7 @@ class _CpuForCuda(TorchFunctionMode):
 
 @contextmanager
 def named_devices(device: torch.device) -> Iterator[None]:
-    """Within it, what Megatron calls CUDA is `device`, if that is the CPU."""
+    """Context in which what Megatron calls CUDA is `device`, if that is the CPU."""
     if device.type != "cpu":
         yield
         return

@@ -36,7 +36,7 @@ class Argument:
 
     @property
     def live(self) -> bool:
-        """It holds a tensor: the graph computes with it. Other values are fixed by the trace."""
+        """Return whether a value holds a tensor: the graph computes with it, other values are constants of the trace."""
         return _has_tensor(self.value)
 
 

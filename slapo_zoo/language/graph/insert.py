@@ -27,7 +27,7 @@ class Function(nn.Module):
 def arguments(
     new: Any, inputs: dict[str, Any], path: str, constants: Mapping[str, Any] | None = None
 ) -> tuple[tuple, dict[str, Any]]:
-    """How to call `new` with the inputs of a pattern: by name where the names tell."""
+    """Return the arguments with which `new` is called on the inputs of a pattern, by name where the names tell."""
     constants = dict(constants or {})
     target = getattr(new, "forward", new) if isinstance(new, nn.Module) else new
     target = new.function if isinstance(new, Function) else target

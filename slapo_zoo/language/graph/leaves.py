@@ -12,7 +12,7 @@ LEAF_CLASSES = {"Conv1D"}  # the linear layer of GPT-2
 
 
 def leaf_test(leaves: tuple[Leaf, ...], flatten: bool) -> Callable[[nn.Module, str], bool]:
-    """(module, path below the root) --> whether it stays one node."""
+    """Return a test of (module, path below the root): whether the module stays one node."""
 
     def given(module: nn.Module, path: str, leaf: Leaf) -> bool:
         if isinstance(leaf, str):

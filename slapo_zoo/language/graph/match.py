@@ -122,7 +122,7 @@ class Matcher:
                 yield from self._outputs(rest[1:], self._value(rest[0], node, binding))
 
     def _escapes(self, real: Binding, binding: Binding, outputs: Any) -> str:
-        """Why the matched nodes cannot be taken out as one, or the empty string."""
+        """Return why the matched nodes cannot be taken out as one, or the empty string."""
         inside = set(real.values())
         ends = {binding[o] for o in outputs}
         for node in inside - ends:

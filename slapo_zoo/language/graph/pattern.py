@@ -32,7 +32,7 @@ class Pattern(nn.Module):
 
 
 class ModulePattern(nn.Module):
-    """In a Pattern: the call of a module whose path, or the end of it, matches a regex."""
+    """Part of a Pattern: the call of a module whose path, or the end of it, matches a regex."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -44,7 +44,7 @@ class ModulePattern(nn.Module):
 
 
 def call_module(regex: str, *args: Any) -> Any:
-    """In a pattern function: the call of a module whose path, or the end of it, matches."""
+    """Write the call of a module into a pattern function; its path, or the end of it, matches the regex."""
     proxies = [a for a in args if isinstance(a, fx.Proxy)]
     if not proxies:
         problem = "it stands for a call inside a pattern, and needs an argument of the pattern"

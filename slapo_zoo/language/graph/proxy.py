@@ -129,7 +129,7 @@ def _tracer(proxy: ValueProxy) -> Any:
 
 
 def _unpacked_into(frame: FrameType) -> int:
-    """How many names the statement that runs unpacks into, as in `b, s, d = x.shape`; 0 if none."""
+    """Return how many names the statement that runs unpacks into, as in `b, s, d = x.shape`; 0 if none."""
     for instruction in dis.get_instructions(frame.f_code):
         if instruction.offset == frame.f_lasti:
             return instruction.argval if instruction.opname == "UNPACK_SEQUENCE" else 0

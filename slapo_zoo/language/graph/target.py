@@ -32,7 +32,7 @@ def resolve(site: Site, directive: Directive, spec: Any) -> list[Subgraph]:
 
 
 def one_subgraph(nodes: Sequence[tuple[str, fx.Node]]) -> Subgraph:
-    """(path, node) pairs of one graph as a subgraph; its inputs are in the order of their use."""
+    """Make a subgraph of (path, node) pairs of one graph; its inputs are in the order of their use."""
     path, first = nodes[0]
     module: Any = first.graph.owning_module
     inside = {node for _, node in nodes}

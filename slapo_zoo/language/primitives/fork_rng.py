@@ -146,7 +146,7 @@ class _Child:
 
 
 class OwnDropout(TorchFunctionMode):
-    """Within it, the k-th F.dropout draws its mask from the cells of `path#k` (OPT has no module).
+    """Context in which the k-th F.dropout draws its mask from the cells of `path#k` (OPT has no module for it).
 
     Ranks that are to draw differently have names of their own for these cells.
     """

@@ -22,7 +22,7 @@ LOOKS = {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "
 
 @dataclass
 class Chains:
-    """Which linear's columns a tensor holds, followed through one forward.
+    """Follows through one forward which linear's columns a tensor holds.
 
     Args:
         feeds: linear --> those whose columns were its input.

@@ -61,7 +61,7 @@ class Observation:
         return readers | (self.called_in_part & self.calls.keys())
 
     def first_use(self, path: str) -> int:
-        """When the first parameter below a path was used, else the module called; a large number for never."""
+        """Return when the first parameter below a path was used, else the module was called; a large number for never."""
         found = [at for name, at in self.uses.items() if name.startswith(f"{path}.")]
         return min(found, default=self.entered.get(path, 1 << 30))
 

@@ -104,7 +104,7 @@ def _expert_rows(model: Any, seen: Observation, prefix: str) -> dict[str, Rule]:
 
 
 def _refuse_dropout(config: Any, seam: bool) -> None:
-    """Where a forward drops inline, each rank would draw a mask of its own; only the seam is known."""
+    """Refuse a forward that calls F.dropout inline: each rank would draw a mask of its own."""
     for name, value in vars(config).items():
         if not isinstance(value, float) or not value or (seam and name == "attention_dropout"):
             continue

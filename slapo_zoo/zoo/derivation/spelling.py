@@ -72,7 +72,7 @@ def _whole_keys(key: str, name: str) -> tuple[str, str]:
 
 
 def _likeness(key: str, name: str) -> tuple[bool, int]:
-    """How much two names of equal tensors (buffers of zeros) have in common: their numbers, then words."""
+    """Return how much two names of equal tensors (buffers of zeros) have in common: their numbers, then their words."""
     numbers = [re.findall(r"\d+", text) for text in (key, name)]
     return numbers[0] == numbers[1], len(set(key.split(".")) & set(name.split(".")))
 

@@ -160,7 +160,7 @@ def _with_rotary(own: dict[str, Any], rotary: int, rest: int) -> int:
 
 
 def _window(now: dict[str, int], stages: int) -> int:
-    """At most what the last of several stages has, each half of the one before; 1 would be no attention."""
+    """Return a window size of at most the last stage's, halved per stage; 1 would be no attention."""
     grid = now.get("image_size", 0) // max(now.get("patch_size", 1), 1)
     return max(2, min(now.get("window_size", 0), grid >> (stages - 1)))
 
