@@ -109,7 +109,7 @@ def test_what_is_not_there_or_does_not_fit(loaded, case, words):
     assert words in loaded[0][case]
 
 
-def test_a_moved_tag_and_a_tampered_file(hub, folder, loaded, published):
+def test_a_moved_tag_and_a_tampered_file_are_refused(hub, folder, loaded, published):
     repository = hub.repositories[REPO]
     first = published["first"].partition("@")[2]
     repository.tags["v1"] = published["second"].partition("@")[2]

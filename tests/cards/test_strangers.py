@@ -81,13 +81,13 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
-def test_arguments_of_the_wrong_type(name, value):
+def test_arguments_of_the_wrong_type_are_refused(name, value):
     step = [SHARD[0], "shard", {**SHARD[2], name: value}]
     with pytest.raises(CardError):
         Program.parse(changed(steps=[step]))
 
 
-def test_arguments_of_the_right_type():
+def test_arguments_of_the_right_type_are_accepted():
     right = {"axis": 1, "groups": [{"=": "num_heads"}, 2], "unit": {"=": "head_dim"}, "pad": True}
     step = [SHARD[0], "shard", {**SHARD[2], **right}]
     assert Program.parse(changed(steps=[step])).steps[0][2]["axis"] == 1

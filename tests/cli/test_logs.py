@@ -45,7 +45,7 @@ def test_a_line_a_step_also_after_a_kill(job, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
-def test_a_full_disk_under_the_log(job, capsys):
+def test_a_full_disk_under_the_log_ends_in_one_error(job, capsys):
     said = failure(capsys, *job, "--max-steps", 1, "--set", "log_file=/dev/full")
     assert "error: disk: No space left on device\n  hint: make room there" in said
 

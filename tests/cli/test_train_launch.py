@@ -104,7 +104,7 @@ def launched(arguments, **variables):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_local_ranks(engine, job, capfd):
+def test_local_ranks_give_the_losses_of_one_process(engine, job, capfd):
     arguments, expected = job
     warnings.simplefilter("ignore")  # DeepSpeed's own; pytest puts the filters back
     with pytest.raises(SystemExit) as caught:
@@ -117,7 +117,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("deepspeed", "me
 
 
 @pytest.mark.parametrize("engine", ["torch", *SLOW])
-def test_srun(engine, job, tmp_path):
+def test_srun_gives_the_losses_of_local_ranks(engine, job, tmp_path):
     """Processes with the variables of srun, which names no meeting point."""
     arguments, expected = job
     ranks = [(of_srun(rank), [*arguments, *ENGINES[engine]]) for rank in range(2)]
@@ -126,7 +126,7 @@ def test_srun(engine, job, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_torchrun(engine, job):
+def test_torchrun_gives_the_losses_of_local_ranks(engine, job):
     arguments, expected = job
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     assert launched([*run, "-m", "slapo_zoo.cli.main", *arguments, *ENGINES[engine]]) == expected
@@ -134,7 +134,7 @@ def test_torchrun(engine, job):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_deepspeed_launcher(engine, job):
+def test_the_deepspeed_launcher_gives_the_losses_of_local_ranks(engine, job):
     """It puts --local_rank before the name of the command."""
     arguments, expected = job
     run = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", "29511"]
@@ -217,7 +217,7 @@ def test_a_batch_script_and_a_shell_are_no_launch(monkeypatch):
     assert not is_distributed_launch()
 
 
-def test_lists_of_slurm():
+def test_lists_of_hosts_of_slurm_are_parsed():
     hosts = ["a", "a,b", "gpu[003-005,9],login", "gpu[7,9]", "r[1-2]-ib,x", "n1.cluster,n2.cluster"]
     assert [first_host(x) for x in hosts] == ["a", "a", "gpu003", "gpu7", "r1-ib", "n1.cluster"]
     assert tasks_per_node("8(x2),4") == [8, 8, 4]

@@ -100,7 +100,7 @@ def run(module, x):
 
 @pytest.mark.parametrize("shape", [(6, 24), (2, 5, 24), (2, 3, 4, 24)])
 @pytest.mark.parametrize("kind", ["Linear", "Conv1D", "no bias"])
-def test_same_as_the_module(kind, shape):
+def test_the_kernel_equals_the_module(kind, shape):
     x = torch.randn(shape)
     if kind != "Conv1D":  # whose own forward takes no other strides
         x = x.transpose(0, 1).contiguous().transpose(0, 1)

@@ -104,7 +104,7 @@ def stream_dropouts(module):
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("name", MODULES)
-def test_same_as_transformers(name, training):
+def test_a_module_with_its_kernel_equals_transformers(name, training):
     module, fast, arguments = pair(name)
     for m in (module, fast):
         m.train(training)

@@ -68,7 +68,7 @@ def same_state(a, b):
 # --- the view -----------------------------------------------------------------------------------
 
 
-def test_view_of_the_tree():
+def test_selections_show_the_module_tree():
     model = Model()
     sch = Schedule(model)
     assert sch.mod is model
@@ -262,7 +262,7 @@ def test_history_reads_as_it_was_written():
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(tp=2), TP2, Mesh(tp=2, pp=2, rank=3)])
-def test_replay_on_a_fresh_model(mesh):
+def test_replay_on_a_fresh_model_gives_the_same_model(mesh):
     torch.manual_seed(3)
     first = Model()
     second = Model()

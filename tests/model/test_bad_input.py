@@ -66,7 +66,7 @@ def test_sizes_that_are_no_sizes(name, bad, sources):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_tp_that_the_heads_forbid(name, sources, ranks):
+def test_tp_that_the_heads_forbid_is_refused(name, sources, ranks):
     """Five heads take tp = 1..5: the message lists what is legal."""
     text = refused(SlapoError, sources[name], ranks, 6, tp=6)
     assert "5 heads cannot be sharded over tp=6" in text
@@ -271,7 +271,7 @@ def test_a_device_that_is_not_there(device, sources):
     assert "device=" in refused(SlapoError, sources["gpt2"], device=device)
 
 
-def test_a_folder_without_a_config(folders, tmp_path):
+def test_a_folder_without_a_config_is_refused(folders, tmp_path):
     (folders["gpt2"] / "config.json").unlink()
     assert "no config can be read" in refused(SlapoError, folders["gpt2"])
     (tmp_path / "empty").mkdir()

@@ -53,7 +53,7 @@ def other_config(source, folder, **changes):
 
 
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}], ids=str)
-def test_another_copy_of_the_weights(ranks, source, tmp_path, mesh):
+def test_ranks_with_other_weights_are_refused(ranks, source, tmp_path, mesh):
     folders = [source, stale(source, tmp_path / "stale")]
     found = ranks.run(outcome, 2, folders, mesh, [{}, {}])
     for text in found:
@@ -68,7 +68,7 @@ def test_ranks_with_other_files_are_refused(ranks, source, tmp_path):
     assert all("ranks [1] read other files than rank 0" in text for text in found)
 
 
-def test_another_field_of_the_config(ranks, source, tmp_path):
+def test_ranks_with_another_config_are_refused(ranks, source, tmp_path):
     folders = [source, other_config(source, tmp_path / "other", resid_pdrop=0.3)]
     found = ranks.run(outcome, 2, folders, {"tp": 2}, [{}, {}])
     assert all("config.resid_pdrop: rank 1 has 0.3, rank 0 has" in text for text in found)

@@ -114,7 +114,7 @@ def same(name, found, want):
 
 @pytest.mark.parametrize("size", [5, 11])
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_behaves_as_full_logits(n, size, ranks):
+def test_sharded_logits_behave_as_full_ones(n, size, ranks):
     """Also with V=5 on 4 ranks, of which the last holds nothing but padding."""
     full = torch.randn(2, 3, size)
     want = {name: plain(of(full)) for name, of in BEHAVIOURS.items()}

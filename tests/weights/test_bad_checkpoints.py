@@ -118,7 +118,7 @@ def test_a_truncated_safetensors_file_is_refused(keep, folders, ranks):
     assert all("found" in p[3] for p in parts)
 
 
-def test_a_text_that_calls_itself_safetensors(folders):
+def test_a_text_that_calls_itself_safetensors_is_refused(folders):
     path = folders["gpt2"] / "model.safetensors"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n")
     assert attempt(folders["gpt2"], {})[0] is WeightsError
@@ -236,7 +236,7 @@ def old_bert(tensors):
 @pytest.mark.parametrize(
     ("case", "old"), [(GPT2, old_gpt2), (BERT, old_bert)], ids=["gpt2", "bert"]
 )
-def test_old_layouts(case, old, tp, pp, folders, ranks):
+def test_old_layouts_of_files_load(case, old, tp, pp, folders, ranks):
     name = "gpt2" if case is GPT2 else "bert"
     folder, batch = folders[name], batch_of(case)
     want, source = logits_of(case.cls, folder, batch), load_file(folder / "model.safetensors")

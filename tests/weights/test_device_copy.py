@@ -48,7 +48,7 @@ def test_casts_on_the_way():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mesh", [Mesh(2, 2, rank=r) for r in range(4)], ids=lambda m: m.rank)
-def test_on_a_gpu(tmp_path, mesh):
+def test_copies_to_a_gpu_are_equal(tmp_path, mesh):
     load_onto(torch.device("cuda"), tmp_path, mesh)
 
 

@@ -71,7 +71,7 @@ def test_a_model_of_all_kinds(tmp_path, mesh):
         assert torch.equal(target.tensor, expected[name]), name
 
 
-def test_casts_into_parameters(tmp_path):
+def test_tensors_are_cast_into_parameters(tmp_path):
     full = torch.randn(4, 6)
     save_file({"w": full}, tmp_path / "model.safetensors")
     local = torch.nn.Parameter(torch.empty(4, 3, dtype=torch.bfloat16))
@@ -102,7 +102,7 @@ def test_all_problems_in_one_error_and_nothing_touched(tmp_path):
     assert all(local.sum() == 0 for local in locals_.values())
 
 
-def test_indivisible_and_many_problems(tmp_path):
+def test_axes_that_do_not_divide_are_all_listed(tmp_path):
     save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")
     targets = {f"t{i}": Target(torch.zeros(1), (3,), SPLIT) for i in range(30)}
     with open_checkpoint(tmp_path) as folder, pytest.raises(WeightsError) as caught:
@@ -139,7 +139,7 @@ def test_eight_bits_pass_through(tmp_path, dtype, axis):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_warning_about_nan_when_asked(tmp_path, value, recwarn):
+def test_check_finite_warns_about_nan(tmp_path, value, recwarn):
     save_file({"a": torch.ones(2), "b": torch.full((3,), value)}, tmp_path / "model.safetensors")
     targets = {name: Target(torch.zeros(n), (n,)) for name, n in (("a", 2), ("b", 3))}
     source = {"a": "a", "b": "b"}
@@ -166,7 +166,7 @@ class Terminal:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_bar_on_a_terminal_on_rank_0(tmp_path, monkeypatch, rank):
+def test_rank_0_shows_a_bar_on_a_terminal(tmp_path, monkeypatch, rank):
     save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
     monkeypatch.setattr("slapo_zoo.weights.progress.LEAST", 1)
     monkeypatch.setattr("sys.stderr", terminal := Terminal())
@@ -176,7 +176,7 @@ def test_a_bar_on_a_terminal_on_rank_0(tmp_path, monkeypatch, rank):
     assert ("loading" in terminal.text) == (rank == 0)
 
 
-def test_no_bar_in_a_file(tmp_path, monkeypatch, capsys):
+def test_a_log_file_gets_no_bar(tmp_path, monkeypatch, capsys):
     save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
     monkeypatch.setattr("slapo_zoo.weights.progress.LEAST", 1)
     with open_checkpoint(tmp_path) as folder:

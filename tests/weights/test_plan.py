@@ -98,7 +98,7 @@ def test_a_checkpoint_of_another_size_is_refused(folder, tmp_path):
         plan_weights(tmp_path)
 
 
-def test_command(folder, capsys):
+def test_the_command_prints_what_every_rank_reads(folder, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["plan", str(folder), "--weights", "--tp", "2", "--pp", "2", "--dp", "8"])
     assert caught.value.code == 0

@@ -70,7 +70,7 @@ def test_a_failed_upload_leaves_the_saved_model(hub, model, tmp_path, monkeypatc
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_arguments_that_mean_nothing(model, tmp_path):
+def test_arguments_that_mean_nothing_are_refused(model, tmp_path):
     with pytest.raises(SlapoError, match="private: no such argument"):
         model.save_pretrained(tmp_path / "out", private=True)
     with pytest.raises(SlapoError, match="flavour: no such argument"):

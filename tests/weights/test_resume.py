@@ -258,7 +258,7 @@ def test_another_optimizer_is_refused_and_nothing_is_touched(source, tmp_path, m
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-def test_without_an_optimizer(source, tmp_path):
+def test_a_checkpoint_without_an_optimizer_loads(source, tmp_path):
     folder, out = checkpoint(PLAIN, source), tmp_path / "out"
     model, optimizer, scheduler = start(folder, (1, 1, 1), PLAIN)
     save_checkpoint(model, out, step=7)

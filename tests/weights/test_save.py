@@ -34,7 +34,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_one_file(tmp_path):
+def test_a_small_model_is_saved_into_one_file(tmp_path):
     one = single()
     local = {
         name: tensor.requires_grad_(tensor.is_floating_point()) for name, tensor in one.full.items()
@@ -45,7 +45,7 @@ def test_one_file(tmp_path):
     assert_same(load_file(tmp_path / "new" / "out" / "model.safetensors"), one.full)
 
 
-def test_the_same_bytes_as_the_library(tmp_path):
+def test_saved_files_have_the_bytes_of_the_library(tmp_path):
     full = {name: torch.randn(3, 5) for name in ("h.10.w", "h.2.w", "é")}
     full |= {"flags": torch.tensor([True] * 3), "half": torch.ones(3).half()}
     specs = [TensorSpec(n, tuple(t.shape), str(t.dtype).split(".")[1]) for n, t in full.items()]
@@ -58,7 +58,7 @@ def test_the_same_bytes_as_the_library(tmp_path):
     assert (ours[:8], ours[end:]) == (theirs[:8], theirs[end:])
 
 
-def test_many_files_with_index(tmp_path):
+def test_a_large_model_is_saved_into_files_with_an_index(tmp_path):
     one = single()
     save_folder(tmp_path / "out", one.specs, one.full, one.mesh, max_shard_size=200)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -119,7 +119,7 @@ def test_failing_extras_leave_the_old_folder(tmp_path):
     assert names(tmp_path) == ["out"]
 
 
-def test_extras_that_break_the_weights(tmp_path):
+def test_extras_that_write_weight_files_are_refused(tmp_path):
     def overwrite(path):
         save_file({"other": torch.ones(1)}, path / "model.safetensors")
 

@@ -70,7 +70,7 @@ def test_a_save_killed_anywhere_leaves_a_whole_checkpoint(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variables", [{}, {"NO_EXCHANGE": "1"}], ids=["exchange", "renames"])
-def test_fifty_kills(tmp_path, variables):
+def test_fifty_kills_leave_a_whole_checkpoint(tmp_path, variables):
     kill_at(tmp_path, 50, **variables)
 
 

@@ -86,7 +86,7 @@ def save_other_specs(folder):
         save_folder(folder, specs, local, mesh)
 
 
-def test_ranks_that_disagree_on_the_model(ranks, tmp_path):
+def test_ranks_that_disagree_on_the_model_are_refused(ranks, tmp_path):
     ranks.run(save_other_specs, 2, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 

@@ -94,7 +94,7 @@ def test_a_save_between_the_phases_of_a_load(tmp_path, monkeypatch):
     assert found == {2.0}
 
 
-def test_from_pretrained_between_config_and_weights(tmp_path, monkeypatch):
+def test_from_pretrained_reads_config_and_weights_of_one_save(tmp_path, monkeypatch):
     sizes = []
 
     def save(layers):

@@ -157,7 +157,7 @@ def after_training(folder, tp, pp):
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
-def test_generation_between_steps(layout, root, ranks):
+def test_generation_between_steps_changes_no_training(layout, root, ranks):
     tp, pp = LAYOUTS[layout]
     folder = checkpoint(Case("GPT2LMHeadModel", ("tokens",), dropout=0.1), root)
     ((want, loss),) = ranks.run(after_training, 1, folder, 1, 1)

@@ -46,7 +46,7 @@ def test_every_knob_is_a_documented_argument(entry):
         ("pipeline_order", None, "a name"),
     ],
 )
-def test_a_knob_of_the_wrong_type(name, value, expected, root):
+def test_a_knob_of_the_wrong_type_is_refused(name, value, expected, root):
     text = refused(SlapoError, checkpoint(GPT2, root), **{name: value})
     assert name in text
     assert expected in text
@@ -114,7 +114,7 @@ QUICK = ("bert", "t5", "llama")
         ),
     ],
 )  # fmt: skip
-def test_eager_attention(family, layout, root, ranks):
+def test_eager_attention_is_as_near_to_the_truth_as_plain(family, layout, root, ranks):
     """The family's own function: as near to the truth as plain transformers is with it."""
     case, sizes = HEADS[family][0], LAYOUTS[layout]
     folder = checkpoint(case, root)
@@ -167,7 +167,7 @@ def test_xformers_is_refused_here(root):
     assert "not installed" in text or "no kernel for cpu" in text
 
 
-def test_checkpoint_policy(root, ranks):
+def test_save_matmuls_gives_equal_gradients(root, ranks):
     """Recomputation that keeps products gives the same gradients; an unknown policy is an error."""
     folder = checkpoint(GPT2, root)
     truth, plains = references(GPT2, folder)

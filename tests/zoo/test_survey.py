@@ -39,7 +39,7 @@ def run(*arguments):
     return stop.value.code
 
 
-def test_list_as_data(capsys):
+def test_list_as_json_names_every_family(capsys):
     assert run("list", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found) == families()

@@ -197,7 +197,7 @@ def uneven_rows(folder):
     return model.consolidated_state_dict(grads=True), model.consolidated_state_dict()
 
 
-def test_dp_ranks_with_different_numbers_of_rows(folder, ranks):
+def test_dp_ranks_with_different_numbers_of_rows_equal_one_process(folder, ranks):
     plain = WideResNetForImageClassification.from_pretrained(folder).train()
     plain(**batch_of(0)).loss.backward()
     grads, weights = ranks.run(uneven_rows, 2, folder)[0]

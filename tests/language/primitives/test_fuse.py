@@ -44,7 +44,7 @@ def test_bias_gelu_as_torchscript():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # dynamo and inductor warn about their own code
-def test_bias_gelu_by_inductor():
+def test_bias_gelu_fused_by_inductor_is_equal():
     sch = scheduled_bias_gelu()
     assert_same_step(sch.model, tiny_model("bert"))
 
@@ -62,7 +62,7 @@ def kernel():
     del FUSED_KERNELS["test_bias_gelu"]
 
 
-def test_bias_gelu_by_a_registered_kernel(kernel):
+def test_bias_gelu_fused_by_a_kernel_is_equal(kernel):
     sch = scheduled_bias_gelu(compiler="kernel")
     assert_same_step(sch.model, tiny_model("bert"))
     assert kernel == [(3, 11, 48)] * 2
@@ -80,7 +80,7 @@ def test_a_kernel_by_name_can_be_written(kernel):
         again[f"{LAYER}.intermediate"].fuse(compiler="kernel", name="test_bias_gelu")
 
 
-def test_bias_dropout_residual_layer_norm():
+def test_bias_dropout_residual_layer_norm_is_fused_and_equal():
     sch = Schedule(tiny_model("bert"))
     out = sch[f"{LAYER}.output"]
     sch[f"{LAYER}.output.dense"].decompose()
@@ -100,7 +100,7 @@ def test_bias_dropout_residual_layer_norm():
     assert_same_step(sch.model, tiny_model("bert"))
 
 
-def test_conv_norm_relu():
+def test_conv_norm_relu_is_fused_and_equal():
     sch = Schedule(tiny_model("resnet"))
     path = "resnet.encoder.stages.1.layers.1.layer.0"
     sch[path].trace(flatten=True)
@@ -128,7 +128,7 @@ class FusedQKV(nn.Module):
 
 
 @pytest.mark.parametrize("by_name", [True, False])
-def test_query_key_value_in_one_product(by_name):
+def test_query_key_value_in_one_product_are_equal(by_name):
     sch, plain = Schedule(tiny_model("bert")), tiny_model("bert")
     attention = sch[f"{LAYER}.attention.self"]
     attention.trace(flatten=True)
@@ -150,7 +150,7 @@ def attention_of(query, key, value, mask, scale, p):
     return torch.matmul(probabilities, value), probabilities
 
 
-def test_sdpa_for_an_explicit_softmax():
+def test_sdpa_for_an_explicit_softmax_is_equal():
     model, plain = (tiny_model("bert") for _ in range(2))
     for m in (model, plain):
         m.set_attn_implementation("eager")

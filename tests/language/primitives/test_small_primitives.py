@@ -91,7 +91,7 @@ def test_pipeline_split_is_cut_pipeline_stage():
         sch.pipeline_split()
 
 
-def test_replace_a_module():
+def test_replace_puts_another_module_in():
     model = net().eval()
     sch = Schedule(model)
     new = nn.Linear(4, 6)
@@ -108,7 +108,7 @@ def test_replace_a_module():
         sch["0"].replace("fast")
 
 
-def test_replace_all():
+def test_replace_all_puts_others_in_everywhere():
     sch = Schedule(net())
     made = []
 

@@ -124,7 +124,7 @@ def column_row(seed):
     return y.detach(), x.grad, net[1].weight.grad
 
 
-def test_trace_after_a_division(ranks):
+def test_a_sharded_module_is_traced(ranks):
     torch.manual_seed(5)
     net = nn.Sequential(nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4)), nn.Linear(4, 2))
     x = torch.randn(3, 4, requires_grad=True)
