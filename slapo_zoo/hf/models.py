@@ -204,16 +204,21 @@ def build_fake(cls: Any, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
         model.loss_type = model.loss_type or "ForCausalLM"
         model.tie_weights()
     with mode, default_dtype(dtype):
-        _to_fakes(model)
+        to_fakes(model)
         for path, module in model.named_modules() if dtype.itemsize == 2 else ():
             if stays_wide(model, path, module, dtype):
                 _widen(module)
     return mode, model.train(False)
 
 
-def _to_fakes(model: nn.Module) -> None:
-    """New tensors of the mode that is active, on the CPU; what is shared stays shared."""
+def to_fakes(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
+    """Put new tensors of the mode that is active into a model, on the CPU; what is shared stays shared.
+
+    Returns:
+        (where the tensors of a module are, what was there by name), to put it back.
+    """
     made: dict[int, torch.Tensor] = {}
+    before = []
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in made:
@@ -225,7 +230,9 @@ def _to_fakes(model: nn.Module) -> None:
     for module in model.modules():
         for held in (module._parameters, module._buffers, vars(module)):
             found = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
+            before.append((held, found))
             held.update({name: fake(value) for name, value in found.items()})
+    return before
 
 
 def _widen(module: nn.Module) -> None:

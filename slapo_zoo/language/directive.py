@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.offload import Offloads, Pack
-from slapo_zoo.language.traffic import Traffic
+from slapo_zoo.language.tape import Tape
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.paths import select_paths
 from slapo_zoo.parallel.placement import Placement
@@ -36,13 +36,13 @@ class ForwardContext:
     Args:
         tokens_divided: the tokens are divided over tp.
         real_tokens: [B, S], true where a token is no padding, if padding may be left out.
-        traffic: of a dry run that counts collectives.
+        tape: of a dry run, where collectives are noted.
         is_call: a call of the model or of a part is running, or its backward.
     """
 
     tokens_divided: bool = False
     real_tokens: Tensor | None = None
-    traffic: Traffic | None = None
+    tape: Tape | None = None
     is_call: bool = False
 
 
@@ -138,10 +138,10 @@ class Site:
 
     def group(self, directive: Any) -> Any:
         """The process group of a directive's mesh dim; None when its size is 1."""
-        group, traffic = self.mesh.group(directive.mesh_dim), self.state.forward.traffic
-        if traffic is None:
+        group, tape = self.mesh.group(directive.mesh_dim), self.state.forward.tape
+        if tape is None:
             return group
-        return traffic.listen(group, directive.mesh_dim, self.path, directive)
+        return tape.listen(group, directive.mesh_dim, self.path, directive)
 
     def name(self, tensor_name: str) -> str:
         """Full name of a parameter or buffer of this module."""

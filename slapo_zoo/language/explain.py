@@ -7,18 +7,29 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from slapo_zoo.errors import ScheduleError
+from slapo_zoo.hf.models import to_fakes
 from slapo_zoo.language.directive import Directive, ForwardContext, State
 from slapo_zoo.language.planned_rows import plan_of
-from slapo_zoo.language.traffic import Traffic, Transfer
+from slapo_zoo.language.tape import Tape, Transfer, empty_like
 from slapo_zoo.parallel.gradient_buckets import buckets
 from slapo_zoo.parallel.mesh import MESH_DIMS
 from slapo_zoo.parallel.rank_plan import DATA, PARTIAL, REPLICAS, RankPlan
+
+
+class TrafficRow(NamedTuple):
+    """Collectives of one kind in one step."""
+
+    kind: str
+    mesh_dim: str
+    phase: str
+    count: int
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -33,13 +44,13 @@ class Explanation:
     done: Mapping[str, Sequence[str]]
     transfers: Sequence[Transfer]
 
-    def totals(self) -> list[tuple[str, str, str, int, int]]:
-        """Return (kind, mesh dim, phase, count, bytes) of the whole step."""
+    def totals(self) -> list[TrafficRow]:
+        """Sum the collectives of the whole step by kind, mesh dim and phase."""
         counts: Counter[tuple[str, str, str]] = Counter(t[:3] for t in self.transfers)
         sizes: Counter[tuple[str, str, str]] = Counter()
         for t in self.transfers:
             sizes[t[:3]] += t.bytes
-        return [(*key, counts[key], sizes[key]) for key in sorted(counts)]
+        return [TrafficRow(*key, counts[key], sizes[key]) for key in sorted(counts)]
 
     def at(self, path: str) -> list[Transfer]:
         """Return the transfers that one module causes."""
@@ -129,20 +140,29 @@ def _dry_run(state: State, batch: Mapping[str, Any]) -> list[Transfer]:
     parameters = signature(runtime.own_forward if runtime else model.forward).parameters
     if "use_cache" in parameters:  # as in a training step: a recomputation would fill it again
         batch = {**batch, "use_cache": False}
-    mode, traffic = FakeTensorMode(allow_non_fake_inputs=True), Traffic()
-    with in_dry_run(state, traffic), mode, _fake_tensors(model), torch.enable_grad():
-        inputs = {k: _fake(v) if isinstance(v, Tensor) else v for k, v in batch.items()}
-        traffic.backward(forward(**inputs))
-    return traffic.transfers
+    mode, tape = FakeTensorMode(allow_non_fake_inputs=True), Tape()
+    with in_dry_run(state, tape), mode, torch.enable_grad():
+        before = to_fakes(model)
+        try:
+            inputs = {
+                k: empty_like(v).requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v
+                for k, v in batch.items()
+            }
+            if (total := tape.sum_of(forward(**inputs))) is not None:
+                total.backward()
+        finally:
+            for held, tensors in before:
+                held.update(tensors)
+    return tape.transfers
 
 
 @contextmanager
-def in_dry_run(state: State, traffic: Traffic) -> Iterator[None]:
+def in_dry_run(state: State, tape: Tape) -> Iterator[None]:
     """Context in which the collectives of a live schedule are noted, not sent, and its model trains."""
     before = state.mesh
     modes, position = {m: m.training for m in state.model.modules()}, state.random.position()
     state.mesh = replace(state.mesh, dry_run=True)
-    forward = ForwardContext(state.sequence_parallel, traffic=traffic, is_call=True)
+    forward = ForwardContext(state.sequence_parallel, tape=tape, is_call=True)
     state.model.train()
     try:
         drawing = torch.random.fork_rng(devices=[]), state.random.at(*position)
@@ -152,34 +172,6 @@ def in_dry_run(state: State, traffic: Traffic) -> Iterator[None]:
         state.mesh = before
         for module, training in modes.items():
             module.training = training
-
-
-def _fake(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape; under a FakeTensorMode it has no data."""
-    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    return fake.requires_grad_(tensor.requires_grad)
-
-
-@contextmanager
-def _fake_tensors(model: nn.Module) -> Iterator[None]:
-    """Context in which every parameter and buffer is a fake one; tied ones stay tied."""
-    kept, fakes = [], {}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            kept.append((tensors, dict(tensors)))
-            for name, tensor in tensors.items():
-                if tensor is not None and id(tensor) not in fakes:
-                    fake = _fake(tensor)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    fakes[id(tensor)] = (
-                        nn.Parameter(fake.detach(), tensor.requires_grad) if is_parameter else fake
-                    )
-                tensors[name] = None if tensor is None else fakes[id(tensor)]
-    try:
-        yield
-    finally:
-        for tensors, before in kept:
-            tensors.update(before)
 
 
 def after_backward(

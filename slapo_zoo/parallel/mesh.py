@@ -19,7 +19,7 @@ class ShapeOnlyGroup(NamedTuple):
     Args:
         size: of the group.
         rank: ours in it.
-        note: called with kind and bytes of each collective (slapo_zoo.language.traffic).
+        note: called with kind and bytes of each collective (slapo_zoo.language.tape).
     """
 
     size: int

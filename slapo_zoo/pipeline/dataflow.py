@@ -1,21 +1,21 @@
-"""Which values one part of a model makes and another part uses, found by a dry run.
+"""Which values one part of a model makes and another part uses, read off the tape of a forward.
 
-The scheduled model runs once on fake tensors: shapes without data. Every call of a *unit* (a block, an
-embedding, a norm, a head) is recorded: what it returned, and the outputs of which earlier calls its
-arguments were computed from. From this follows what crosses a pipeline cut.
+Of every call of a *unit* (a block, an embedding, a norm, a head) a plan knows what it returned, and the
+outputs of which earlier calls its arguments were computed from. From this follows what crosses a cut.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.weak import WeakIdKeyDictionary
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from slapo_zoo.errors import ScheduleError
+from slapo_zoo.language.tape import LEAVE, Ref, Row
+
+GUESS = "guess"  # a module looked at data: its output is taken to be like its input
 
 
 class Value(NamedTuple):
@@ -74,6 +74,12 @@ class Call:
             problem = f"its output has the shapes {shapes}, expected {wanted}: they depend on data"
             raise ScheduleError(self.unit, "pipeline", problem, "use pp=1")
 
+    def with_written(self, leaf: int) -> "Call":
+        """The same, while something beside the units writes into a tensor of its output."""
+        leaves = list(self.leaves)
+        leaves[leaf] = replace(leaves[leaf], written=True)
+        return replace(self, leaves=tuple(leaves))
+
     def output(self, tensors: Mapping[int, Tensor], device: torch.device) -> Any:
         """The output with the given tensors, and stand-ins for all others."""
         leaves = [
@@ -84,69 +90,36 @@ class Call:
         return tree_unflatten(leaves, self.spec)
 
 
-class DryRun(TorchDispatchMode):
-    """Records the calls of units while a model runs on fake tensors."""
+def calls_of(rows: Iterable[Row]) -> list[Call]:
+    """The calls of units on a tape, in order.
 
-    def __init__(self, model: nn.Module, units: Sequence[str]):
-        super().__init__()
-        self.calls: list[Call] = []
-        self._origin: Any = WeakIdKeyDictionary()
-        self._inside = False  # of a unit
-        self._hooks = []
-        for unit in units:
-            module = model.get_submodule(unit)
-            self._hooks.append(module.register_forward_pre_hook(self._before))
-            self._hooks.append(module.register_forward_hook(self._after(unit), with_kwargs=True))
+    What an operator returns comes from wherever its arguments came from.
+    """
+    calls: list[Call] = []
+    origin: dict[int, frozenset[Value]] = {}
+    guessed = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Every output of an operation comes from wherever its inputs came from."""
-        if func._schema.is_mutable and not self._inside:
-            self._note_written(args[0])
-        out = func(*args, **(kwargs or {}))
-        origin = self._origins((args, kwargs))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self._origin[tensor] = self._origin.get(tensor, frozenset()) | origin
-        return out
+    def origins(refs: Iterable[Ref]) -> frozenset[Value]:
+        return frozenset().union(*(origin.get(ref.number, ()) for ref in refs))
 
-    def _note_written(self, tensor: Any) -> None:
-        for call, leaf in self._origins(tensor):
-            leaves = list(self.calls[call].leaves)
-            leaves[leaf] = replace(leaves[leaf], written=True)
-            self.calls[call] = replace(self.calls[call], leaves=tuple(leaves))
-
-    def _before(self, module: nn.Module, args: Any) -> None:
-        self._inside = True
-
-    def _origins(self, tree: Any) -> frozenset[Value]:
-        found = [self._origin.get(x) for x in tree_leaves(tree) if isinstance(x, Tensor)]
-        return frozenset().union(*(f for f in found if f))
-
-    def _after(self, unit: str) -> Any:
-        def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self._inside = False
-            leaves, spec = tree_flatten(output)
-            needs, index = self._origins((args, kwargs)), len(self.calls)
-            shapes = [
-                Shape(tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else x
-                for x in leaves
-            ]
-            self.calls.append(Call(unit, spec, tuple(shapes), needs))
-            for i, tensor in enumerate(leaves):
-                if isinstance(tensor, Tensor):
-                    self._origin[tensor] = frozenset({Value(index, i)})
-
-        return record
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
+    for row in rows:
+        guessed |= row.op == GUESS
+        if row.op == LEAVE and row.output is not None:
+            leaves, spec = row.output
+            shapes = tuple(map(_shape, leaves))
+            calls.append(Call(row.path, spec, shapes, origins(row.reads), guessed))
+            for i, x in enumerate(leaves):
+                if isinstance(x, Ref):
+                    origin[x.number] = frozenset({Value(len(calls) - 1, i)})
+            guessed = False
+            continue
+        for value in origins(row.changes) if not row.unit else ():
+            calls[value.call] = calls[value.call].with_written(value.leaf)
+        found = origins(row.reads)
+        for ref in row.writes:
+            origin[ref.number] = origin.get(ref.number, frozenset()) | found
+    return calls
 
 
-class Calls(list[Call]):
-    """The calls of a dry run; `looked`: they hold for the data of its batch only."""
-
-    def __init__(self, calls: Sequence[Call], looked: bool = False):
-        super().__init__(calls)
-        self.looked = looked
+def _shape(x: Any) -> Any:
+    return Shape(x.shape, x.dtype, x.requires_grad) if isinstance(x, Ref) else x

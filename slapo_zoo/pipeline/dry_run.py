@@ -6,8 +6,9 @@ are chosen, a module that looks at data counts as one whose output is like its i
 what it really sends with that.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,100 +22,67 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_zoo.errors import ScheduleError
-from slapo_zoo.pipeline.dataflow import Calls, DryRun
+from slapo_zoo.language.tape import Tape
+from slapo_zoo.pipeline.dataflow import GUESS, Call, calls_of
 
 DEPENDS = (DataDependentOutputException, DynamicOutputShapeException)
 RANDOM = torch.Tag.nondeterministic_seeded
 
 
 def dry_run(
-    model: nn.Module, units: Sequence[str], fake: Any, batch: Mapping[str, Any],
-    finish: Callable[[Any], None] | None = None,
-) -> Calls:  # fmt: skip
-    """The calls of units in one forward of a fake model, in order.
+    model: nn.Module, units: Sequence[str], fake: Any, batch: Mapping[str, Any]
+) -> tuple[list[Call], bool]:
+    """The calls of units in one forward of a fake model, in order; true: they hold for these data only.
 
     Args:
         model: scheduled on a mesh without processes, its parameters fake tensors of the mode `fake`.
         units: paths that count.
         fake: the FakeTensorMode.
         batch: tensors of the sizes that count, on any device; their data only where the forward looks at it.
-        finish: called with the output of the model, still on fake tensors.
     """
-    with fake:  # on the CPU, where the fake model is, wherever the batch lies
-        inputs = {k: torch.empty(v.shape, dtype=v.dtype, device="cpu") if isinstance(v, Tensor) else v
-                  for k, v in batch.items()}  # fmt: skip
-    recorder = DryRun(model, units)
     try:
-        _run(recorder, model, inputs, fake, finish)
+        return calls_of(Tape(model, units).run(model, fake, batch).rows), False
+    except DEPENDS:
+        pass  # once more, with the data
+    looking = LookingTape(model, units)
+    with refused(model):
+        return calls_of(looking.run(model, fake, batch).rows), looking.looked
+
+
+@contextmanager
+def refused(model: nn.Module) -> Iterator[None]:
+    """Refuse in words a forward that cannot run without its data."""
+    try:
+        yield
     except DEPENDS as error:
-        if finish is None:
-            return _look(model, units, inputs, batch, fake)
-        raise _depends(model, error) from None
-    return Calls(recorder.calls)
+        problem = f"the forward of {type(model).__name__} depends on data ({error})"
+        hint = "use pp=1: what crosses a cut is found from shapes alone"
+        raise ScheduleError("pipeline", "dry run", problem, hint) from None
 
 
-def _look(
-    model: nn.Module, units: Sequence[str], inputs: Mapping[str, Any], batch: Mapping[str, Any], fake: Any
-) -> Calls:  # fmt: skip
-    recorder = LookingRun(model, units, inputs, batch)
-    try:
-        _run(recorder, model, inputs, fake, None)
-    except DEPENDS as error:
-        raise _depends(model, error) from None
-    return Calls(recorder.calls, recorder.looked)
-
-
-def _run(
-    recorder: DryRun, model: nn.Module, inputs: Mapping[str, Any], fake: Any,
-    finish: Callable[[Any], None] | None,
-) -> None:  # fmt: skip
-    try:
-        with fake, recorder, torch.enable_grad():  # the plan serves training too
-            output = model(**inputs)
-            if finish is not None:
-                finish(output)
-    finally:
-        recorder.close()
-
-
-def _depends(model: nn.Module, error: Exception) -> ScheduleError:
-    problem = f"the forward of {type(model).__name__} depends on data ({error})"
-    hint = "use pp=1: what crosses a cut is found from shapes alone"
-    return ScheduleError("pipeline", "dry run", problem, hint)
-
-
-class LookingRun(DryRun):
-    """Records the calls of units of a forward that looks at data.
+class LookingTape(Tape):
+    """Records a forward that looks at data.
 
     Args:
-        model: as for `DryRun`; the forwards of its units are changed.
-        units: as for `DryRun`.
-        inputs: fake tensors of the batch.
-        batch: its data.
+        model: as for `Tape`; the forwards of its units are changed until the end.
+        units: as for `Tape`.
     """
 
-    def __init__(
-        self, model: nn.Module, units: Sequence[str], inputs: Mapping[str, Any], batch: Mapping[str, Any]
-    ):  # fmt: skip
+    def __init__(self, model: nn.Module, units: Sequence[str]):
         super().__init__(model, units)
-        self.looked, self.guesses, self._noted = False, 0, 0
+        self.looked, self.guesses = False, 0
         self._known: Any = WeakIdKeyDictionary()
-        for name, fake in inputs.items():
-            if isinstance(fake, Tensor):
-                self._known[fake] = batch[name].cpu()
-        self._own: dict[nn.Module, Any] = {}
-        for unit in units:
-            for module in model.get_submodule(unit).modules():
-                self._own[module] = vars(module).get("forward")
-                module.forward = self._or_alike(module)
+        for module in {m: None for unit in units for m in model.get_submodule(unit).modules()}:
+            own = vars(module).get("forward")
+            module.forward = self._or_alike(module)
+            self._ends.append(partial(_give_back, module, own))
 
-    def close(self) -> None:
-        """Remove the hooks, and give the units their forwards back."""
-        super().close()
-        for module, forward in self._own.items():
-            del module.forward
-            if forward is not None:
-                module.forward = forward
+    def _inputs(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+        inputs = super()._inputs(model, batch)
+        for name, value in batch.items():
+            if isinstance(value, Tensor):
+                self._known[inputs[name]] = value.cpu()
+        return inputs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run on fake tensors, and on data where all of it is known."""
@@ -173,6 +141,7 @@ class LookingRun(DryRun):
                 if like is None or not mine:
                     raise
                 self.guesses += 1
+                self.note(GUESS)
                 own = next(module.parameters(), None)
                 return (
                     like * 1 if own is None else like + 0 * own.flatten()[:1].sum().to(like.dtype)
@@ -180,15 +149,11 @@ class LookingRun(DryRun):
 
         return forward
 
-    def _after(self, unit: str) -> Any:
-        record = super()._after(unit)
 
-        def and_note(*call: Any) -> None:
-            record(*call)
-            self.calls[-1] = replace(self.calls[-1], guessed=self.guesses > self._noted)
-            self._noted = self.guesses
-
-        return and_note
+def _give_back(module: nn.Module, forward: Any) -> None:
+    del module.forward
+    if forward is not None:
+        module.forward = forward
 
 
 def _first_float(tree: Any) -> Tensor | None:

@@ -1,52 +1,43 @@
-"""Blocks that repeat run twice in a dry run; what follows costs what the second call cost.
+"""Blocks that repeat run twice on a tape; what follows writes the rows of the second call again.
 
 A model of 80 equal blocks is counted in the time of two. The first call is not taken: it keeps what
 all share (a mask, rotary tables) for the backward, which counts once.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map
+
+from slapo_zoo.language.tape import Row, Tape
 
 POSITIONS = {"layer_idx", "layer_id", "layer_number", "layer_index"}  # say where, not what, it is
 
 
-class Counter(Protocol):
-    """Totals of a dry run: operations, and bytes saved for the backward."""
+class Seen(NamedTuple):
+    """One call: its rows, and its output on fake tensors."""
 
-    done: float
-    saved: int
-
-
-@dataclass(frozen=True)
-class Seen:
-    """One call: its cost, and its output without data."""
-
-    done: float
-    saved: int
-    leaves: tuple[Any, ...]
-    spec: TreeSpec
+    rows: list[Row]
+    output: Any
 
 
-def skip_repeated(counter: Counter, model: nn.Module, units: Sequence[str]) -> None:
-    """Skip every call after the second of equal blocks on inputs of equal shapes, and reuse its counts.
+def skip_repeated(tape: Tape, model: nn.Module, units: Sequence[str]) -> None:
+    """Skip every call after the second of equal blocks on inputs of equal shapes, and write its rows again.
 
-    rewrite:  y = block(x)  -->  y of the shape of the second call's; its cost is added again
+    rewrite:  y = block(x)  -->  y of the shape of the second call's, whose rows are written again
 
     Args:
-        counter: of the dry run that follows.
-        model: of fake tensors, for this dry run only: its units are changed.
+        tape: of the forward that follows.
+        model: of fake tensors, for this forward only: its units are changed.
         units: paths of the blocks, and of others, which are called once.
     """
     calls: dict[Any, list[Seen]] = {}
     for unit in units:
         module = model.get_submodule(unit)
         if any(True for _ in module.children()):
-            module.forward = _once_more(counter, module.forward, signature(module), calls)
+            module.forward = _once_more(tape, module.forward, signature(module), calls)
 
 
 def signature(module: nn.Module) -> tuple[Any, ...]:
@@ -60,24 +51,23 @@ def signature(module: nn.Module) -> tuple[Any, ...]:
     return tuple(rows)
 
 
-def _once_more(
-    counter: Counter, forward: Callable, who: Any, calls: dict[Any, list[Seen]]
-) -> Callable:
+def _once_more(tape: Tape, forward: Callable, who: Any, calls: dict[Any, list[Seen]]) -> Callable:
     def run(*args: Any, **kwargs: Any) -> Any:
         earlier = calls.setdefault((who, _shapes((args, kwargs))), [])
-        begin = counter.done, counter.saved
+        begin = len(tape.rows)
         if len(earlier) > 1:
-            output = _alike(earlier[1])
-            counter.done = begin[0] + earlier[1].done  # whatever making the output has added
-            counter.saved = begin[1] + earlier[1].saved
+            output = tree_map(_alike, earlier[1].output)
+            tape.rows[begin:] = earlier[1].rows  # and not what making the output has written
             return output
         output = forward(*args, **kwargs)
-        leaves, spec = tree_flatten(output)
-        cost = counter.done - begin[0], counter.saved - begin[1]
-        earlier.append(Seen(*cost, tuple(leaves), spec))
+        earlier.append(Seen(tape.rows[begin:], output))
         return output
 
     return run
+
+
+def _alike(x: Any) -> Any:
+    return torch.empty_like(x).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
 
 def _shapes(tree: Any) -> tuple[Any, ...]:
@@ -86,11 +76,3 @@ def _shapes(tree: Any) -> tuple[Any, ...]:
                  else x if isinstance(x, bool | int | float | str | None) else type(x)
                  for x in leaves]  # fmt: skip
     return tuple(described), str(spec)
-
-
-def _alike(seen: Seen) -> Any:
-    leaves = [
-        torch.empty_like(x).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
-        for x in seen.leaves
-    ]
-    return tree_unflatten(leaves, seen.spec)

@@ -69,8 +69,8 @@ class Pipeline:
             with torch.inference_mode(False):  # what an evaluation makes, a step uses
                 mode, fake = self.prepare()
                 fake.state.forward = ForwardContext(divided)
-                calls = dry_run(fake.model, self.units, mode, batch)
-            self.looks = self.looks or calls.looked
+                calls, looked = dry_run(fake.model, self.units, mode, batch)
+            self.looks = self.looks or looked
             cuts = self.schedule.state.cuts
             self._plans[key] = {stage: StagePlan.make(calls, cuts, stage) for stage in self.mine}
         return self._plans[key]

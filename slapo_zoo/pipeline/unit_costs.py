@@ -5,9 +5,8 @@ ELEMENT for every number that it writes: softmax, norms and losses move memory a
 head over a large vocabulary is dear in both.
 """
 
-import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -15,15 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from slapo_zoo.errors import MeshError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.hf.example_inputs import training_batch
-from slapo_zoo.pipeline.dataflow import Call, DryRun, Shape
+from slapo_zoo.language.tape import Row, Tape, is_view
 from slapo_zoo.pipeline.repeated_blocks import skip_repeated
 
+EXPERTS = "experts"  # what the experts of a layer compute for all tokens, whoever gets which
 ELEMENT = 64.0  # operations that a core does while it writes one number to memory
 MOST_TOKENS, SCANNED_TOKENS = 512, 16  # a scan runs token by token, and its cost grows evenly
 
@@ -37,102 +35,31 @@ class UnitCost:
         call: 0, or which call of a shared block.
         forward: operations of a micro-batch.
         parameters: numbers whose gradients are written and added in every backward.
-        saved: bytes that the forward keeps for the backward of a micro-batch.
-        output: bytes that it returns.
     """
 
     unit: str
     call: int
     forward: float
     parameters: int
-    saved: int = 0
-    output: int = 0
 
     @property
     def step(self) -> float:
         """Operations of forward and backward of a micro-batch."""
-        return self.forward + self.backward_inputs + self.backward_weights
-
-    @property
-    def backward_inputs(self) -> float:
-        """Operations of the part of the backward that other stages wait for."""
-        return self.forward
-
-    @property
-    def backward_weights(self) -> float:
-        """Operations of the backward that makes weight gradients."""
-        return self.forward + 2.0 * ELEMENT * self.parameters
+        return 2.0 * self.forward + (self.forward + 2.0 * ELEMENT * self.parameters)
 
 
-class Counting(DryRun):
-    """A dry run that also sums what every operation costs, and what is kept for the backward."""
-
-    def __init__(self, model: nn.Module, units: Sequence[str]):
-        self.done, self.saved, self.at_end, self.ended_early = 0.0, 0, [], False
-        held = [p.untyped_storage() for p in model.parameters()]
-        self._kept = {storage._cdata: storage for storage in held}  # alive: addresses return
-        super().__init__(model, units)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.done += operation_cost(func, args, kwargs or {}, out)
-        return out
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        """Note a tensor that autograd saves; two views of one memory count once."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._kept:
-            self._kept[storage._cdata] = storage
-            self.saved += storage.nbytes()
-        return tensor
-
-    def run(self, mode: Any, model: nn.Module, batch: Mapping[str, Any]) -> None:
-        """One forward; a head that looks into its input ends it early.
-
-        Dropouts do nothing in a dry run; the mask that each keeps is counted. One of attention
-        probabilities, which also gives up the fused attention, is not.
-        """
-        for module in model.modules():
-            if isinstance(module, nn.Dropout) and module.p > 0.0:
-                module.register_forward_hook(self._keep_mask)
-        inputs = {k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in batch.items()}
-        if "use_cache" in inspect.signature(type(model).forward).parameters:
-            inputs["use_cache"] = False
-        keeping = torch.autograd.graph.saved_tensors_hooks(self.keep, lambda tensor: tensor)
-        try:
-            with mode, self, torch.enable_grad(), keeping:
-                model(**inputs)
-        except (DynamicOutputShapeException, DataDependentOutputException):
-            self.ended_early = True  # the weights of what was not reached are counted instead
-        finally:
-            self.close()
-
-    def _keep_mask(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        self.saved += output.nbytes
-
-    def _after(self, unit: str) -> Any:
-        record = super()._after(unit)
-
-        def and_note(*call: Any) -> None:
-            record(*call)
-            self.at_end.append((self.done, self.saved))
-
-        return and_note
-
-
-def operation_cost(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> float:
-    """Floating-point operations of one operator call, and ELEMENT for each number written."""
-    returns = func._schema.returns
-    if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
-        return 0.0  # a view
-    written = sum(x.numel() for x in tree_leaves(out) if isinstance(x, Tensor))
-    packet = func._overloadpacket
-    if packet in flop_registry:
-        return flop_registry[packet](*args, **kwargs, out_val=out) + ELEMENT * written
-    if "scaled_dot_product" in str(packet):
-        query, key = args[0].shape, args[1].shape
-        return 4.0 * math.prod(query) * key[-2] + ELEMENT * math.prod(query)
-    return ELEMENT * written
+def operation_cost(row: Row) -> float:
+    """Floating-point operations of one operator, and ELEMENT for each number written."""
+    if isinstance(row.op, str):
+        return row.amount if row.op == EXPERTS else 0.0
+    if is_view(row.op):
+        return 0.0
+    flops, written = 0.0, sum(math.prod(x.shape) for x in row.writes)
+    if row.product is not None:
+        flops = row.product.flops
+        if row.product.n == 0:  # a fused attention also returns what its backward reads
+            written = math.prod(row.reads[0].shape)
+    return flops + ELEMENT * written
 
 
 def most_positions(config: Any) -> int | None:
@@ -195,43 +122,36 @@ def _unit_costs(
     cls: Any, config: _Config, units: tuple[str, ...], tokens: int
 ) -> tuple[UnitCost, ...]:
     mode, model = hf.build_fake(cls, config.config, torch.float32)
-    counting = Counting(model, units)
-    _stand_in_for_experts(counting, model)
-    skip_repeated(counting, model, units)
-    counting.run(mode, model, training_batch(model, 1, tokens))
-    return tuple(costs_of(counting, model, units, tokens))
+    tape = Tape(model, units)
+    _stand_in_for_experts(tape, model)
+    skip_repeated(tape, model, units)
+    ended_early = False
+    try:
+        tape.run(model, mode, training_batch(model, 1, tokens))
+    except (DynamicOutputShapeException, DataDependentOutputException):
+        ended_early = True  # a head that looks into its input: its weights are counted instead
+    return tuple(_costs_of(tape.rows, model, units, tokens if ended_early else 0))
 
 
-def costs_of(
-    counting: Counting, model: nn.Module, units: Sequence[str], tokens: int
+def _costs_of(
+    rows: Sequence[Row], model: nn.Module, units: Sequence[str], tokens: int
 ) -> Iterator[UnitCost]:
-    """Counts of a dry run, per call; the loss counts with the last unit.
-
-    Args:
-        counting: after its run.
-        model: that ran.
-        units: of the model.
-        tokens: of the micro-batch, for units that were not reached.
-    """
+    """The cost of each call; the loss counts with the last one. `tokens`: 0 unless the forward ended early."""
     sizes = {unit: sum(p.numel() for p in model.get_submodule(unit).parameters())
              for unit in units}  # fmt: skip
-    ends = [*counting.at_end[:-1], (counting.done, counting.saved)]
-    seen: dict[str, int] = {}
-    for call, begin, end in zip(counting.calls, [(0.0, 0), *ends], ends, strict=False):
-        nth = seen[call.unit] = seen.get(call.unit, -1) + 1
-        forward, saved = end[0] - begin[0], end[1] - begin[1]
-        yield UnitCost(call.unit, nth, forward, sizes[call.unit], saved, _bytes(call))
-    for unit in units if counting.ended_early else ():
-        if unit not in seen:
+    names = [row.path for row in rows if row.output is not None]
+    costs, at = [0.0] * len(names), 0
+    for row in rows if names else ():
+        costs[at] += operation_cost(row)
+        at = min(at + (row.output is not None), len(names) - 1)
+    for i, (name, cost) in enumerate(zip(names, costs, strict=True)):
+        yield UnitCost(name, names[:i].count(name), cost, sizes[name])
+    for unit in units if tokens else ():
+        if unit not in names:
             yield UnitCost(unit, 0, 2.0 * tokens * sizes[unit], sizes[unit])
 
 
-def _bytes(call: Call) -> int:
-    shapes = [leaf for leaf in call.leaves if isinstance(leaf, Shape)]
-    return sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in shapes)
-
-
-def _stand_in_for_experts(counting: Counting, model: nn.Module) -> None:
+def _stand_in_for_experts(tape: Tape, model: nn.Module) -> None:
     """Replace experts by a computation of the same cost: which token goes where depends on data, the cost does not."""
     for module in model.modules():
         if type(module).__name__.endswith("Experts"):
@@ -239,7 +159,7 @@ def _stand_in_for_experts(counting: Counting, model: nn.Module) -> None:
 
             def forward(hidden: Tensor, *others: Any, _size: float = size, **_: Any) -> Tensor:
                 index = others[0] if others else hidden[..., 0]
-                counting.done += 2.0 * index.numel() * _size
+                tape.note(EXPERTS, amount=2.0 * index.numel() * _size)
                 return hidden * 1.0
 
             module.forward = forward

@@ -1,237 +1,176 @@
-"""One training step on fake tensors, backward included: which bytes are alive when, and what is computed.
+"""Footprint of a training step, read off its tape: which bytes are alive when, and what is computed.
 
-Every storage that an operation makes is followed from its birth to its death, so transient tensors, the
-loss and the gradients count, and whatever a family does in its forward is seen as it is.
+Every storage is followed from its birth to its death, so transient tensors, the loss and the gradients
+count, and whatever a family does in its forward is seen as it is.
 """
 
 import itertools
-import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from slapo_zoo.hf.attention import ATTRIBUTE
 from slapo_zoo.language.primitives.checkpoint import POLICIES
-from slapo_zoo.language.traffic import Traffic
-from slapo_zoo.pipeline.dataflow import DryRun
+from slapo_zoo.language.tape import ENTER, FREE, GRADIENT, LEAVE, LOSS, SUMMED, Ref, Row
 from slapo_zoo.planner.meter import Meter
 from slapo_zoo.planner.use import Use, Work
 
 MATMULS = POLICIES["save_matmuls"]
 ADD = torch.ops.aten.add.Tensor
-# Bytes that one rank moves per byte of the whole tensor, on a ring of many ranks.
-RING = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "send": 1.0}
 
 
-class _Done(Exception):  # noqa: N818 - not an error: the loss is known, so the forward may end
-    pass
+class Alive(NamedTuple):
+    """A storage: its bytes, the number of the call that made it, and whether that was within a unit."""
+
+    size: int
+    call: int
+    inside: bool
 
 
-class Footprint(DryRun):
-    """A dry run of forward and backward that follows memory and work.
+class Moment(NamedTuple):
+    """Totals at a moment; the peaks are those since the moment before."""
+
+    work: tuple[float, ...]
+    gathered: int
+    peak: int
+    grown: int
+    gradients: int
+    matmuls: int = 0
+    output: int = 0
+
+
+class Footprint:
+    """Memory and work along the tape of a forward and backward.
 
     Args:
-        model: scheduled, of fake tensors.
-        units: whose calls are distinguished.
-        traffic: where the collectives are noted.
-        last: unit after which the forward may end, once a parallel loss was noted.
+        rows: of the tape.
+        last: the unit that runs last.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[str], traffic: Traffic, last: str = ""):
-        self.live = self.peak = self.grown = self.gradients = 0
-        self.meter = Meter()
+    def __init__(self, rows: Sequence[Row], last: str):
+        self.live = self.peak = self.grown = self.gradients = self.matmuls = self.gathered = 0
+        self.meter, self.last = Meter(), last
+        self.alive: dict[int, Alive] = {}
         self.attention: dict[int, tuple[Work, float]] = {}  # call --> of its attentions
-        self.traffic, self.last = traffic, last
-        tensors = [*model.parameters(), *model.buffers()]
-        self._known = {t.untyped_storage()._cdata for t in tensors}
-        self._sizes: dict[int, int] = {}
-        self._made_in: dict[int, int] = {}  # storage --> call
-        self._kept: list[int] = []
-        self._ahead: list[int] = []
-        self._outside: set[int] = set()  # storages that were made between units
-        self._matmuls = 0
+        self.kept: list[tuple[int, int]] = []  # by call: see `survivors`
+        self.units: list[str] = []
+        self.ends: list[Moment] = []
+        self.begins: dict[int, Moment] = {}
         self._returned: set[int] = set()
-        self.ends: list[dict[str, float]] = []
-        self.begins: dict[int, dict[str, float]] = {}
-        super().__init__(model, units)
-        for name, module in model.named_modules():
-            if name.rpartition(".")[2] == ATTRIBUTE:
-                self._watch(module)
-        for p in (p for p in model.parameters() if p.requires_grad):
-            p.register_post_accumulate_grad_hook(self._accumulated)
+        self._begun: list[tuple[tuple[float, ...], int]] = []
+        for row in rows:
+            self._follow(row)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.meter.note(func, args, kwargs or {}, out)
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self._born(tensor, self._sum_in_place(func, args))
-        if func in MATMULS:
-            self._matmuls += sum(t.nbytes for t in tree_leaves(out) if isinstance(t, Tensor))
-        return out
-
-    def run(self, mode: Any, model: nn.Module, batch: Mapping[str, Any]) -> list[Use]:
-        """Forward and backward of a micro-batch; what each call of a unit took, in order."""
-        inputs = {k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in batch.items()}
-        for value in inputs.values():
-            if isinstance(value, Tensor):
-                self._known.add(value.untyped_storage()._cdata)
-        with mode, self, torch.enable_grad():
-            loss = self._forward(model, inputs)
+    def _follow(self, row: Row) -> None:
+        if row.op == LEAVE:
+            self._unit_ends(row) if row.output is not None else self._attention_ends(row)
+        elif row.op == ENTER:
+            self._begun.append((self.meter.now(), self.live))
+        elif row.op == GRADIENT and self.units[int(row.amount)] != self.last:
+            if row.amount not in self.begins:
+                self.begins[int(row.amount)] = self._now()
+        elif row.op == LOSS:
+            self.kept = self._survivors()
             self.ends[-1] = self._now()  # the loss belongs to the last unit
-            self._kept, self._ahead = self._survivors()
-            self._restart()
-            loss.backward()
-            del loss
-        self.close()
-        return self._uses()
+        elif row.op == FREE:
+            self._died(int(row.amount))
+        elif row.op == SUMMED:
+            self._summed(row.reads[0].storage)
+        else:
+            self._computed(row)
 
-    def _forward(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-        try:
-            loss = model(**inputs).loss
-        except _Done:
-            loss = None
-        return (
-            torch.stack([x.float().mean() for x in self.traffic.losses]).sum()
-            if loss is None
-            else loss
-        )
+    def _computed(self, row: Row) -> None:
+        self.meter.note(row)
+        self.gathered += row.op == "all_gather" and int(row.amount)
+        over = self._summed_in_place(row)
+        for ref in row.writes:
+            self._born(ref, over, row.unit)
+        if row.op in MATMULS:
+            self.matmuls += sum(ref.nbytes for ref in row.writes)
 
-    def _survivors(self) -> tuple[list[int], list[int]]:
+    def _now(self, output: int = 0) -> Moment:
+        found = Moment(self.meter.now(), self.gathered, self.peak, self.grown, self.gradients,
+                       self.matmuls, output)  # fmt: skip
+        self.peak, self.grown, self.matmuls = self.live, self.live + self.gradients, 0
+        return found
+
+    def _unit_ends(self, row: Row) -> None:
+        new = [ref for ref in row.writes if ref.storage not in self._returned]
+        self._returned |= {ref.storage for ref in new}
+        self.units.append(row.path)
+        self.ends.append(self._now(sum(ref.nbytes for ref in new)))
+
+    def _attention_ends(self, row: Row) -> None:
+        """Note what an attention does, and what it keeps beside q, k, v and its output."""
+        begin, live = self._begun.pop()
+        result = sum(ref.nbytes for ref in (*row.reads[:3], *row.writes))
+        work, kept = self.attention.get(len(self.ends), (Work(), 0.0))
+        work = work.plus(self.meter.between(begin, self.meter.now()))
+        self.attention[len(self.ends)] = work, kept + max(self.live - live - result, 0.0)
+
+    def _survivors(self) -> list[tuple[int, int]]:
         """Bytes that each call has made and that wait for its backward; those of them from before it began."""
         found, before = [0] * len(self.ends), [0] * len(self.ends)
-        for key, size in self._sizes.items():
-            at = min(self._made_in[key], len(found) - 1)
-            found[at] += size
-            before[at] += size * (key in self._outside)
-        return found, before
+        for storage in self.alive.values():
+            at = min(storage.call, len(found) - 1)
+            found[at] += storage.size
+            before[at] += storage.size * (not storage.inside)
+        return list(zip(found, before, strict=True))
 
-    def _after(self, unit: str) -> Any:
-        record = super()._after(unit)
-
-        def and_note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            record(module, args, kwargs, output)
-            leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
-            new = [x for x in leaves if x.untyped_storage()._cdata not in self._returned]
-            self._returned |= {x.untyped_storage()._cdata for x in new}
-            self.ends.append(self._now() | {"output": sum(x.nbytes for x in new)})
-            self._matmuls = 0
-            index = len(self.ends) - 1
-            for leaf in leaves if unit != self.last else ():
-                if leaf.requires_grad:
-                    leaf.register_hook(lambda grad: self._begin(index))
-            self._restart()
-            if unit == self.last and self.traffic.losses:
-                raise _Done
-
-        return and_note
-
-    def _begin(self, index: int) -> None:
-        """The backward of a call begins with the first gradient of an output of it."""
-        if index not in self.begins:
-            self.begins[index] = self._now()
-            self._restart()
-
-    def _now(self) -> dict[str, Any]:
-        gathered = sum(t.bytes for t in self.traffic.transfers if t.kind == "all_gather")
-        return {
-            "gathered": gathered, "work": self._work(), "live": self.live, "peak": self.peak, "grown": self.grown,
-            "gradients": self.gradients, "matmuls": self._matmuls, "output": 0,
-        }  # fmt: skip
-
-    def _work(self) -> tuple[float, ...]:
-        """Return the work done until now; a phase ends here, so its results count as written."""
-        self.meter.settle()
-        self.meter.comm = sum(RING[t.kind] * t.bytes for t in self.traffic.transfers)
-        self.meter.collectives = len(self.traffic.transfers)
-        return self.meter.now()
-
-    def _watch(self, core: nn.Module) -> None:
-        """Note what an attention does, and what it keeps beside its inputs and its output."""
-        begun: list[tuple[tuple[float, ...], int]] = []
-
-        def before(module: nn.Module, args: Any) -> None:
-            begun.append((self._work(), self.live))
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            begin, live = begun.pop()
-            result = sum(x.nbytes for x in tree_leaves((args[:3], output)) if isinstance(x, Tensor))
-            work, kept = self.attention.get(len(self.ends), (Work(), 0.0))
-            work = work.plus(self.meter.between(begin, self._work()))
-            self.attention[len(self.ends)] = work, kept + max(self.live - live - result, 0.0)
-
-        self._hooks += [core.register_forward_pre_hook(before), core.register_forward_hook(after)]
-
-    def _restart(self) -> None:
-        self.peak, self.grown = self.live, self.live + self.gradients
-
-    def _sum_in_place(self, func: Any, args: Any) -> int | None:
+    def _summed_in_place(self, row: Row) -> int | None:
         """The storage that a sum of autograd goes into: it adds in place, but not to fake tensors."""
-        if func is not ADD or torch._C._current_graph_task_id() == -1:
+        if row.op is not ADD or not row.backward:
             return None
-        keys = [x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)]
-        same = len(keys) == 2 and args[0].shape == args[1].shape
-        return keys[0] if same and keys[0] in self._sizes else None
+        same = len(row.reads) == 2 and row.reads[0].shape == row.reads[1].shape
+        return row.reads[0].storage if same and row.reads[0].storage in self.alive else None
 
-    def _born(self, tensor: Tensor, over: int | None) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._known:
+    def _born(self, ref: Ref, over: int | None, unit: str) -> None:
+        if ref.storage in self.alive or ref.storage < 0:
             return
-        self._known.add(key)
-        weakref.finalize(storage, self._died, key)
         if over is not None:
-            self._sizes[key], self._sizes[over] = self._sizes[over], 0
-            self._made_in[key] = self._made_in[over]
+            self.alive[ref.storage] = self.alive[over]
+            self.alive[over] = self.alive[over]._replace(size=0)
             return
-        self._sizes[key], self._made_in[key] = storage.nbytes(), len(self.ends)
-        if not self._inside:
-            self._outside.add(key)
-        self.live += self._sizes[key]
+        self.alive[ref.storage] = Alive(ref.size, len(self.ends), bool(unit))
+        self.live += ref.size
         self.peak = max(self.peak, self.live)
         self.grown = max(self.grown, self.live + self.gradients)
 
-    def _died(self, key: int) -> None:
-        self._known.discard(key)
-        self._returned.discard(key)
-        self._outside.discard(key)
-        self.meter.died(key)
-        self.live -= self._sizes.pop(key)
+    def _died(self, storage: int) -> None:
+        self._returned.discard(storage)
+        self.meter.died(storage)
+        if storage in self.alive:
+            self.live -= self.alive.pop(storage).size
 
-    def _accumulated(self, parameter: Tensor) -> None:
+    def _summed(self, storage: int) -> None:
         """Gradients stay; they are counted apart, for in a later micro-batch they are there already."""
-        grad = parameter.grad
-        key = None if grad is None else grad.untyped_storage()._cdata
-        if key in self._sizes:
-            self.live -= self._sizes[key]
-            self.gradients += self._sizes[key]
-            self._sizes[key] = 0
+        if storage in self.alive:
+            self.live -= self.alive[storage].size
+            self.gradients += self.alive[storage].size
+            self.alive[storage] = self.alive[storage]._replace(size=0)
 
-    def _uses(self) -> list[Use]:
-        found, top, below = [], len(self.ends) - 1, 0
-        begun = Meter().now()
-        self.begins[top] = self.ends[top]
-        order = sorted(self.begins, reverse=True)
-        after = {i: self.begins[j] for i, j in itertools.pairwise(order)}
-        between, gathered = self.meter.between, 0.0
+    def uses(self) -> list[tuple[str, Use]]:
+        """The unit of each call, and what it took, in order."""
+        found, below = [], 0
+        begun, gathered = Meter().now(), 0
+        end_of_step = self._now()
+        begins = {**self.begins, len(self.ends) - 1: self.ends[-1]}
+        after = {i: begins[j] for i, j in itertools.pairwise(sorted(begins, reverse=True))}
+        between = self.meter.between
         for i, end in enumerate(self.ends):
-            first = self.begins.get(i)
-            last = after.get(i, self._now())
+            first, last = begins.get(i), after.get(i, end_of_step)
             attention, apart = self.attention.get(i, (Work(), 0.0))
+            kept, before = self.kept[i]
             found.append(Use(
-                between(begun, end["work"]),
-                between(first["work"], last["work"]) if first else Work(), attention,
-                self._kept[i], apart, end["gathered"] - gathered, end["matmuls"], end["output"],
-                forward_peak=end["peak"] - below,
-                backward_peak=last["peak"] - below if first else 0.0,
-                backward_growth=last["grown"] - first["gradients"] - below if first else 0.0,
-                before=self._ahead[i],
+                between(begun, end.work), between(first.work, last.work) if first else Work(), attention,
+                kept, apart, end.gathered - gathered, end.matmuls, end.output,
+                forward_peak=end.peak - below,
+                backward_peak=last.peak - below if first else 0.0,
+                backward_growth=last.grown - first.gradients - below if first else 0.0,
+                before=before,
             ))  # fmt: skip
-            begun, gathered, below = end["work"], end["gathered"], below + self._kept[i]
-        return found
+            begun, gathered, below = end.work, end.gathered, below + kept
+        return list(zip(self.units, found, strict=True))
 
 
 def parameter_bytes(

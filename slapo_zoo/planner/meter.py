@@ -1,24 +1,22 @@
-"""Meter of a device's work, operation by operation in a dry run: products, bytes, kernels.
+"""Meter of a device's work, operation by operation on a tape: products, bytes, kernels.
 
 Bytes are counted twice. *Eager*: every operation reads its inputs and writes its outputs. *Fused*: a chain
 of element-wise operations is one kernel, so what only the chain uses never reaches memory; a reduction
 (softmax, a norm, a sum) takes the chain before it into its kernel, and what comes after it begins a new one.
 """
 
-import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable
 
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
-
-from slapo_zoo.planner.use import Product, Work
+from slapo_zoo.language.products import Product
+from slapo_zoo.language.tape import Row, is_view
+from slapo_zoo.planner.use import Work
 
 REDUCTIONS = (
     "softmax", "norm", "sum", "mean", "amax", "max", "min", "embedding", "nll_loss", "gather", "index", "cat",
     "cumsum", "argmax", "sort", "topk", "scatter", "var",
 )  # fmt: skip
+# Bytes that one rank moves per byte of the whole tensor, on a ring of many ranks.
+RING = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "send": 1.0}
 
 
 class Meter:
@@ -31,52 +29,52 @@ class Meter:
         self._pending: dict[int, int] = {}  # written by a chain that still runs: storage --> bytes
         self._read: set[int] = set()  # what the running chain has read already
 
-    def note(self, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> None:
-        """Count one operation."""
-        returns = func._schema.returns
-        if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
-            return  # a view
-        self.ops += 1
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        product = product_of(func, args, kwargs, out)
-        if product is not None:
-            self.products.append(product)
-            self.launches += 1
-            self.settle([_key(t) for t in inputs])
+    def note(self, row: Row) -> None:
+        """Count one operation, or one collective."""
+        if row.transfer is not None:
+            self.comm += RING[row.transfer.kind] * row.transfer.bytes
+            self.collectives += 1
+        if isinstance(row.op, str) or is_view(row.op):
             return
-        self.moved += sum(map(_bytes, inputs)) + sum(map(_bytes, outputs))
-        self._chain(func, inputs, outputs)
+        self.ops += 1
+        if row.product is not None:
+            self.products.append(row.product)
+            self.launches += 1
+            self.settle(ref.storage for ref in row.reads)
+            return
+        self.moved += sum(ref.nbytes for ref in (*row.reads, *row.writes))
+        self._chain(row)
 
-    def _chain(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        for tensor in inputs:
-            if _key(tensor) not in self._pending and _key(tensor) not in self._read:
-                self.fused += _bytes(tensor)
-                self._read.add(_key(tensor))
-        name = str(func._overloadpacket)
+    def _chain(self, row: Row) -> None:
+        for ref in row.reads:
+            if ref.storage not in self._pending and ref.storage not in self._read:
+                self.fused += ref.nbytes
+                self._read.add(ref.storage)
+        name = str(row.op._overloadpacket)
         if any(word in name for word in REDUCTIONS):
-            self.fused += sum(map(_bytes, outputs))
+            self.fused += sum(ref.nbytes for ref in row.writes)
             self.launches += 1
             self._read.clear()
             return
-        for tensor in outputs:
-            self._pending[_key(tensor)] = _bytes(tensor)
+        for ref in row.writes:
+            self._pending[ref.storage] = ref.nbytes
 
-    def settle(self, keys: list[int] | None = None) -> None:
+    def settle(self, storages: Iterable[int] | None = None) -> None:
         """Write what chains have made: that which a product reads, or at the end of a phase all."""
-        for key in list(self._pending) if keys is None else keys:
+        for key in list(self._pending) if storages is None else storages:
             if key in self._pending:
                 self.fused += self._pending.pop(key)
                 self.launches += 1
         self._read.clear()
 
-    def died(self, key: int) -> None:
+    def died(self, storage: int) -> None:
         """A storage is gone: what a chain made and used up is never written."""
-        self._pending.pop(key, None)
-        self._read.discard(key)
+        self._pending.pop(storage, None)
+        self._read.discard(storage)
 
     def now(self) -> tuple[float, ...]:
-        """Return the totals so far."""
+        """Return the totals of a phase that ends now: its results count as written."""
+        self.settle()
         return (len(self.products), self.moved, self.ops, self.fused, self.launches, self.comm,
                 self.collectives)  # fmt: skip
 
@@ -84,36 +82,3 @@ class Meter:
         """The work between two moments."""
         products = tuple(self.products[int(begin[0]) : int(end[0])])
         return Work(products, *(b - a for a, b in zip(begin[1:], end[1:], strict=True)))
-
-
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
-
-
-def product_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Product | None:
-    """The matrix product, convolution or attention that an operation is, or None."""
-    packet = func._overloadpacket
-    name = str(packet)
-    tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
-    moved = float(sum(map(_bytes, tensors)))
-    if "scaled_dot_product" in name:
-        back = "backward" in name
-        query, key = args[1 if back else 0], args[2 if back else 1]
-        flops = (10.0 if back else 4.0) * query.numel() * key.shape[-2]
-        batch = math.prod(query.shape[:-2])
-        return Product(batch, query.shape[-2], 0, key.shape[-2], flops, moved)
-    if packet not in flop_registry:
-        return None
-    flops = float(flop_registry[packet](*args, **kwargs, out_val=out))
-    found = next(t for t in tree_leaves(out) if isinstance(t, Tensor))
-    if found.ndim == 3:
-        batch, m, n = found.shape
-    else:  # a convolution is a product of as many rows as it has places
-        batch, n = 1, found.shape[1] if found.ndim > 1 else 1
-        m = found.numel() / n
-    k = flops / (2.0 * batch * m * n)
-    return Product(batch, m, n, k, flops, moved)

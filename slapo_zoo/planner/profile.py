@@ -6,7 +6,6 @@ stands for all between. Two numbers of rows are run, and between and beyond them
 """
 
 import copy
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -20,9 +19,10 @@ from slapo_zoo.hf.attention import ATTRIBUTE
 from slapo_zoo.hf.example_inputs import training_batch
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.language.schedule import Schedule
-from slapo_zoo.language.traffic import Traffic
+from slapo_zoo.language.tape import Tape
 from slapo_zoo.losses.heads import head_of
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.pipeline.dataflow import Call, calls_of
 from slapo_zoo.pipeline.runtime import fake_schedule
 from slapo_zoo.pipeline.stages import StagePlan, leaf_units
 from slapo_zoo.pipeline.unit_costs import SCANNED_TOKENS
@@ -162,25 +162,22 @@ class Family:
                           sequence_parallel=sequence_parallel and tp > 1)  # fmt: skip
         scans = hasattr(self.config, "state_size")  # token by token, and its cost grows evenly
         tokens = min(seq_len, SCANNED_TOKENS) if scans else seq_len
-        runs = (
+        runs = [
             dry_run(outline, rows, (tokens, self.target_len), _Masks(on_cpu, parts), scores)
             for rows in ROWS
-        )
+        ]
         few, many = (
-            replace(run, uses=[use.times(seq_len / tokens) for use in run.uses]) for run in runs
+            [(name, use.times(seq_len / tokens)) for name, use in run.calls] for run in runs
         )
-        sizes, shared = few.parameters, few.shared
         blocks = set(block_paths(outline.schedule, outline.table))
         if parts and sequence_parallel:
-            few, many = (replace(run, uses=_in_parts(run, blocks, tp)) for run in (few, many))
-        seen: set[str] = set()
-        units = []
-        for call, a, b in zip(few.names, few.uses, many.uses, strict=True):
-            own = (0, 0) if call in seen else sizes[call]  # a shared block has its weights once
-            seen.add(call)
-            units.append(Unit(call, a, b, *own, is_block=call in blocks))
+            few, many = _in_parts(few, blocks, tp), _in_parts(many, blocks, tp)
+        units, weights = [], dict(runs[0].parameters)
+        for (name, a), (_, b) in zip(few, many, strict=True):
+            own = weights.pop(name, (0, 0))  # a shared block has its weights once
+            units.append(Unit(name, a, b, *own, is_block=name in blocks))
         itemsize = torch.empty((), dtype=dtype).element_size()
-        return Profile(self._whole(units), shared, seq_len, itemsize, self.total_parameters)
+        return Profile(self._whole(units), runs[0].shared, seq_len, itemsize, self.total_parameters)
 
     def _whole(self, units: list[Unit]) -> list[Unit]:
         """Repeat the profiled blocks up to the depth of the model."""
@@ -249,10 +246,9 @@ def _parts(config: Any) -> list[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class DryRun:
-    """Names and uses of the calls of one dry run, and where the parameters are."""
+    """Units and uses of the calls of one dry run, and where the parameters are."""
 
-    names: list[str]
-    uses: list[Use]
+    calls: list[tuple[str, Use]]
     parameters: dict[str, tuple[int, int]]
     shared: list[tuple[int, frozenset[str]]]
 
@@ -325,8 +321,6 @@ def dry_run(
     kinds = ("cut_pipeline_stage", "checkpoint")
     mode, schedule = fake_schedule(outline.schedule, outline.cls, kinds, stream)
     model: Any = schedule.model
-    traffic = Traffic()
-    schedule.state.forward = ForwardContext(outline.state.sequence_parallel, traffic=traffic)
     model.train()
     for name, module in model.named_modules() if not scores else ():
         if name.rpartition(".")[2] == ATTRIBUTE:
@@ -339,31 +333,39 @@ def dry_run(
         outline.cls.__name__
     ).over_real_tokens:  # numbers choose them, and there are none here
         batch.pop("attention_mask", None)
-    if "use_cache" in inspect.signature(outline.cls.forward).parameters:
-        batch["use_cache"] = False
     if not any(name.startswith(("label", "start_pos")) for name in batch):
         problem = f"{outline.cls.__name__} has no loss that the planner knows"
         raise ArchitectureError("plan", "model", problem, "choose a head that takes labels")
     parameters, shared = parameter_bytes(model, outline.units)
     _untie(model, mode)
-    found = Footprint(model, outline.units, traffic, outline.units[-1])
-    uses = found.run(mode, model, batch)
-    names = [call.unit for call in found.calls]
-    received = dict(_received(found.calls))
-    uses = [replace(use, received=received.get(i, 0)) for i, use in enumerate(uses)]
-    return DryRun(names, uses, parameters, shared)
+    cores = [name for name, _ in model.named_modules() if name.rpartition(".")[2] == ATTRIBUTE]
+    tape = Tape(model, outline.units, cores, last=outline.units[-1])
+    schedule.state.forward = ForwardContext(outline.state.sequence_parallel, tape=tape)
+    tape.run(model, mode, batch, lambda output: _loss(tape, output))
+    received = _received(calls_of(tape.rows))
+    uses = Footprint(tape.rows, outline.units[-1]).uses()
+    calls = [
+        (name, use._replace(received=n)) for (name, use), n in zip(uses, received, strict=True)
+    ]
+    return DryRun(calls, parameters, shared)
 
 
-def _in_parts(run: DryRun, blocks: set[str], tp: int) -> list[Use]:
+def _loss(tape: Tape, output: Any) -> Tensor:
+    if output is not None:
+        return output.loss
+    return torch.stack([x.float().mean() for x in tape.losses]).sum()
+
+
+def _in_parts(calls: list[tuple[str, Use]], blocks: set[str], tp: int) -> list[tuple[str, Use]]:
     """Keep a shard of what is whole on every rank before the first block."""
-    first = next(i for i, name in enumerate(run.names) if name in blocks)
-    if run.names[first + 1] not in blocks:
-        return run.uses
-    usual = run.uses[first + 1].kept
-    kept = [use.kept / tp for use in run.uses[:first]]
-    kept.append(usual + (run.uses[first].kept - usual) / tp)
-    changed = [replace(use, kept=n) for use, n in zip(run.uses, kept, strict=False)]
-    return changed + run.uses[first + 1 :]
+    first = next(i for i, (name, _) in enumerate(calls) if name in blocks)
+    if calls[first + 1][0] not in blocks:
+        return calls
+    usual = calls[first + 1][1].kept
+    kept = [use.kept / tp for _, use in calls[:first]]
+    kept.append(usual + (calls[first][1].kept - usual) / tp)
+    changed = [(name, use._replace(kept=n)) for (name, use), n in zip(calls, kept, strict=False)]
+    return changed + calls[first + 1 :]
 
 
 def _untie(model: Any, mode: Any) -> None:
@@ -378,11 +380,10 @@ def _untie(model: Any, mode: Any) -> None:
                 seen.add(id(p))
 
 
-def _received(calls: list[Any]) -> Iterator[tuple[int, int]]:
-    """Yield (call, bytes that cross a pipeline cut before it)."""
-    seen: dict[str, int] = {}
-    for i, call in enumerate(calls[:-1]):
-        nth = seen[call.unit] = seen.get(call.unit, -1) + 1
-        plan = StagePlan.make(calls, [(call.unit, nth)], 0)
+def _received(calls: list[Call]) -> Iterator[int]:
+    """Yield the bytes that cross a pipeline cut before each call; none before the first."""
+    yield 0
+    for i in range(1, len(calls)):
+        plan = StagePlan(tuple(calls), (0,) * i + (1,) * (len(calls) - i), 0)
         shapes = [plan.shape(value) for value in plan.crossing(1)]
-        yield i + 1, sum(shape.empty("meta").nbytes for shape in shapes)
+        yield sum(shape.empty("meta").nbytes for shape in shapes)

@@ -3,8 +3,8 @@
 import math
 from functools import lru_cache
 
+from slapo_zoo.language.products import Product
 from slapo_zoo.planner.hardware import Hardware
-from slapo_zoo.planner.use import Product
 
 # (rows, columns, rate beside the largest) of the tiles that a GPU's library cuts a product into
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (256, 64, 0.85), (64, 256, 0.85),

@@ -1,7 +1,7 @@
 """How long a step takes: what each stage computes and moves, the order, and the collectives."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from slapo_zoo.parallel.gradient_buckets import BUCKET_BYTES
 from slapo_zoo.pipeline.timeline import BACKWARD, FORWARD, makespan, simulate
@@ -54,7 +54,7 @@ class How:
         if policy == "attention":
             return self.seconds(use.attention)
         if policy == "save_matmuls":
-            return self.seconds(replace(use.forward, products=()))
+            return self.seconds(use.forward._replace(products=()))
         gathers = self.tp > 1 and policy == "sharded"
         input_s = collective_seconds(self.hardware, self.tp, use.output * gathers, gathers)
         return self.seconds(use.forward) + input_s

@@ -1,32 +1,13 @@
 """Cost of one unit of a model in a training step, as plain numbers that scale with the rows."""
 
-import dataclasses
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from torch.utils._pytree import tree_map
 
-class Product(NamedTuple):
-    """A batch of matrix products [m, k] x [k, n], or with `n = 0` an attention of m queries and k keys.
-
-    Args:
-        batch: number of products, or rows times heads.
-        m: rows of the first matrix.
-        n: columns of the second matrix; 0 for a fused attention.
-        k: what is summed over; of a fused attention the number of keys.
-        flops: floating-point operations of all of them.
-        moved: bytes that they read and write.
-    """
-
-    batch: float
-    m: float
-    n: float
-    k: float
-    flops: float
-    moved: float
+from slapo_zoo.language.products import Product
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """Work of a device in one phase of a unit.
 
     Args:
@@ -54,27 +35,18 @@ class Work:
 
     def plus(self, other: "Work") -> "Work":
         """Return the work of both, one after the other."""
-        numbers = (a + b for a, b in zip(_numbers(self), _numbers(other), strict=True))
-        return Work(self.products + other.products, *numbers)
+        return Work(*(a + b for a, b in zip(self, other, strict=True)))
 
-    def toward(self, other: "Work", share: float) -> "Work":
-        """The point at `share` of the way from here to the other."""
-        products = tuple(
-            Product(*(x + (y - x) * share for x, y in zip(a, b, strict=True)))
-            for a, b in zip(self.products, other.products, strict=True)
+    def times(self, factor: float) -> "Work":
+        """Return work of the same kind for `factor` times as many tokens."""
+        products = (
+            p._replace(batch=factor * p.batch, flops=factor * p.flops, moved=factor * p.moved)
+            for p in self.products
         )
-        numbers = (
-            a + (b - a) * share for a, b in zip(_numbers(self), _numbers(other), strict=True)
-        )
-        return Work(products, *numbers)
+        return Work(tuple(products), *(factor * n for n in self[1:]))
 
 
-def _numbers(work: Work) -> tuple[float, ...]:
-    return (work.moved, work.ops, work.fused, work.launches, work.comm, work.collectives)
-
-
-@dataclass(frozen=True)
-class Use:
+class Use(NamedTuple):
     """One call of a unit on one tp rank, for a micro-batch.
 
     The peaks are counted above what was alive when the forward of the unit began (and, for the
@@ -112,27 +84,10 @@ class Use:
 
     def toward(self, other: "Use", share: float) -> "Use":
         """The point at `share` of the way from here to the other; beyond 1 it is extrapolated."""
-        found = []
-        for field in dataclasses.fields(self):
-            a, b = getattr(self, field.name), getattr(other, field.name)
-            found.append(a.toward(b, share) if isinstance(a, Work) else a + (b - a) * share)
-        return Use(*found)
+        return tree_map(lambda a, b: a + (b - a) * share, self, other)
 
     def times(self, factor: float) -> "Use":
         """The use for `factor` times as many tokens, where all costs grow evenly with them."""
         if factor == 1:
             return self
-        found = []
-        for field in dataclasses.fields(self):
-            x = getattr(self, field.name)
-            if isinstance(x, Work):
-                products = (
-                    p._replace(
-                        batch=factor * p.batch, flops=factor * p.flops, moved=factor * p.moved
-                    )
-                    for p in x.products
-                )
-                found.append(Work(tuple(products), *(factor * n for n in _numbers(x))))
-            else:
-                found.append(factor * x)
-        return Use(*found)
+        return Use(*(x.times(factor) if isinstance(x, Work) else factor * x for x in self))

@@ -3,19 +3,18 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from slapo_zoo.hf.example_inputs import example_batch
 from slapo_zoo.language.directive import ForwardContext
-from slapo_zoo.language.explain import Explanation, after_backward
-from slapo_zoo.language.traffic import Traffic, Transfer
+from slapo_zoo.language.explain import Explanation, TrafficRow, after_backward
+from slapo_zoo.language.tape import Tape, Transfer
 from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.parallel.rank_plan import TIED
-from slapo_zoo.pipeline.dataflow import Call
-from slapo_zoo.pipeline.dry_run import dry_run
+from slapo_zoo.pipeline.dataflow import Call, calls_of
+from slapo_zoo.pipeline.dry_run import refused
 from slapo_zoo.pipeline.runtime import fake_schedule
 from slapo_zoo.pipeline.stages import StagePlan, stages_of
 from slapo_zoo.zoo.outline import Outline
@@ -28,16 +27,6 @@ class RankSize:
     stage: int
     tp_coord: int
     parameters: int
-    bytes: int
-
-
-class TrafficRow(NamedTuple):
-    """Collectives of one kind in one step, of all stages of one tp rank."""
-
-    kind: str
-    mesh_dim: str
-    phase: str
-    count: int
     bytes: int
 
 
@@ -103,18 +92,18 @@ def _traffic(outline: Outline, batch: Mapping[str, Tensor]) -> list[TrafficRow]:
     mesh, dtype = outline.mesh, next(outline.model.parameters()).dtype
     mode, schedule = fake_schedule(outline.schedule, outline.cls)
     fake = schedule.model
-    traffic = Traffic()
-    schedule.state.forward = ForwardContext(outline.state.sequence_parallel, traffic=traffic)
+    tape = Tape(fake, outline.units)
+    schedule.state.forward = ForwardContext(outline.state.sequence_parallel, tape=tape)
     floats = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
-    calls = dry_run(fake, outline.units, mode, floats, traffic.backward)
-    found = [*traffic.transfers, *_between_stages(outline, calls)]
+    with refused(fake):
+        tape.run(fake, mode, floats, tape.sum_of)
+    found = [*tape.transfers, *_between_stages(outline, calls_of(tape.rows))]
     for stage in range(mesh.pp):
         held = [
             (n, p) for n, p in fake.named_parameters() if stage in stages_of(n, outline.holders)
         ]
         found += after_backward(outline.plan, held, schedule.state.sequence_parallel)
-    totals = Explanation({}, found).totals()
-    return [TrafficRow(*row) for row in totals]
+    return Explanation({}, found).totals()
 
 
 def _between_stages(outline: Outline, calls: list[Call]) -> Iterator[Transfer]:

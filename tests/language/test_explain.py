@@ -58,7 +58,7 @@ def test_it_groups_what_is_alike():
     assert sch.explain({"x": x}).transfers == found.transfers
     assert not any(p.grad is not None or p.is_meta for p in sch.model.parameters())
     assert sch.state.mesh == Mesh(tp=2, rank=1)
-    assert sch.state.forward.traffic is None
+    assert sch.state.forward.tape is None
 
 
 def test_on_one_rank_nothing_is_sent():

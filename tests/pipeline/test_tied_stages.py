@@ -71,7 +71,7 @@ def test_shards_of_tokens_cross_a_cut_as_shards(sequence_parallel, tokens):
                       sequence_parallel=sequence_parallel)  # fmt: skip
     mode, schedule = fake_schedule(outline.schedule, outline.cls)
     schedule.state.forward = ForwardContext(sequence_parallel)
-    calls = dry_run(schedule.model, outline.units, mode, batch_of(GPT2))
+    calls, _ = dry_run(schedule.model, outline.units, mode, batch_of(GPT2))
     plan = StagePlan.make(calls, outline.state.cuts, 0)
     hidden = [shape.shape for shape in map(plan.shape, plan.crossing(1)) if shape.requires_grad]
     assert hidden == [(GPT2.rows, tokens, 30)]

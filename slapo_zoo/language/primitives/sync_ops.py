@@ -88,11 +88,11 @@ def _vocab_logits(x: Tensor, sync: Sync, site: Site) -> Tensor:
     """Each rank holds columns of the logits: the loss runs in parallel, all else gathers first."""
     placed = site.placed("weight")
     assert placed is not None  # noqa: S101 - check() saw it
-    group, size, traffic = site.group(sync), placed.shape[0], site.state.forward.traffic
+    group, size, tape = site.group(sync), placed.shape[0], site.state.forward.tape
     if isinstance(x, LogitsOnDemand):
         return x.divided(size, group, loss_of_sharded_head)
-    if traffic is not None:  # fake tensors cannot be VocabLogits: the loss is noted here
+    if tape is not None:  # fake tensors cannot be VocabLogits: the loss is noted here
         rows = x.flatten(0, -2)
         target = torch.zeros(len(rows), dtype=torch.int64, device=x.device)
-        traffic.losses.append(vocab_parallel_cross_entropy(rows, target, size, group))
+        tape.losses.append(vocab_parallel_cross_entropy(rows, target, size, group))
     return VocabLogits.wrap(x, size, group)
