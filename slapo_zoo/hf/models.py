@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import inspect
 import pkgutil
 import sys
 import threading
@@ -209,6 +210,11 @@ def build_fake(cls: Any, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
             if stays_wide(model, path, module, dtype):
                 _widen(module)
     return mode, model.train(False)
+
+
+def accepts(cls: Any, name: str) -> bool:
+    """Return whether the forward of a class has an argument."""
+    return name in inspect.signature(cls.forward).parameters
 
 
 def to_fakes(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, torch.Tensor]]]:

@@ -11,7 +11,6 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from functools import cache, partial
-from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from slapo_zoo.hf.models import accepts
 from slapo_zoo.language.products import Product, product_of
 from slapo_zoo.parallel.mesh import ShapeOnlyGroup
 
@@ -202,7 +202,7 @@ class Tape(TorchDispatchMode):
         for fake in fakes.values():
             self._given(fake)
         found = {name: fakes.get(id(x), x) for name, x in batch.items()}
-        return {**found, **({"use_cache": False} if takes_cache(model) else {})}
+        return {**found, **({"use_cache": False} if accepts(type(model), "use_cache") else {})}
 
     def _forward(self, model: nn.Module, inputs: Mapping[str, Any], loss_of: Callable) -> Any:
         try:
@@ -294,11 +294,6 @@ class Tape(TorchDispatchMode):
         """Note where the gradient of a parameter lies."""
         if parameter.grad is not None:
             self.note(SUMMED, reads=self._refs(parameter.grad))
-
-
-def takes_cache(model: nn.Module) -> bool:
-    """Return whether the forward of a model's class has a use_cache argument."""
-    return "use_cache" in signature(type(model).forward).parameters
 
 
 def empty_like(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ differ were started or fed differently, and that is an error that names them and
 import hashlib
 import platform
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,10 @@ def facts_of(config: Any, mesh: Mesh, options: LoaderOptions) -> dict[str, str]:
     found = software() | {"Python": platform.python_version()}
     asked = {name: value for name, value in vars(options).items() if name not in OWN}
     found |= {name: getattr(v, "__name__", None) or repr(v) for name, v in asked.items()}
+    if (order := Path(options.pipeline_order)).is_file():  # each rank reads its own
+        found["pipeline_order"] += (
+            f" with the hash {hashlib.sha256(order.read_bytes()).hexdigest()}"
+        )
     found |= {name: str(mesh.size(name)) for name in ("tp", "pp", "dp")}
     fields = {k: v for k, v in config.to_dict().items() if not k.startswith("_")}  # paths
     return found | {f"config.{name}": repr(value) for name, value in fields.items()}

@@ -7,7 +7,6 @@ side are written `(4F1;3B0)OVERLAP_F_B`. This is what torch.distributed.pipelini
 """
 
 import csv
-import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,11 +47,6 @@ class CsvOrder:
     actions: tuple[tuple[Action, ...], ...]
     rank_of_stage: tuple[int, ...]
     micro_batches: int
-
-    @property
-    def digest(self) -> str:
-        """The same on all ranks that read the same order."""
-        return hashlib.sha256(repr(self.cells).encode()).hexdigest()
 
 
 class _Places:

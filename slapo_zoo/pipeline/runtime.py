@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo_zoo.errors import MeshError, ScheduleError, SlapoError
+from slapo_zoo.errors import ScheduleError, SlapoError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.language.schedule import Schedule
@@ -48,7 +48,6 @@ class Pipeline:
         self.schedule, self.cls, self.units, self.cursor = schedule, cls, units, cursor
         self.places = places
         self.mine = places.stages_of(schedule.mesh.coord("pp"))
-        _check_same_order(schedule.mesh, places)
         self._plans: dict[Any, dict[int, StagePlan]] = {}
         self.looks = False  # at its data: a plan holds for one batch
         self._arrivals: dict[int, Any] = {}
@@ -143,17 +142,6 @@ def fake_schedule(
         found = Schedule(fake, in_dry_run)
         found.state.random = stream or found.state.random
         return mode, found.replay(steps)
-
-
-def _check_same_order(mesh: Mesh, places: StageMap) -> None:
-    """Ranks that read different files would wait for each other."""
-    if places.custom is None:
-        return
-    digests: list[Any] = [None] * mesh.pp
-    dist.all_gather_object(digests, places.custom.digest, group=mesh.group("pp"))
-    if len(set(digests)) > 1:
-        problem = f"the ranks of a pipeline read different files: {[d[:8] for d in digests]}"
-        raise MeshError("pipeline", f"pipeline_order={places.order.name!r}", problem, "copy one")
 
 
 def _signature(value: Any) -> Any:

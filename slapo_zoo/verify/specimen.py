@@ -1,7 +1,6 @@
 """A tiny plain model of any config: its weights on disk, and what it computes, to compare with."""
 
 import copy
-import inspect
 import math
 import warnings
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from slapo_zoo.hf.example_inputs import random_batch
-from slapo_zoo.hf.models import freeze_as_made, tied_names
+from slapo_zoo.hf.models import accepts, freeze_as_made, tied_names
 from slapo_zoo.rng.random_stream import drawn_from
 from slapo_zoo.zoo.derivation.observe import Observation, observe
 from slapo_zoo.zoo.derivation.spelling import find_spelling
@@ -208,8 +207,3 @@ def tensors(output: Any) -> dict[str, Tensor]:
     """Return the floating tensors of an output by name."""
     named = output.items() if hasattr(output, "items") else enumerate(output)
     return {str(k): v.detach().clone() for k, v in named if isinstance(v, Tensor) and v.is_floating_point()}  # fmt: skip
-
-
-def accepts(cls: Any, name: str) -> bool:
-    """Return whether the forward of a class has an argument."""
-    return name in inspect.signature(cls.forward).parameters

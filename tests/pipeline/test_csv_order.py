@@ -5,11 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import GPT2Config
 
 from parity import Case, checkpoint, compare, references, scheduled
 from slapo_zoo.errors import MeshError
+from slapo_zoo.model.same_on_all import facts_of
+from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.pipeline.csv_order import read_order
 from slapo_zoo.pipeline.orders import ORDERS, StageMap, csv_runtime
+from slapo_zoo.zoo.options import LoaderOptions
 
 GOOD = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
 BLOCKED = "0F0,1F0,0F1,1F1,1B0,0B0,1B1,0B1\n2F0,3F0,3I0,2B0,2F1,3W0,3F1,3B1,2B1\n"
@@ -121,6 +125,14 @@ def train_on_own_file(folder, root):
     mine.mkdir()
     with pytest.raises(MeshError, match="pipeline_order: rank 1 has"):
         train(folder, write(mine, text))
+
+
+def test_what_a_file_says_counts_beside_its_name(tmp_path):
+    found = []
+    for text in (GOOD, GOOD.replace("0F1,,0B0", "0F1,0B0")):
+        options = LoaderOptions(pipeline_order=str(write(tmp_path, text)))
+        found.append(facts_of(GPT2Config(), Mesh(pp=2), options)["pipeline_order"])
+    assert found[0] != found[1]
 
 
 def test_ranks_with_different_files_stop(tmp_path, ranks):
