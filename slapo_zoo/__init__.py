@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from slapo_zoo.gradients.optimizers import OptimizerWarning as OptimizerWarning
     from slapo_zoo.gradients.optimizers import whole_matrices as whole_matrices
     from slapo_zoo.gradients.scaler import GradScaler as GradScaler
-    from slapo_zoo.hf.meta import analyze_tie_weights as analyze_tie_weights
-    from slapo_zoo.hf.meta import init_empty_weights as init_empty_weights
     from slapo_zoo.integrations.dialects import get_dialect_cls as get_dialect_cls
     from slapo_zoo.integrations.dialects import init_target_engine as init_target_engine
     from slapo_zoo.integrations.dialects import register_dialect as register_dialect
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
     from slapo_zoo.language.graph.pattern import call_module as call_module
     from slapo_zoo.language.graph.trace import trace as trace
     from slapo_zoo.language.graph.trace import trace_module as trace_module
-    from slapo_zoo.language.graph.traced import is_module_list as is_module_list
     from slapo_zoo.language.primitives.checkpoint import checkpoint as checkpoint
     from slapo_zoo.language.primitives.registry import list_primitives as list_primitives
     from slapo_zoo.language.primitives.registry import register_primitive as register_primitive
@@ -46,10 +43,15 @@ if TYPE_CHECKING:
     from slapo_zoo.language.schedule import Selection as Selection
     from slapo_zoo.language.schedule import from_json as from_json
     from slapo_zoo.load.auto import AutoScheduledModel as AutoScheduledModel
-    from slapo_zoo.load.build import ScheduleMetadata as ScheduleMetadata
     from slapo_zoo.load.build import build as build
     from slapo_zoo.load.build import consolidate_model as consolidate_model
     from slapo_zoo.load.build import create_schedule as create_schedule
+    from slapo_zoo.load.compat import ScheduleMetadata as ScheduleMetadata
+    from slapo_zoo.load.compat import analyze_tie_weights as analyze_tie_weights
+    from slapo_zoo.load.compat import init_empty_weights as init_empty_weights
+    from slapo_zoo.load.compat import is_module_list as is_module_list
+    from slapo_zoo.load.compat import is_random_seed_set as is_random_seed_set
+    from slapo_zoo.load.compat import set_random_seed as set_random_seed
     from slapo_zoo.load.module_cards import apply_card as apply_card
     from slapo_zoo.load.module_cards import publish_card as publish_card
     from slapo_zoo.model.numerics import NumericsError as NumericsError
@@ -67,8 +69,6 @@ if TYPE_CHECKING:
     from slapo_zoo.ranks.process_group import shutdown_distributed as shutdown_distributed
     from slapo_zoo.rng.seeds import get_cuda_rng_tracker as get_cuda_rng_tracker
     from slapo_zoo.rng.seeds import get_logger as get_logger
-    from slapo_zoo.rng.seeds import is_random_seed_set as is_random_seed_set
-    from slapo_zoo.rng.seeds import set_random_seed as set_random_seed
     from slapo_zoo.tune.database import Database as Database
     from slapo_zoo.tune.space import Space as Space
     from slapo_zoo.tune.symbol import Symbol as Symbol
@@ -91,14 +91,14 @@ _HOME = {
     "ScheduleError": "errors",
     "SlapoError": "errors",
     "WeightsError": "errors",
-    "analyze_tie_weights": "hf.meta",
-    "init_empty_weights": "hf.meta",
+    "analyze_tie_weights": "load.compat",
+    "init_empty_weights": "load.compat",
     "ModulePattern": "language.graph.pattern",
     "Pattern": "language.graph.pattern",
     "call_module": "language.graph.pattern",
     "trace": "language.graph.trace",
     "trace_module": "language.graph.trace",
-    "is_module_list": "language.graph.traced",
+    "is_module_list": "load.compat",
     "checkpoint": "language.primitives.checkpoint",
     "list_primitives": "language.primitives.registry",
     "register_primitive": "language.primitives.registry",
@@ -108,7 +108,7 @@ _HOME = {
     "Selection": "language.schedule",
     "from_json": "language.schedule",
     "AutoScheduledModel": "load.auto",
-    "ScheduleMetadata": "load.build",
+    "ScheduleMetadata": "load.compat",
     "build": "load.build",
     "consolidate_model": "load.build",
     "create_schedule": "load.build",
@@ -137,8 +137,8 @@ _HOME = {
     "shutdown_distributed": "ranks.process_group",
     "get_cuda_rng_tracker": "rng.seeds",
     "get_logger": "rng.seeds",
-    "is_random_seed_set": "rng.seeds",
-    "set_random_seed": "rng.seeds",
+    "is_random_seed_set": "load.compat",
+    "set_random_seed": "load.compat",
     "Database": "tune.database",
     "Hardware": "planner.hardware",
     "data_sheet": "planner.hardware",

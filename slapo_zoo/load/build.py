@@ -1,7 +1,6 @@
 """create_schedule and build: the language on any module, without the zoo."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 from zlib import crc32
@@ -20,30 +19,6 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import RankPlan
 from slapo_zoo.rng.device_seeds import mix
 from slapo_zoo.rng.random_stream import drawn_from
-
-
-@dataclass
-class ScheduleMetadata:
-    """Metadata of a schedule beside its program (the name and fields of the original Slapo).
-
-    Args:
-        tie_weights: tied parameter --> the one it shares memory with, by name.
-        param_tags: keys that `annotate` has set.
-        primitives: primitive name --> how often it was used.
-    """
-
-    tie_weights: dict[str, str] = field(default_factory=dict)
-    param_tags: set[str] = field(default_factory=set)
-    primitives: dict[str, Any] = field(default_factory=dict)
-
-    @staticmethod
-    def of(sch: Schedule) -> "ScheduleMetadata":
-        """Collect the metadata of a schedule from its history."""
-        rows = plan_of(sch.state).tensors.values()
-        ties = {row.name: row.tied_to for row in rows if row.tied_to}
-        names = [directive.name for _, directive in sch.history]
-        tags = {getattr(d, "key", "") for _, d in sch.history if d.name == "annotate"}
-        return ScheduleMetadata(ties, tags, {name: names.count(name) for name in names})
 
 
 def create_schedule(

@@ -1,7 +1,6 @@
 """Random seeds per rank and named generator states (the names of the original Slapo)."""
 
 import logging
-import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -114,47 +113,8 @@ def advance_generator() -> None:
 
 
 _TRACKER = RngTracker()
-_SEEDS: list[int] = []
 
 
 def get_cuda_rng_tracker() -> RngTracker:
     """The tracker of this process; it serves the CPU too."""
     return _TRACKER
-
-
-def is_random_seed_set() -> bool:
-    """Return whether `set_random_seed` was called."""
-    return bool(_SEEDS)
-
-
-def set_random_seed(
-    seed: int = 2013,
-    dp_rank: int | None = None,
-    pp_rank: int | None = None,
-    tp_rank: int | None = None,
-    always_enable_tp_seed: bool = False,
-) -> int:
-    """Seed Python and torch for this rank: alike on tp peers, different on dp and pp peers.
-
-    Args:
-        seed: the same on all ranks.
-        dp_rank: our dp coordinate, or None without data parallelism.
-        pp_rank: our pp coordinate, or None.
-        tp_rank: our tp coordinate, or None; makes the state that `get_cuda_rng_tracker().fork()`
-            draws from, different on tp peers.
-        always_enable_tp_seed: seed differently on tp peers outside of `fork` too.
-
-    Returns:
-        the seed of this rank.
-    """
-    shared = seed + 100 * (pp_rank or 0) + 10 * (dp_rank or 0)
-    own = shared + 2718 + (tp_rank or 0)
-    used = own if always_enable_tp_seed and tp_rank is not None else shared
-    random.seed(used)
-    torch.manual_seed(used)
-    _TRACKER.reset()
-    _TRACKER.always = always_enable_tp_seed
-    if tp_rank is not None:
-        _TRACKER.add(TENSOR_PARALLEL, own)
-    _SEEDS.append(used)
-    return used

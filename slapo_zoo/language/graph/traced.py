@@ -93,22 +93,6 @@ def original_class(module: nn.Module) -> type:
     return module.__dict__.get("original_class", type(module))
 
 
-def is_module_list(module: nn.Module, name: str = "", parent: nn.Module | None = None) -> bool:
-    """Return whether a module is, or was before a trace, a ModuleList.
-
-    Args:
-        module: the module.
-        name: its name in `parent`, when only a plain module is left of it.
-        parent: the module that holds it.
-    """
-    if isinstance(module, nn.ModuleList) or original_class(module) is nn.ModuleList:
-        return True
-    held = parent._modules.get(name) if parent is not None and name else module
-    names = list(module._modules)
-    is_plain = type(module) is nn.Module and held is module
-    return is_plain and bool(names) and names == [str(i) for i in range(len(names))]
-
-
 def check_reachable(modules: Mapping[str, nn.Module], path: str, what: object) -> None:
     """Raise when a trace has inlined the module at `path`: a change to it would have no effect."""
     end = -1

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from slapo_zoo import is_module_list
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.graph.examples import capture
 from slapo_zoo.language.graph.trace import trace, trace_module, trace_tree
-from slapo_zoo.language.graph.traced import TracedModule, is_module_list
+from slapo_zoo.language.graph.traced import TracedModule
 from tiny_models import MODELS, batch_for, call_of, shared_model, tiny_model
 
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from slapo_zoo import get_cuda_rng_tracker, set_random_seed
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language import offload
 from slapo_zoo.language.graph.pattern import call_module
 from slapo_zoo.language.primitives.checkpoint import checkpoint
 from slapo_zoo.language.schedule import Schedule, from_json
 from slapo_zoo.rng.random_stream import RandomStream, dropout
-from slapo_zoo.rng.seeds import get_cuda_rng_tracker, set_random_seed
 from tiny_models import assert_same_step, batch_for, tiny_model, train_step
 
 BLOCKS = "bert.encoder.layer.*"

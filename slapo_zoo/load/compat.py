@@ -1,0 +1,148 @@
+"""Names of the original Slapo that nothing inside of this package uses; the reference documents fix them."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_zoo.language.graph.traced import original_class
+from slapo_zoo.language.planned_rows import plan_of
+from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.rng.seeds import TENSOR_PARALLEL, get_cuda_rng_tracker
+
+_SEEDS: list[int] = []
+
+
+@dataclass
+class ScheduleMetadata:
+    """Metadata of a schedule beside its program (the name and fields of the original Slapo).
+
+    Args:
+        tie_weights: tied parameter --> the one it shares memory with, by name.
+        param_tags: keys that `annotate` has set.
+        primitives: primitive name --> how often it was used.
+    """
+
+    tie_weights: dict[str, str] = field(default_factory=dict)
+    param_tags: set[str] = field(default_factory=set)
+    primitives: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(sch: Schedule) -> "ScheduleMetadata":
+        """Collect the metadata of a schedule from its history."""
+        rows = plan_of(sch.state).tensors.values()
+        ties = {row.name: row.tied_to for row in rows if row.tied_to}
+        names = [directive.name for _, directive in sch.history]
+        tags = {getattr(d, "key", "") for _, d in sch.history if d.name == "annotate"}
+        return ScheduleMetadata(ties, tags, {name: names.count(name) for name in names})
+
+
+@contextmanager
+def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> Iterator[None]:
+    """Build modules on meta within the context: their parameters take no memory.
+
+    Args:
+        enable: False changes nothing.
+        include_buffers: put buffers on meta too; without, they are computed as usual.
+    """
+    if not enable:
+        yield
+        return
+    if include_buffers:
+        with torch.device("meta"):
+            yield
+        return
+    module_class: Any = nn.Module
+    register = module_class.register_parameter
+
+    def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, param)
+        if param is not None and not param.is_meta:  # one on meta is shared: keep the tie
+            meta = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+            module._parameters[name] = meta
+
+    module_class.register_parameter = on_meta  # restored below, whatever happens
+    try:
+        yield
+    finally:
+        module_class.register_parameter = register
+
+
+def analyze_tie_weights(
+    top_mod: nn.Module, is_pipeline_partitioned: bool
+) -> dict[int, set[tuple[str, int]]]:
+    """Find the parameters that several modules share.
+
+    Args:
+        top_mod: the model; when partitioned, its direct children are the stages.
+        is_pipeline_partitioned: False gives every name stage 0.
+
+    Returns:
+        id of the parameter --> {(name, stage)}, for parameters with several names.
+    """
+    stages = {name: i for i, (name, _) in enumerate(top_mod.named_children())}
+    groups: dict[int, set[tuple[str, int]]] = {}
+    for name, parameter in top_mod.named_parameters(remove_duplicate=False):
+        head, _, rest = name.partition(".")
+        at = (rest, stages[head]) if is_pipeline_partitioned and rest else (name, 0)
+        groups.setdefault(id(parameter), set()).add(at)
+    return {key: names for key, names in groups.items() if len(names) > 1}
+
+
+def is_module_list(module: nn.Module, name: str = "", parent: nn.Module | None = None) -> bool:
+    """Return whether a module is, or was before a trace, a ModuleList.
+
+    Args:
+        module: the module.
+        name: its name in `parent`, when only a plain module is left of it.
+        parent: the module that holds it.
+    """
+    if isinstance(module, nn.ModuleList) or original_class(module) is nn.ModuleList:
+        return True
+    held = parent._modules.get(name) if parent is not None and name else module
+    names = list(module._modules)
+    is_plain = type(module) is nn.Module and held is module
+    return is_plain and bool(names) and names == [str(i) for i in range(len(names))]
+
+
+def is_random_seed_set() -> bool:
+    """Return whether `set_random_seed` was called."""
+    return bool(_SEEDS)
+
+
+def set_random_seed(
+    seed: int = 2013,
+    dp_rank: int | None = None,
+    pp_rank: int | None = None,
+    tp_rank: int | None = None,
+    always_enable_tp_seed: bool = False,
+) -> int:
+    """Seed Python and torch for this rank: alike on tp peers, different on dp and pp peers.
+
+    Args:
+        seed: the same on all ranks.
+        dp_rank: our dp coordinate, or None without data parallelism.
+        pp_rank: our pp coordinate, or None.
+        tp_rank: our tp coordinate, or None; makes the state that `get_cuda_rng_tracker().fork()`
+            draws from, different on tp peers.
+        always_enable_tp_seed: seed differently on tp peers outside of `fork` too.
+
+    Returns:
+        the seed of this rank.
+    """
+    shared = seed + 100 * (pp_rank or 0) + 10 * (dp_rank or 0)
+    own = shared + 2718 + (tp_rank or 0)
+    used = own if always_enable_tp_seed and tp_rank is not None else shared
+    random.seed(used)
+    torch.manual_seed(used)
+    tracker = get_cuda_rng_tracker()
+    tracker.reset()
+    tracker.always = always_enable_tp_seed
+    if tp_rank is not None:
+        tracker.add(TENSOR_PARALLEL, own)
+    _SEEDS.append(used)
+    return used
