@@ -5,7 +5,6 @@ it the optimizer's tensors (`optimizer*.safetensors`) and the rest (`training_st
 appears by one rename, and nothing in it is a pickle.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from slapo_zoo.checkpoints.saved_configs import configs_of
 from slapo_zoo.dp.data_parallel import Whole
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.parallel import gather as consolidate
+from slapo_zoo.parallel.digests import digest, unlike
 from slapo_zoo.parallel.local_tensors import Rows, marked_as, rows_of
 from slapo_zoo.ranks import background
 from slapo_zoo.ranks.agreement import together
@@ -191,14 +191,18 @@ class _Save:
             "scheduler": encode(scheduler, "scheduler"),
         }
         own = {name: encode(value, name) for name, value in self.mine.items()}
-        digest = hashlib.sha256(json.dumps(record).encode()).hexdigest()
         is_first = mesh.coord("tp") == mesh.coord("dp") == 0
-        return digest, record if is_first else None, states_here(device_of(self.model)), own
+        return (
+            digest(json.dumps(record)),
+            record if is_first else None,
+            states_here(device_of(self.model)),
+            own,
+        )
 
     def merge(self, found: Sequence[tuple[str, Any, dict[str, str], dict[str, Any]]]) -> None:
         """Merge what all ranks reported into the state of the whole training."""
         mesh = self.model.mesh
-        if differ := optimizers.disagreement([digest for digest, *_ in found], mesh):
+        if differ := optimizers.disagreement([record for record, *_ in found], mesh):
             problem = f"ranks {differ} have another one than the first rank of their stage"
             raise WeightsError(SAVE, "optimizer", problem, "make it in the same way on every rank")
         records = [record for _, record, *_ in found if record is not None]
@@ -207,7 +211,7 @@ class _Save:
         self.state["optimizer"] = optimizers.merge(records) if records else None
         self.state["torch_random"] = pack_states([states for _, _, states, _ in found])
         own = [mine for *_, mine in found]
-        if differ := [rank for rank, mine in enumerate(own) if mine["step"] != own[0]["step"]]:
+        if differ := unlike([mine["step"] for mine in own]):
             problem = f"rank {differ[0]} says {own[differ[0]]['step']}, rank 0 {own[0]['step']}"
             raise WeightsError(SAVE, "step", problem, "all ranks save after the same step")
         self.state["step"] = own[0]["step"]

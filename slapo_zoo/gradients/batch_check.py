@@ -2,12 +2,14 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from slapo_zoo.errors import MeshError
+from slapo_zoo.parallel.digests import unlike
 from slapo_zoo.parallel.mesh import Mesh
 
 INTERVAL = 16  # training steps from one check to the next; the first step is checked
@@ -32,9 +34,7 @@ def check_batch(
         return
     mine = digest(batch)
     mine = torch.stack([mine, torch.full_like(mine, hooks())])
-    each = [torch.zeros_like(mine) for _ in range(mesh.world_size)]
-    dist.all_gather(each, mine)
-    found, hooked = torch.stack(each).t().tolist()
+    found, hooked = _gathered(mine, mesh.world_size).t().tolist()
     _same_hooks(mesh, hooked)
     _same_for_peers(mesh, found)
     _different_for_copies(mesh, found)
@@ -48,10 +48,8 @@ def check_peers(
     if mesh.tp == 1 or not tensors or interval < 1 or (step - 1) % interval:
         return
     mine = digest(tensors) + draws
-    each = [torch.zeros_like(mine) for _ in range(mesh.tp)]
-    dist.all_gather(each, mine, group=mesh.group("tp"))
-    found = torch.stack(each).tolist()
-    if differ := [mesh.at(tp=r) for r in range(mesh.tp) if found[r] != found[0]]:
+    found = _gathered(mine, mesh.tp, mesh.group("tp")).tolist()
+    if differ := [mesh.at(tp=r) for r in unlike(found)]:
         raise _unlike("forward", differ, mesh.at(tp=0))
 
 
@@ -60,16 +58,20 @@ def check_trained_inputs(mesh: Mesh, parameters: Sequence[Tensor]) -> None:
     if mesh.world_size == 1:
         return
     mine = digest({str(number): p for number, p in enumerate(parameters)})
-    each = [torch.zeros_like(mine) for _ in range(mesh.world_size)]
-    dist.all_gather(each, mine)
-    found = torch.stack(each).tolist()
-    if differ := [rank for rank, one in enumerate(found) if one != found[0]]:
+    found = _gathered(mine, mesh.world_size).tolist()
+    if differ := unlike(found):
         shapes = ", ".join(str(list(p.shape)) for p in parameters[:3])
         problem = f"ranks {differ} start with other values of {shapes} than rank 0"
         hint = (
             "make it after the same torch.manual_seed on every rank, or dist.broadcast(p.data, 0)"
         )
         raise MeshError("forward", "a trained input", problem, hint)
+
+
+def _gathered(mine: Tensor, size: int, group: Any = None) -> Tensor:
+    each = [torch.zeros_like(mine) for _ in range(size)]
+    dist.all_gather(each, mine, group=group)
+    return torch.stack(each)
 
 
 def digest(batch: Mapping[str, Tensor]) -> Tensor:

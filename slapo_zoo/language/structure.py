@@ -1,8 +1,8 @@
 """The digest that tells whether two modules have the same tree and shapes."""
 
-import hashlib
-
 from torch import nn
+
+from slapo_zoo.parallel.digests import digest
 
 
 def structure_hash(model: nn.Module) -> str:
@@ -10,4 +10,4 @@ def structure_hash(model: nn.Module) -> str:
     lines = [f"{path} {type(module).__name__}" for path, module in model.named_modules()]
     named = model.named_parameters(remove_duplicate=False)
     lines += [f"{name} {tuple(p.shape)}" for name, p in named]
-    return "sha256:" + hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+    return "sha256:" + digest(*sorted(lines))

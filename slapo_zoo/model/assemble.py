@@ -1,6 +1,5 @@
 """From an outline to a scheduled model: this rank's stage, the groups of its sums, the class."""
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from slapo_zoo.language.missing_sums import warn_of_missing_sums
 from slapo_zoo.model.mixin import Runtime, scheduled_class
 from slapo_zoo.model.same_on_all import require_same_weights
 from slapo_zoo.parallel.compat import new_group, ranks_are_threads
+from slapo_zoo.parallel.digests import digest
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import RankPlan
 from slapo_zoo.pipeline.runtime import Pipeline
@@ -74,10 +74,10 @@ class Assembly(Outline):
         if self.pipeline is not None and ranks_are_threads():  # in a step others compute meanwhile
             self.pipeline.prepare()
         history = "\n".join(f"{path} {step}" for path, step in self.schedule.history)
-        digest = hashlib.sha256(f"{history}\n{self.plan.digest()}".encode()).hexdigest()
+        program = digest(history, self.plan.digest())
         tensors = dict(self.model.named_parameters())
         ranks = self.options.dp_shard
-        require_same_weights(what, self.mesh, tensors, self.specs, digest, ranks)
+        require_same_weights(what, self.mesh, tensors, self.specs, program, ranks)
 
     def finish(self, ledger: Any, micro_batches: int | None, folder: Path | None) -> Any:
         """Give the filled model the class of a scheduled model."""

@@ -1,6 +1,5 @@
 """Where does a number go wrong? The first NaN or infinity, replicas that drift, losses that jump."""
 
-import hashlib
 import math
 import statistics
 import warnings
@@ -9,12 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.parallel.digests import digest_of_tensor
 from slapo_zoo.pipeline.stages import Foreign
+from slapo_zoo.ranks.agreement import together
 
 SPIKE, HISTORY, LEAST = 3.0, 50, 8  # times the median of the last losses, and how many are needed
 
@@ -111,11 +111,8 @@ class NumericsWatch:
         """Parameters that are not the same, bit for bit, on ranks that hold the same; collective."""
         mesh = self.model.mesh
         named = self.model.named_parameters()
-        mine = {name: (part_of(self.model, name), digest(p)) for name, p in named}
-        every: list[Any] = [mine]
-        if mesh.world_size > 1:
-            every = [None] * mesh.world_size
-            dist.all_gather_object(every, mine)
+        mine = {name: (part_of(self.model, name), digest_of_tensor(p)) for name, p in named}
+        every = together(mesh, "replicas", lambda: mine)
         found: list[str] = []
         for name in sorted({name for one in every for name in one}):
             first: dict[str, tuple[int, str]] = {}
@@ -146,9 +143,3 @@ def part_of(model: Any, name: str) -> str:
     if row.row_shards > 1 and row.is_parameter:
         found += f", rows {model.mesh.coord('dp') % row.row_shards} of {row.row_shards}"
     return found
-
-
-def digest(tensor: Tensor) -> str:
-    """Return a hash of the bytes of a tensor."""
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(data).hexdigest()

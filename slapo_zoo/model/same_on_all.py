@@ -4,7 +4,6 @@ Torch's DDP compares shapes and broadcasts rank 0's state. Here nothing is broad
 differ were started or fed differently, and that is an error that names them and what differs.
 """
 
-import hashlib
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from slapo_zoo.errors import MeshError
 from slapo_zoo.parallel.compat import software
+from slapo_zoo.parallel.digests import digest, unlike
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.ranks.agreement import together
@@ -31,9 +31,7 @@ def facts_of(config: Any, mesh: Mesh, options: LoaderOptions) -> dict[str, str]:
     asked = {name: value for name, value in vars(options).items() if name not in OWN}
     found |= {name: getattr(v, "__name__", None) or repr(v) for name, v in asked.items()}
     if (order := Path(options.pipeline_order)).is_file():  # each rank reads its own
-        found["pipeline_order"] += (
-            f" with the hash {hashlib.sha256(order.read_bytes()).hexdigest()}"
-        )
+        found["pipeline_order"] += f" with the hash {digest(order.read_bytes())}"
     found |= {name: str(mesh.size(name)) for name in ("tp", "pp", "dp")}
     fields = {k: v for k, v in config.to_dict().items() if not k.startswith("_")}  # paths
     return found | {f"config.{name}": repr(value) for name, value in fields.items()}
@@ -57,8 +55,7 @@ def require_same_facts(what: str, mesh: Mesh, facts: Mapping[str, str]) -> None:
 
 def _if_different(what: str, mesh: Mesh, facts: Mapping[str, str]) -> Iterator[list[Any]]:
     """The facts of all ranks, by rank, if they are not the same."""
-    digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
-    if len(set(together(mesh, what, lambda: digest))) > 1:
+    if unlike(together(mesh, what, lambda: digest(sorted(facts.items())))):
         yield together(mesh, what, lambda: dict(facts))
 
 
@@ -87,9 +84,9 @@ def require_same_weights(
     replicated = {spec.name for spec in specs if spec.placement is None}
     samples = _samples(tensors)
     parts = [{n: s for n, s in samples.items() if n in replicated}, samples]
-    digests = [hashlib.sha256(repr(sorted(part.items())).encode()).hexdigest() for part in parts]
+    digests = [digest(sorted(part.items())) for part in parts]
     found = together(mesh, what, lambda: (history, *digests))
-    if differ := [rank for rank, one in enumerate(found) if one[0] != found[0][0]]:
+    if differ := unlike([program for program, *_ in found]):
         problem = f"ranks {differ} have another one than rank 0"
         hint = "the same function or card on all ranks, and kernels= by name where devices differ"
         raise MeshError(what, "schedule", problem, hint)

@@ -4,10 +4,10 @@ A plan is a value. It needs no process, no weights and no device, and its rows a
 ranks; `RankPlan.mesh` says whose plan it is.
 """
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from slapo_zoo.parallel.digests import digest
 from slapo_zoo.parallel.mesh import MESH_DIMS, Mesh
 from slapo_zoo.parallel.placement import TensorSpec
 
@@ -189,7 +189,7 @@ class RankPlan:
         """Return a SHA-256 of what all ranks must agree on: sizes, rows and cuts."""
         sizes = tuple(self.mesh.size(mesh_dim) for mesh_dim in MESH_DIMS)
         told = repr((sizes, tuple(self.tensors.values()), self.cuts))
-        return hashlib.sha256(told.encode()).hexdigest()
+        return digest(told)
 
     def __str__(self) -> str:
         mesh, here = self.mesh, self.mesh.coord("pp")

@@ -146,7 +146,11 @@ class StageMap:
         return True
 
     def runtime(self, stages: Sequence[Any], micro_batches: int, **options: Any) -> Any:
-        """The schedule object of torch.distributed.pipelining for this rank's stages."""
+        """The schedule object of torch.distributed.pipelining for this rank's stages.
+
+        1F1B and GPipe run in classes of their own, which send and receive in one call; a test holds
+        these to `actions`.
+        """
         from torch.distributed.pipelining.schedules import get_schedule_class
 
         if self.custom is not None:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from slapo_zoo.hf.models import freeze_as_made
 from slapo_zoo.model.loader import Source, load_checkpoint
-from slapo_zoo.model.numerics import digest, part_of
+from slapo_zoo.model.numerics import part_of
 from slapo_zoo.parallel import collectives
+from slapo_zoo.parallel.digests import digest_of_tensor
 from slapo_zoo.rng.random_stream import drawn_from
 from slapo_zoo.verify.batch import has_loss
 from slapo_zoo.verify.events import Recorder
@@ -224,7 +225,7 @@ def digests(model: Any, grads: bool = False) -> dict[str, tuple[str, str]]:
     """A hash of the bytes of every parameter (or gradient) that this rank holds, and which part it is."""
     named = model.named_parameters(remove_duplicate=False)
     held = ((name, p.grad if grads else p) for name, p in named)
-    return {name: (digest(x), part_of(model, name)) for name, x in held if x is not None}
+    return {name: (digest_of_tensor(x), part_of(model, name)) for name, x in held if x is not None}
 
 
 def untied(model: Any) -> list[str]:

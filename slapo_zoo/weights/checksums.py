@@ -5,7 +5,6 @@ safetensors file carries it in its `__metadata__`, and `training_state.json` in 
 files of two saves cannot be taken for one checkpoint.
 """
 
-import hashlib
 import json
 import re
 import zlib
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from slapo_zoo.errors import WeightsError
+from slapo_zoo.parallel.digests import digest
 from slapo_zoo.weights.folder import CheckpointFolder
 from slapo_zoo.weights.header import MAX_HEADER, SAVE_ID
 from slapo_zoo.weights.safetensors_file import SafetensorsFile
@@ -70,7 +70,7 @@ def _of_body(body: Mapping[str, Any]) -> int:
 
 def save_id(sums: Mapping[str, int], stamp: str) -> str:
     """The id of a save: a digest of all its tensors, and of a text that stands for the rest."""
-    return hashlib.sha256(json.dumps([sorted(sums.items()), stamp]).encode()).hexdigest()[:32]
+    return digest(json.dumps([sorted(sums.items()), stamp]))[:32]
 
 
 def save_in(folder: Path) -> str:

@@ -1,6 +1,5 @@
 """A checkpoint folder: which file holds which key, opened one file at a time and only if needed."""
 
-import hashlib
 import os
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
+from slapo_zoo.parallel.digests import digest
 from slapo_zoo.weights.header import SAVE_ID
 from slapo_zoo.weights.index import check_inside, read_index
 from slapo_zoo.weights.layout import index_name
@@ -96,7 +96,7 @@ class CheckpointFolder:
     def digest(self) -> str:
         """Hash names, dtypes, shapes and places of all tensors, and the save they are of; no values."""
         known = {name: (file.metadata, file.entries) for name, file in sorted(self._files.items())}
-        return hashlib.sha256(repr(known).encode()).hexdigest()
+        return digest(known)
 
     def position(self, key: str) -> tuple[str, int]:
         """File and offset: tensors are read fastest in this order."""

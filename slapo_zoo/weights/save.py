@@ -5,7 +5,6 @@ folder as it was.
 """
 
 import errno
-import hashlib
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
+from slapo_zoo.parallel.digests import digest, unlike
 from slapo_zoo.parallel.local_tensors import Rows
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import TensorSpec
@@ -72,8 +72,7 @@ def save_folder(
     save = _Save(_resolved(folder), {stem: specs, **(beside or {})}, local, mesh, rows or {})
     kept = {**(metadata or PYTORCH), SAVE_ID: BLANK}
     save.finite = [spec.name for spec in specs] if check_finite else []
-    digests = together(mesh, STEP, lambda: save.prepare(max_shard_size, kept))
-    if differs := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+    if differs := unlike(together(mesh, STEP, lambda: save.prepare(max_shard_size, kept))):
         problem = f"found other tensors or sizes on ranks {differs} than on rank 0"
         raise WeightsError(STEP, "specs", problem, "pass the same specs of the whole model")
     try:
@@ -120,7 +119,7 @@ class _Save:
         if strange:
             problem = f"found {len(strange)} tensors that no spec names, expected none"
             raise WeightsError(STEP, min(strange), problem, "they would be lost")
-        return hashlib.sha256(repr((self.layout, self.specs)).encode()).hexdigest()
+        return digest(self.layout, self.specs)
 
     def _require_finite(self) -> None:
         """Refuse NaN and infinity: one pass over each tensor, and one wait for the device."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slapo_zoo.errors import WeightsError
+from slapo_zoo.parallel.digests import unlike
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.ranks.agreement import together
 from slapo_zoo.weights.staging import bring_back
@@ -96,7 +97,7 @@ def read_by_all(
             return mine[0]
         close(mine.pop())
         time.sleep(PAUSE_S)
-    differ = [rank for rank, one in enumerate(found) if one != found[0]]
+    differ = unlike(found)
     problem = f"ranks {differ} read other files than rank 0"
     hint = "give all ranks the same revision, or a folder on a file system that they share"
     raise WeightsError(what, str(folder), problem, hint)

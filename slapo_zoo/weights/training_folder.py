@@ -1,12 +1,12 @@
 """The opened files of a training checkpoint, all of one save."""
 
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slapo_zoo.errors import WeightsError
+from slapo_zoo.parallel.digests import digest
 from slapo_zoo.weights import checksums
 from slapo_zoo.weights.carry import WEIGHT_FILE
 from slapo_zoo.weights.checksums import (
@@ -41,7 +41,7 @@ class TrainingFolder:
         if self.kept is not None:
             return self.kept.save
         digests = [one.digest() for one in (self.model, self.optimizer) if one is not None]
-        return hashlib.sha256(json.dumps([self.state, digests]).encode()).hexdigest()
+        return digest(json.dumps([self.state, digests]))
 
     def close(self) -> None:
         """Close all files."""

@@ -1,6 +1,5 @@
 """The kinds of `schedule=`, and the table that each of them names."""
 
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slapo_zoo.errors import ArchitectureError, SlapoError
+from slapo_zoo.parallel.digests import digest
 from slapo_zoo.zoo.table import Table, families, table_for
 
 # of transformers' own bookkeeping: they change no module
@@ -80,7 +80,7 @@ def find_table(config: Any, schedule: Any = "zoo") -> Table:
 def structure(config: Any, cls: Any) -> str:
     """A digest of what determines a model's modules and forward: its class and config."""
     known = json.dumps(_plain(config.to_dict()), sort_keys=True, default=str)
-    return hashlib.sha256(f"{cls.__module__}.{cls.__name__}{known}".encode()).hexdigest()
+    return digest(f"{cls.__module__}.{cls.__name__}{known}")
 
 
 def _plain(value: Any) -> Any:

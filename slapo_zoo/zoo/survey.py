@@ -11,7 +11,6 @@ from slapo_zoo.hf.example_inputs import example_batch
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.language.explain import Explanation, TrafficRow, after_backward
 from slapo_zoo.language.tape import Tape, Transfer
-from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.parallel.rank_plan import TIED
 from slapo_zoo.pipeline.dataflow import Call, calls_of
 from slapo_zoo.pipeline.dry_run import refused
@@ -79,12 +78,8 @@ def rank_sizes(outline: Outline) -> list[RankSize]:
             for r in range(mesh.tp):
                 count = math.prod(spec.local_shape(mesh.tp, r))
                 sizes[stage, r][0] += count
-                sizes[stage, r][1] += count * _itemsize(spec)
+                sizes[stage, r][1] += count * getattr(torch, spec.dtype).itemsize
     return [RankSize(stage, r, *numbers) for (stage, r), numbers in sizes.items()]
-
-
-def _itemsize(spec: TensorSpec) -> int:
-    return getattr(torch, spec.dtype).itemsize
 
 
 def _traffic(outline: Outline, batch: Mapping[str, Tensor]) -> list[TrafficRow]:

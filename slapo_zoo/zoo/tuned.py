@@ -4,7 +4,6 @@ Only knobs that change neither the numbers nor the memory that a person has plan
 kernels run, and the attention back end. Only for the same model and dtype: nothing is extrapolated.
 """
 
-import hashlib
 import json
 import os
 import platform
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from slapo_zoo.parallel.digests import digest
 
 CARDS = Path(__file__).parents[1] / "hub_cards"
 TUNING = "tuning.json"
@@ -45,7 +46,7 @@ def model_name(config: Any) -> str:
         if not name.startswith("_") and name not in SAYS_NOTHING
     }  # fmt: skip
     text = json.dumps(fields, sort_keys=True)
-    return f"{config.model_type} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    return f"{config.model_type} {digest(text)[:12]}"
 
 
 SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",

@@ -1,6 +1,5 @@
 """Where rows come from: text files, files of tables, data sets of the Hub; tokenized once per node."""
 
-import hashlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from slapo_zoo.cli.data.tasks import Columns, Task
 from slapo_zoo.cli.data.text_files import DataError, read_documents, visible_files
 from slapo_zoo.cli.errors import is_first, is_full
 from slapo_zoo.cli.training.options import TrainOptions
+from slapo_zoo.parallel.digests import digest
 
 KINDS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv",
          ".parquet": "parquet"}  # fmt: skip
@@ -284,7 +284,7 @@ def fingerprint(data: str, task: Task, columns: Mapping[str, str]) -> str:
     length = [] if task.packs else [*other, with_tokens.__name__]  # a stream is cut later
     text = repr((data, type(task).__name__, words, tokenizer.special_tokens_map, length,
                  sorted(columns.items())))  # fmt: skip
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return digest(text)[:32]
 
 
 def _one_by_one(place: Path | None, key: str) -> Any:

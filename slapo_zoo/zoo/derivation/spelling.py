@@ -1,12 +1,12 @@
 """How a family's files spell what its model holds, found by content on a tiny model that was saved."""
 
-import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from slapo_zoo.parallel.digests import digest_of_tensor
 from slapo_zoo.weights.keys import NUMBER, WHOLE, KeyMap, Pieces
 
 INDEX = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a name that is a number
@@ -31,12 +31,12 @@ def find_spelling(files: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> S
     """
     content: dict[str, list[str]] = {}
     for name, tensor in model.items():
-        content.setdefault(_digest(tensor), []).append(name)
+        content.setdefault(digest_of_tensor(tensor), []).append(name)
     other = {key: tensor for key, tensor in files.items() if key not in model}
     pairs = {
         key: max(content[d], key=lambda name: _likeness(key, name))
         for key, tensor in other.items()
-        if (d := _digest(tensor)) in content
+        if (d := digest_of_tensor(tensor)) in content
     }
     same = [key for key in files if key in model]
     ways = (_difference, _whole_keys)
@@ -77,11 +77,6 @@ def _likeness(key: str, name: str) -> tuple[bool, int]:
     return numbers[0] == numbers[1], len(set(key.split(".")) & set(name.split(".")))
 
 
-def _digest(tensor: Tensor) -> str:
-    data = tensor.detach().contiguous().cpu().numpy().tobytes()
-    return hashlib.sha256(f"{tuple(tensor.shape)}{tensor.dtype}".encode() + data).hexdigest()
-
-
 def _difference(key: str, name: str) -> tuple[str, str]:
     """The parts in which two names differ, with a dot and one more word where one would be empty.
 
@@ -103,11 +98,11 @@ def _difference(key: str, name: str) -> tuple[str, str]:
 
 def _pieces(files: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> tuple[Pieces, ...]:
     """Tensors [E, parts * s, ...] that files hold as E * parts tensors [s, ...], or [parts * s, ...] as parts."""
-    by_digest = {_digest(tensor): key for key, tensor in files.items()}
+    by_digest = {digest_of_tensor(tensor): key for key, tensor in files.items()}
     found: dict[Pieces, None] = {}
     for name, tensor in model.items():
         for first, parts in _ways_to_part(tensor):
-            names = [by_digest.get(_digest(chunk)) for chunk in first.chunk(parts)]
+            names = [by_digest.get(digest_of_tensor(chunk)) for chunk in first.chunk(parts)]
             if all(names):
                 found[_rule(name, [key for key in names if key], first is not tensor)] = None
                 break
