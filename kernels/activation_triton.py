@@ -143,7 +143,7 @@ def backward(
     p: float,
     kind: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, bias and up; empty where there is none."""
+    """Launch the backward kernel; return the gradients of x, bias and up, empty where there is none."""
     dy, x, bias, up, keep = _contiguous(dy, x, bias, up, keep)
     dx = torch.empty_like(x)
     dup = x.new_empty(0, x.shape[-1]) if up is None else torch.empty_like(up)

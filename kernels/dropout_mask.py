@@ -64,7 +64,7 @@ def new_seeds(cells: int, p: float, device: Any) -> dict[str, Any]:
 
 
 def keys_of(mask: Tensor | None, size: int) -> Tensor | None:
-    """A mask of `transformers` [B, 1, S or 1, T] --> which of its `size` keys are real [B, size].
+    """Return which keys are real, [B, size], from a mask of transformers, [B, 1, S or 1, T].
 
     The last query sees every real key, causal or not; see `hides_only_padding`.
     """

@@ -63,7 +63,7 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def _install(site: Any, **options: Any) -> None:
-    """A forward that something else gave it stays: a row-parallel one adds its bias after a sum.
+    """Give a linear the kernel's forward, unless a directive gave it another: a row-parallel one adds its bias after a sum.
 
     On other CPUs nothing is installed.
     """

@@ -114,7 +114,7 @@ def sparse_mlm_head_loss(
 
 
 def _at_most(rows: Tensor, targets: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """The masked rows and as many others as it takes to make `capacity`."""
+    """Return the masked rows, filled up with other rows to `capacity`."""
     masked = targets != -100
     problem = f"more than capacity={capacity} masked tokens; hint: raise it, or pass None"
     torch._assert_async(masked.sum() <= capacity, problem)  # pyright: ignore[reportPrivateImportUsage]

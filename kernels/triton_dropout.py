@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def scaled_keep(counter, key, threshold, scale):
-    """0 or `scale` per element: `counter` within its cell, `key` of the cell; they broadcast."""
+    """Return 0 (dropped) or `scale` per element, hashed from its `counter` within a cell and the cell's `key`; they broadcast."""
     bits = counter.to(tl.int64) * 0x2545F4914F6CDD1D + key
     bits = (bits ^ ((bits >> 31) & 0x1FFFFFFFF)) * -0x40A7B892E31B1A47
     bits = (bits ^ ((bits >> 31) & 0x1FFFFFFFF)) * -0x6B2FB644ECCEEE15

@@ -19,7 +19,7 @@ from slapo_zoo.ranks.agreement import together
 
 
 def card_of(model: Any, base_model: str | None = None, any_size: bool = False) -> Card:
-    """The card of a scheduled model; nothing was measured with it yet.
+    """Make the card of a scheduled model; nothing was measured with it yet.
 
     Args:
         model: what the loader returned, on any rank.

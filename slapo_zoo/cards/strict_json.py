@@ -94,7 +94,7 @@ def strings(document: Any) -> list[str]:
 
 
 def canonical(document: Any) -> bytes:
-    """One spelling of a document: sorted keys, no spaces, UTF-8; what a hash is taken of."""
+    """Return the bytes of a document that are hashed: sorted keys, no spaces, UTF-8."""
     text = json.dumps(
         document, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     )

@@ -68,7 +68,7 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers, by name; of tied parameters the first name."""
+    """Return parameters and persistent buffers by name; of tied parameters the first name."""
     found: dict[str, Tensor] = dict(model.named_parameters())
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():

@@ -90,7 +90,7 @@ class DataParallel:
         return norm
 
     def tensors(self, model: Any, grads: bool = False) -> dict[str, Tensor]:
-        """Parameters (or their gradients) and buffers of this rank, whole over dp.
+        """Return this rank's parameters (or their gradients) and buffers, unsharded over dp.
 
         A collective call over dp; a missing gradient is 0.
         """

@@ -89,7 +89,7 @@ class Sharded(DataParallel):
         gradient_buckets.all_reduce_gradients(rest, mesh.group("dp") if rest else None)
 
     def tensors(self, model: Any, grads: bool = False) -> dict[str, Tensor]:
-        """Parameters (or their gradients) and buffers, whole over dp."""
+        """Return parameters (or their gradients) and buffers, gathered over dp."""
         found = super().tensors(model, grads)
         named = dict(model.named_parameters(remove_duplicate=False))
         whole: dict[int, Tensor] = {}

@@ -127,7 +127,7 @@ BACKENDS = {
 
 
 def find_backend(name: str) -> Backend:
-    """The back end of a name; SlapoError lists those there are."""
+    """Return the attention back end of a name; SlapoError lists those there are."""
     if name not in BACKENDS:
         near = nearest(str(name), BACKENDS) or list(BACKENDS)
         problem = f"no such back end, there are {', '.join(BACKENDS)}"

@@ -19,7 +19,7 @@ OURS = "slapo_zoo"
 
 
 def independent_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
-    """A deep copy whose forwards and hooks are bound to the copy.
+    """Make a deep copy whose forwards and hooks are bound to the copy.
 
     Args:
         module: whose class calls this in `__deepcopy__`.

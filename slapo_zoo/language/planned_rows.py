@@ -72,7 +72,7 @@ def planned_rows(
 def _sums(
     state: State, names: list[str], placed: Placed | None, stages: tuple[int, ...]
 ) -> tuple[Sum, ...]:
-    """Over which ranks the gradient of one parameter is summed, in order."""
+    """Return over which ranks the gradient of one parameter is summed, in order."""
     mesh, found = state.mesh, []
     if placed is not None and (parts := _replicas(placed, mesh)):
         found.append(Sum("tp", REPLICAS, parts))

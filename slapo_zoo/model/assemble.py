@@ -30,7 +30,7 @@ from slapo_zoo.zoo.outline import Outline
 
 
 class Assembly(Outline):
-    """The outline with only this rank's stage left, ready to be filled."""
+    """A model on meta with only this rank's stage left, ready to be filled with weights."""
 
     def __init__(
         self, config: Any, auto_class: Any, mesh: Mesh, dtype: torch.dtype, options: BuildOptions
@@ -99,7 +99,7 @@ class Assembly(Outline):
         return model
 
     def divide(self, model: Any) -> None:
-        """Let the model read parameters that dp ranks divide, where that is asked for; then call parts."""
+        """Shard the parameters over dp where `dp_shard=` asks for it, and let parts of the model be called alone."""
         blocks = block_paths(self.schedule, self.table)
         if self.shards is not None:
             shard_over_dp(model, blocks, self.shards)

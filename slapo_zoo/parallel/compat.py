@@ -63,7 +63,7 @@ def patient_group(seconds: float) -> Any:
 
 
 def hooks_around() -> Any:
-    """The (pack, unpack) that autograd asks now about what it keeps, or None; torch has no public name for it."""
+    """Return the saved-tensor hooks (pack, unpack) that are active now, or None; torch has no public name for them."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
 
 

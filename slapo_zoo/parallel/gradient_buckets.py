@@ -82,7 +82,7 @@ class Bucket:
         return self
 
     def _shared(self, grads: list[Any]) -> Tensor | None:
-        """The flat tensor that an earlier sum has left them in, or None."""
+        """Return the flat tensor of which all gradients are views since an earlier all-reduce, or None."""
         base = grads[0]._base
         if base is None or base.ndim != 1 or base.dtype != grads[0].dtype:
             return None

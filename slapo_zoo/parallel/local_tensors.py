@@ -38,7 +38,7 @@ class RowsOfRank:
         return whole.narrow(0, *self.mine(whole.shape)).clone()
 
     def note(self, part: Any, shape: Sequence[int]) -> Any:
-        """Mark a parameter as our rows of one of `shape`."""
+        """Mark a parameter as this rank's rows of a tensor of `shape`."""
         part.whole_shape, part.first_row = tuple(shape), self.mine(shape)[0]
         return part
 

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def as_read_now(root: Any) -> Callable[[], AbstractContextManager]:
-    """Makes contexts in which modules read the weights that stand before their parameters now.
+    """Return a maker of contexts in which modules read the weights that now stand in for their parameters.
 
     Casts and gathered weights stand there while a forward runs; logits may be made after it.
     """

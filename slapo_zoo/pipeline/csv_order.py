@@ -96,7 +96,7 @@ def _read(path: str, pp: int) -> tuple[tuple[str, ...], ...]:
 
 
 def _parse(places: _Places, row: int, column: int, cell: str) -> Iterator[Action]:
-    """The actions of one cell: none, one or two."""
+    """Parse one cell of the file: no, one or two actions."""
     two = _TWO.fullmatch(cell)
     parts = [part.strip() for part in two[1].split(";")] if two else [cell] if cell else []
     for part in parts:

@@ -178,7 +178,7 @@ class InFlightStage(PipelineStage):
         return []
 
     def _give_up(self, chunks: Iterable[int]) -> None:
-        """Give up the memory of outputs that another rank has received."""
+        """Free the memory of outputs that another rank has received."""
         following = self.stage_index_to_group_rank.get(self.stage_index + 1, self.group_rank)
         for chunk in chunks if following != self.group_rank else ():
             outputs, _ = self.fwd_cache.get(chunk, ((), None))

@@ -181,7 +181,7 @@ class StageModule(nn.Module):
 
 
 def split_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors that have a batch axis, and everything else.
+    """Split a batch into the tensors that have a batch axis, and everything else.
 
     One row beside a main input of several (`position_ids` [1, S]) stands for all of them: it stays whole.
     """

@@ -85,7 +85,7 @@ def data_sheet(
     name: str, matmul: float, bandwidth: float, link: float, network: float, memory: float,
     host: float, multiprocessors: int = 0, single: float | None = None,
 ) -> Hardware:  # fmt: skip
-    """A profile from a data sheet, of whose rates the shares above are expected.
+    """Make a hardware profile from a data sheet; shares of its rates are expected, as the constants of this file say.
 
     Args:
         name: of the device.

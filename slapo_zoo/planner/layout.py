@@ -99,7 +99,7 @@ def layouts(
     tp: int, gpus: int, batch: int, blocks: int, orders: Sequence[str] = ("1f1b", "interleaved_1f1b"),
     sequence_parallel: bool = False,
 ) -> Iterator[Layout]:  # fmt: skip
-    """Every layout with so many tp ranks that uses all devices and divides the batch evenly.
+    """Yield every layout with `tp` ranks that uses all devices and divides the batch evenly.
 
     Args:
         tp: ranks that shard each layer.

@@ -232,7 +232,7 @@ def _resident(
 
 
 def _made_whole(widest: int, layout: Layout, precision: Precision) -> int:
-    """Bytes of parts that are whole for a while: weights of blocks that run, gradients until summed."""
+    """Return the bytes of tensors that are unsharded for a while: weights of running blocks, gradients until they are summed."""
     if layout.dp_shard == 1 or layout.zero_stage == 1:
         return 0
     weights = precision.weights * (layout.zero_stage == 3)

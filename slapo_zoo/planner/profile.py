@@ -119,7 +119,7 @@ class Family:
         self.is_small = small is not None
 
     def lengths(self, seq_len: int) -> list[int]:
-        """Return how many tokens each stack of blocks sees in a row."""
+        """Return the tokens per row that each stack of blocks sees."""
         other = self.table.num_tokens
         return [seq_len, *([other(self.config)] if other else [])]
 

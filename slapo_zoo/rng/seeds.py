@@ -39,7 +39,7 @@ class RngTracker:
         self.states.clear()
 
     def add(self, name: str, seed: int) -> None:
-        """Make a state from a seed; the current one stays."""
+        """Add a random state under a name, made from a seed; the current state stays."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.states[name] = self._current()

@@ -105,7 +105,7 @@ def _run_own(model: Any, runtime: Runtime, batch: Mapping[str, Any]) -> Any:
 
 
 def _without_backward(model: Any, output: Any) -> Any:
-    """The output of a pipeline: it asks for a gradient, as a plain one does, and refuses in words."""
+    """Return a pipeline's output with a backward that refuses in words: call train_step."""
     asks = torch.zeros((), requires_grad=True), *model.parameters()
     for name in list(output) if hasattr(output, "keys") else ():
         x = output[name]

@@ -39,7 +39,7 @@ class StepCounts:
     missed: bool = False
 
     def rows(self, count: int) -> Tensor:
-        """The numbers of our rows among those of all dp ranks; the host reads them, so on the CPU."""
+        """Return the indices of this rank's rows among those of all dp ranks, on the CPU."""
         return torch.arange(self.first, self.first + count)
 
     def of_rows(self, start: int, rows: int, own_loss: bool = False, shown: bool = False) -> Known:

@@ -37,7 +37,7 @@ def record(card: Path, scope: Scope, point: Mapping[str, Any], outcome: Outcome)
 
 
 def recorded(card: Path, device: str) -> dict[str, Any]:
-    """Setting --> entry of one device; empty where nothing was tuned."""
+    """Return the tuned entries of one device by setting; empty where nothing was tuned."""
     if not (card / TUNING).exists():
         return {}
     return json.loads(files.read(card, TUNING)).get(device, {})

@@ -22,7 +22,7 @@ MANY_PARAMETERS = 2e8  # a card that fits no small model is verified on one up t
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """The document of one request, with the report as text."""
+    """Verify what a request asks for; return the document with the report as text."""
     import transformers
 
     hf.register_models()

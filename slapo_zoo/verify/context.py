@@ -182,7 +182,7 @@ def _compare_all(
 
 
 def _observe(sch: Schedule, args: Any, kwargs: Any) -> RankResult:
-    """Outputs, gradients of a fixed random sum of them, and the events of all modules."""
+    """Run the model; return its outputs, the gradients of a fixed random sum of them, and the events of all modules."""
     mesh, model = sch.mesh, sch.model
     result = RankResult(coords=(mesh.coord("tp"), mesh.coord("pp"), mesh.coord("dp")))
     recorder = Recorder(model)

@@ -228,7 +228,7 @@ def shapes_per_rank(table: Table, frozen: Table, model: Any, tp: int) -> dict[st
 
 
 def divided_share(table: Table, model: Any) -> float:
-    """Numbers that tp ranks divide, by all numbers of the model."""
+    """Return the share of the model's parameters that are sharded over tp."""
     parameters = dict(model.named_parameters())
     modules = dict(model.named_modules())
     found: set[str] = set()

@@ -116,7 +116,7 @@ def _starts(config: Any, outline: Outline, numbers: "_Numbers") -> Iterator[int]
 
 
 class _Numbers:
-    """The numbers of blocks in paths and patterns of one model."""
+    """Renumbers the blocks in paths and patterns of one model."""
 
     def __init__(self, outline: Outline):
         prefix = base_prefix(outline.model)

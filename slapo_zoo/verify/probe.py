@@ -44,7 +44,7 @@ def probe(subject: Specimen, table: Table | None, sizes: tuple[int, int, int], *
 
 
 def _rank(subject: Specimen, sizes: tuple[int, int, int], knobs: Any, rates: Any = None) -> Any:
-    """Outputs, loss, gradients, and what this rank holds of these; without outputs where it drops."""
+    """Return outputs, loss and gradients of this rank, and its shards; no outputs where dropout is on."""
     (tp, pp, dp), outputs = sizes, {}
     options = LoaderOptions(
         tp=tp, pp=pp, dp=dp, seed=0, auto_class=subject.cls, dtype=subject.dtype,

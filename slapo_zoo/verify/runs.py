@@ -70,7 +70,7 @@ def cast(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def tensors_of(output: Any) -> dict[str, Tensor]:
-    """The tensors of a HuggingFace output by name; caches and tuples of layers are left out."""
+    """Return the tensors of a HuggingFace output by name; caches and tuples of layers are left out."""
     return {k: v.detach().clone() for k, v in output.items() if isinstance(v, Tensor)}
 
 

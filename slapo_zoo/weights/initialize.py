@@ -64,7 +64,7 @@ def initialize_weights(
 
 
 def _tensors(module: nn.Module, whole: bool = True) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers with duplicates: a tie is drawn once, wherever it is wanted."""
+    """Return parameters and buffers, tied ones under each name: a tie is drawn once."""
     return [
         *module.named_parameters(recurse=whole, remove_duplicate=False),
         *module.named_buffers(recurse=whole, remove_duplicate=False),

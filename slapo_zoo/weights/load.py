@@ -47,7 +47,7 @@ class Target:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Options of a load.
+    """Memory limit, checks and file mapping of a load.
 
     Args:
         max_memory: most bytes that this rank's tensors may take; None sets no limit.

@@ -83,7 +83,7 @@ def apply_table(
 
 
 def _require_needed(sch: Schedule, table: Table, tokens_divided: bool) -> None:
-    """ArchitectureError for a config whose forward the table does not divide."""
+    """Raise ArchitectureError for a config whose forward the table cannot shard."""
     config, mesh = sch.model.config, sch.mesh
     where = {"": mesh.tp > 1, "sp": tokens_divided and mesh.tp > 1, "pp": mesh.pp > 1}
     hints = {"sp": "leave sequence_parallel out", "pp": "use pp=1"}

@@ -94,7 +94,7 @@ class Table:
         return self.undivided is True or cls.__name__ in (self.undivided or ())
 
     def tp_plan(self, model: Any) -> dict[str, str]:
-        """The table in the words of `transformers`, where they can say it: `slapo_zoo.zoo.tp_plan`."""
+        """Return the table as a `tp_plan` of transformers, where such a plan can say it."""
         from slapo_zoo.zoo.tp_plan import tp_plan
 
         return tp_plan(self, model)

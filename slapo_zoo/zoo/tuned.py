@@ -55,7 +55,7 @@ SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_val
 
 
 def shape_name(config: Any) -> str:
-    """Family and the sizes that decide how it is sharded: "gpt2 hidden_size=1600 ..."; vocabularies may differ."""
+    """Return the key of a model's measurements: family and the sizes that matter, "gpt2 hidden_size=1600 ...", without the vocabulary."""
     parts = {"": config} | {
         f"{name}.": part for name in ("text_config", "vision_config") if (part := getattr(config, name, None))
     }  # fmt: skip

@@ -21,7 +21,7 @@ class _Captured(Exception):  # noqa: N818 - not an error: it ends the call once 
 
 
 def capture(model: Any, path: str, padded: bool = True) -> tuple[tuple, dict[str, Any]]:
-    """The arguments that the module at `path` gets in a call of the model.
+    """Return the arguments that the module at `path` gets in a call of the model.
 
     A model that is none of `transformers` has no tiny batch: then each required argument is a
     tensor of which nothing is known, and only a forward that decides by its sizes needs more.

@@ -147,7 +147,7 @@ def _decided_for_any_draw(node: Any) -> bool | None:
 
 
 def _in_place(name: str) -> Any:
-    """`x += y` changes a tensor that others may see; a size or a tuple is only renamed."""
+    """Make the method of an in-place operator: `x += y` writes into a tensor, and only renames a size or a tuple."""
     target = getattr(operator, name)
 
     def impl(self: ValueProxy, other: Any) -> Any:

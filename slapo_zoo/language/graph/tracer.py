@@ -95,7 +95,7 @@ class ValueTracer(fx.Tracer):
         return None
 
     def run(self, node: fx.Node) -> Any:
-        """The value of a node, from the values of its arguments."""
+        """Compute the value of a node from the values of its arguments."""
         if any(n.meta["value"] is UNKNOWN for n in node.all_input_nodes):
             return UNKNOWN
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["value"])

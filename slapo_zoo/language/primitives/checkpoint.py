@@ -118,7 +118,7 @@ def recompute_module(
 def _in_a_graph(
     forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any], kept: set[Any] | None
 ) -> Any:
-    """Checkpoint under a compiler: its graph holds the stream's position, so nothing is restored."""
+    """Recompute under torch.compile: the graph holds the position of the random stream, so nothing is restored."""
     if kept is not None:
         operations = [op for op in kept if not isinstance(op, str)]
         kwargs = {

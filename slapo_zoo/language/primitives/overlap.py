@@ -52,7 +52,7 @@ class Overlap(Directive):
 
 
 def sum_gradient_of(x: Tensor, group: Any, site: Site, shared: bool) -> Tensor:
-    """Megatron's f at the entry of a site, overlapped where that is wanted and possible.
+    """All-reduce the gradient of a site's input in the backward (Megatron's f), overlapped where asked for and possible.
 
     Args:
         x: enters the site.
@@ -73,7 +73,7 @@ def _wanted(site: Site, group: Any) -> bool:
 
 
 def _columns(site: Site, shared: bool) -> list[ColumnForward]:
-    """The column-parallel layers behind this entry; found at its first use, when all is sharded."""
+    """Return the column-parallel layers behind this entry; found at its first use, when all is sharded."""
     root = site.path.rpartition(".")[0] if shared else site.path
     key = ("overlap", root)
     if key not in site.state.shared:

@@ -197,7 +197,7 @@ def _head_rows(model: Any) -> Iterator[Row]:
 
 
 def _blocks(config: Any, plan: Mapping[str, str], modules: Mapping[str, nn.Module]) -> str:
-    """The pattern of the repeated blocks: up to the first number of the plan's patterns."""
+    """Return the pattern of the repeated blocks: the plan's patterns up to their first number."""
     for pattern in plan:
         if found := re.match(r"(.*?)\.\*", pattern):
             return f"{found[1]}.*"
