@@ -12,6 +12,7 @@ import yaml
 from rich.console import Console
 
 from cli_runs import failure, run
+from slapo_zoo.cli.commands.train import OF_LOAD
 from slapo_zoo.cli.main import main, renamed
 from slapo_zoo.cli.training.config import (
     ConfigError,
@@ -34,6 +35,7 @@ from slapo_zoo.cli.training.options import (
     described,
 )
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.zoo.options import LoaderOptions
 
 WRONG = {
     "warm_up_steps: 3": "found no such key\n  hint: did you mean 'warmup_steps'?",
@@ -103,6 +105,18 @@ def test_keys_are_those_of_the_trainer():
     from transformers import TrainingArguments
 
     assert set(RENAMED.values()) <= TrainingArguments.__dataclass_fields__.keys()
+
+
+def test_knobs_of_a_layout_are_flags_of_train(capsys, tmp_path, monkeypatch):
+    """They are entries of `load`, beside those of the file; names and defaults are the loader's."""
+    usual = vars(LoaderOptions())
+    assert all(usual[name] == default for name, (_, default) in OF_LOAD.items())
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("model: m\nload: {kernels: reference}\n")
+    with pytest.raises(SystemExit):
+        main(["train", "--config", "run.yaml", "--checkpoint-ratio", "0.5", "--sequence-parallel"])
+    said = yaml.safe_load(capsys.readouterr().out.partition("\nreading")[0])
+    assert said["load"] == {"kernels": "reference", "checkpoint_ratio": 0.5, "sequence_parallel": True}  # fmt: skip
 
 
 def test_flags_that_are_none_name_the_nearest(capsys):

@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
+from slapo_zoo.cli import arguments
 from slapo_zoo.cli.arguments import AsJson
 from slapo_zoo.cli.errors import is_first, stdout_for_json
 from slapo_zoo.cli.training.options import LEAST, TrainOptions, described
@@ -18,21 +19,33 @@ Config = Annotated[Path | None, typer.Option(help="A YAML file of the keys of do
 Sets = Annotated[list[str] | None, typer.Option("--set", help="A key of it, e.g. warmup_steps=100.")]  # fmt: skip
 
 
+KINDS = get_type_hints(TrainOptions)
+ABOUT = described()
+# flag --> its annotation and default: every key that is no mapping and no list, which are given by --set
+KEYS = {
+    field.name: (
+        Annotated[KINDS[field.name], typer.Option(help=ABOUT[field.name], min=LEAST.get(field.name))],
+        field.default,
+    )
+    for field in fields(TrainOptions)
+    if field.name != "model" and get_origin(KINDS[field.name]) not in (tuple, Mapping)
+}  # fmt: skip
+OF_LOAD = {
+    "sequence_parallel": (arguments.SequenceParallel, False), "dp_shard": (arguments.DpShard, 1),
+    "pipeline_order": (arguments.Order, "1f1b"), "stages_per_rank": (arguments.StagesPerRank, None),
+    "checkpoint_ratio": (arguments.CheckpointRatio, 0.0), "checkpoint_policy": (arguments.CheckpointPolicy, ""),
+}  # fmt: skip
+
+
 def with_flags(command: Any) -> Any:
-    """Give a command a flag for every key that is no mapping and no list; those are given by --set."""
-    kinds, about = get_type_hints(TrainOptions), described()
+    """Give the command a flag for every key, and for the knobs of a layout, which are entries of `load`."""
     flags = [
-        inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default,
-            annotation=Annotated[kinds[field.name], typer.Option(help=about[field.name], min=LEAST.get(field.name))],
-        )
-        for field in fields(TrainOptions)
-        if field.name != "model" and get_origin(kinds[field.name]) not in (tuple, Mapping)
-    ]  # fmt: skip
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for name, (kind, default) in {**KEYS, **OF_LOAD}.items()
+    ]
     own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
     command.__signature__ = inspect.Signature([*own, *flags])
     command.__annotations__ |= {flag.name: flag.annotation for flag in flags}
-    del command.__annotations__["flags"]
     return command
 
 
@@ -97,5 +110,8 @@ def _flags(context: typer.Context) -> dict[str, Any]:
         source = context.get_parameter_source(name)
         if source is None or source.name != "COMMANDLINE" or name in ("config", "sets", "as_json"):
             continue
-        given[name] = value
+        if name in OF_LOAD:
+            given.setdefault("load", {})[name] = value
+        else:
+            given[name] = value
     return given
