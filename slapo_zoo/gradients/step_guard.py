@@ -152,7 +152,7 @@ class StepGuard:
         named = zip(self.marks, every, strict=True)
         names = [name for name, marks in named if _apart(marks, loosely)]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        problem = "each tp rank holds it whole, and they have different gradients of it"
+        problem = "it is replicated over tp, and its gradient differs between the ranks"
         hint = (
             "sum over tp what each rank has a part of: sum_gradient; slapo-zoo verify tells where"
         )

@@ -142,7 +142,7 @@ def make_task(cls: type[Task], tokenizer: Any, data: Any, options: TrainOptions,
     if issubclass(cls, Labelled):
         if options.stream:
             hint = "leave stream out: labels are counted before training"
-            raise DataError("train", "stream", f"found task {options.task}", hint)
+            raise DataError("train", "stream", f"task {options.task} has labels", hint)
         columns = read.columns_of(cls, options.columns, data.column_names)
         found = read.class_names(data, columns["label" if cls is Classify else "tags"])
         own = tuple(config.id2label[number] for number in sorted(config.id2label))
