@@ -267,7 +267,7 @@ def check_evaluation(options: TrainOptions) -> None:
     """Check that every key that needs an evaluation, other rows or a checkpoint has one."""
     if options.evaluates and options.engine != "torch":
         problem = f"found --engine {options.engine}, expected torch"
-        raise ConfigError("train", "eval_data", problem, "evaluate its checkpoint with engine: torch")
+        raise ConfigError("train", "eval_data", problem, "evaluate its checkpoint by engine: torch")
     if options.eval_share and (options.eval_data or options.eval_split):
         other = "eval_data" if options.eval_data else "eval_split"
         problem = f"found {other} too, which is evaluated on in its place"
