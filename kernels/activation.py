@@ -25,7 +25,7 @@ def activation(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """y = mask * act(x + bias) * up; all but x may be missing.
+    """Compute mask * act(x + bias) * up; all but x may be missing.
 
     Args:
         name: of the kernel that asks, for the dispatch table.

@@ -51,7 +51,7 @@ def geglu(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """y = gelu_tanh(gate) * up * mask, one pass each way.
+    """Compute gelu_tanh(gate) * up * mask, in one pass each way.
 
     Args:
         gate: [B, ..., N].

@@ -183,7 +183,7 @@ class _Blocks:
 
 
 class _Sum:
-    """A gradient of keys, which more than one run of queries may add to: in fp32 then."""
+    """Accumulator of a gradient of keys or values: in fp32 where more than one run of queries adds to it."""
 
     def __init__(self, out: Tensor, blocks: _Blocks):
         self.out, self.total = out, out

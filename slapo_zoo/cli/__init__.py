@@ -1,4 +1,4 @@
-"""The command line: commands, `train`, the demo, comparison with baselines.
+"""The command line: commands, the data of a training run, and `train`.
 
 Imports everything below; nothing imports it.
 """

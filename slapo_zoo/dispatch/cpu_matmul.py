@@ -61,7 +61,7 @@ def mm_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_mm_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """total += a b, with no other memory of that size."""
+    """Add the product a b to `total` in place, without other memory of that size."""
     if not suits(a, b):
         return total.addmm_(a, b)
     for part in _blocks(a.shape[0], b.shape[1]):

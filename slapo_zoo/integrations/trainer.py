@@ -117,7 +117,7 @@ class ScheduledTrainer(Trainer):
         return torch.autocast(kind, dtype=dtype, cache_enabled=cache_enabled)
 
     def _unscale(self) -> None:
-        """Gradients of a loss of one's own in fp16, before anyone looks at them."""
+        """Divide the gradients of the user's own loss by the fp16 loss scale, before anything reads them."""
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.unscale_(getattr(self.optimizer, "optimizer", self.optimizer))
 

@@ -139,7 +139,7 @@ def orders_for(
 
 @lru_cache(maxsize=4096)
 def in_flight(order: str, pp: int, virtual: int, micro_batches: int, rank: int) -> tuple[int, ...]:
-    """Micro-batches that each stage of a rank holds at the fullest moment.
+    """Return the number of micro-batches that each stage of a rank holds at the fullest moment.
 
     Args:
         order: of the pipeline.

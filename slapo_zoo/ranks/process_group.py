@@ -154,7 +154,7 @@ def _all_joined(store: Any, size: int, is_one: bool) -> bool:
 
 
 def _cuda_device() -> torch.device | None:
-    """Our CUDA device, or None unless every local rank has one of its own."""
+    """Return this rank's CUDA device, or None unless every local rank has one of its own."""
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     if not torch.cuda.is_available() or torch.cuda.device_count() < local_ranks:
         return None

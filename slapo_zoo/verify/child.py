@@ -55,7 +55,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _steps(request: dict[str, Any], config: Any) -> Any:
-    """The steps of the card that is asked for, if one is."""
+    """Return the steps of the card in the request, if there is one."""
     if request.get("program") is None:
         return None
     tp, pp, dp = request["mesh"]

@@ -36,7 +36,7 @@ class PickleFile:
             start = stop
 
     def view(self, name: str) -> Tensor:
-        """The tensor as the file has it."""
+        """Return a tensor as the file has it."""
         return self._tensors[name]
 
     def read_ahead(self, name: str, first: int, count: int) -> None:

@@ -178,7 +178,7 @@ def check_knobs(where: str, options: LoaderOptions) -> None:
 
 
 def unknown_knob(where: str, name: str, known: Iterable[str]) -> SlapoError:
-    """The error for an argument that is neither a knob nor a field of the config."""
+    """Return the error for an argument that is neither a knob nor a field of the config."""
     if name in INSTEAD:
         return SlapoError(where, f"{name}=", "it has no effect here", INSTEAD[name])
     near = nearest(name, known) or sorted(KNOBS)

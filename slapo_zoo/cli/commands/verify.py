@@ -84,7 +84,7 @@ def _refuse_beside_card(given: dict[str, Any]) -> None:
 
 
 def _require_mesh(config: Any, cls: str, mesh: tuple[int, int, int], knobs: dict[str, Any]) -> None:
-    """A mesh that the model itself cannot have is a mistake of the arguments, no verdict."""
+    """Raise for a mesh that the model cannot have: that is a mistake in the arguments, not a verdict."""
     import torch
 
     from slapo_zoo.dp.dp_shard import check_dp_shard

@@ -85,7 +85,7 @@ def _scatter(x: Tensor, sync: Sync, site: Site) -> Tensor:
 
 @sync_op("vocab_logits", "fwd_post")
 def _vocab_logits(x: Tensor, sync: Sync, site: Site) -> Tensor:
-    """Each rank holds columns of the logits: the loss runs in parallel, all else gathers first."""
+    """Wrap this rank's columns of the logits: a loss runs on the shards, anything else gathers them first."""
     placed = site.placed("weight")
     assert placed is not None  # noqa: S101 - check() saw it
     group, size, tape = site.group(sync), placed.shape[0], site.state.forward.tape
