@@ -61,16 +61,17 @@ def proven_table(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -> Ta
 
 def _document(request: dict[str, Any], file: Path, mesh: Mesh) -> dict[str, Any]:
     """The proof that rank 0 asks for: from the cache, else from a process of its own."""
-    cached, process = (_read(file), None) if mesh.rank == 0 else (None, None)
-    if mesh.rank == 0 and cached is None:
-        process = python_apart(CHILD, request)
-    while True:
-        found = together(mesh, "schedule", lambda: cached or (process and _outcome(process, file)))[
-            0
-        ]
-        if found:
-            return found
-        time.sleep(EVERY_S)
+    cached = _read(file) if mesh.rank == 0 else None
+    process = python_apart(CHILD, request) if mesh.rank == 0 and cached is None else None
+    try:
+        while True:
+            ask = lambda: cached or (process and _outcome(process, file))  # noqa: E731
+            if found := together(mesh, "schedule", ask)[0]:
+                return found
+            time.sleep(EVERY_S)
+    finally:
+        if process is not None and process.process.poll() is None:  # nobody waits any more
+            process.end()
 
 
 def _outcome(process: ProcessApart, file: Path) -> dict[str, Any] | None:

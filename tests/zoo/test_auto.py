@@ -1,6 +1,7 @@
 """Families without a table: refused with what is near, or derived from the plan and checked."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from refusals import refused
 from slapo_zoo import ArchitectureError, AutoScheduledModel, MeshError
 from slapo_zoo.load import derived
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.ranks.apart import ProcessApart
 from slapo_zoo.ranks.emulation import emulate
 from slapo_zoo.verify.derived import derive
 from slapo_zoo.zoo.arguments import changed_config
@@ -204,3 +206,17 @@ def test_a_config_with_an_infinite_number_reaches_the_process_that_proves(monkey
         derived.proven_table(config, transformers.BambaForCausalLM, Mesh(2), BuildOptions())
     again = transformers.AutoConfig.for_model(**asked[0])
     assert again.time_step_limit[1] == float("inf")
+
+
+def test_a_proof_that_nobody_waits_for_any_more_is_ended(tmp_path, monkeypatch):
+    started = ProcessApart([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+
+    def interrupted(mesh, what, action):
+        assert action() is None  # it runs
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(derived, "python_apart", lambda module, request: started)
+    monkeypatch.setattr(derived, "together", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        derived._document({}, tmp_path / "none.json", Mesh())
+    assert started.process.poll() is not None
