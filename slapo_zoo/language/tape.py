@@ -10,7 +10,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -143,12 +143,10 @@ class Tape(TorchDispatchMode):
             return
         for path in (*units, *inner):
             self._watch(model.get_submodule(path), path, path in units)
-        for p in model.parameters():
-            self._given(p)
-            if p.requires_grad:
-                self._ends.append(p.register_post_accumulate_grad_hook(self._summed).remove)
-        for buffer in model.buffers():
-            self._given(buffer)
+        for x in (*model.parameters(), *model.buffers()):
+            self._given(x)
+            if x.requires_grad:
+                self._ends.append(x.register_post_accumulate_grad_hook(self._summed).remove)
 
     @property
     def transfers(self) -> list[Transfer]:
@@ -279,16 +277,13 @@ class Tape(TorchDispatchMode):
         self._ends.append(module.register_forward_hook(leave, with_kwargs=True).remove)
 
     def _unit_ended(self, path: str, leaves: list[Any]) -> None:
-        arrives = partial(self._arrived, self._calls)
+        arrives = lambda gradient, call=self._calls: self.note(GRADIENT, amount=call)  # noqa: E731
         for x in leaves:
             if isinstance(x, Tensor) and x.requires_grad:
                 self._ends.append(x.register_hook(arrives).remove)
         self._calls += 1
         if path == self._last and self.losses:
             raise _Done
-
-    def _arrived(self, call: int, gradient: Tensor) -> None:
-        self.note(GRADIENT, amount=call)
 
     def _summed(self, parameter: Tensor) -> None:
         """Note where the gradient of a parameter lies."""

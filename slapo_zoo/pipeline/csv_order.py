@@ -35,14 +35,12 @@ class CsvOrder:
     """A pipeline order that was read from a CSV file and checked.
 
     Args:
-        path: of the file.
         cells: of each rank, as they stand in the file.
         actions: of each rank.
         rank_of_stage: which rank holds each stage.
         micro_batches: how many the order is for.
     """
 
-    path: str
     cells: tuple[tuple[str, ...], ...]
     actions: tuple[tuple[Action, ...], ...]
     rank_of_stage: tuple[int, ...]
@@ -79,7 +77,7 @@ def read_order(path: str, pp: int) -> CsvOrder:
     homes = _homes(places, ranks)
     count = _check_complete(places, len(homes))
     _check_runs(places, ranks, len(homes))
-    return CsvOrder(path, cells, tuple(map(tuple, ranks)), homes, count)
+    return CsvOrder(cells, tuple(map(tuple, ranks)), homes, count)
 
 
 def _read(path: str, pp: int) -> tuple[tuple[str, ...], ...]:

@@ -5,7 +5,7 @@ all share (a mask, rotary tables) for the backward, which counts once.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,7 @@ from slapo_zoo.language.tape import Row, Tape
 POSITIONS = {"layer_idx", "layer_id", "layer_number", "layer_index"}  # say where, not what, it is
 
 
-class Seen(NamedTuple):
-    """One call: its rows, and its output on fake tensors."""
-
-    rows: list[Row]
-    output: Any
+Seen = list[tuple[list[Row], Any]]  # calls: their rows, and their outputs on fake tensors
 
 
 def skip_repeated(tape: Tape, model: nn.Module, units: Sequence[str]) -> None:
@@ -33,7 +29,7 @@ def skip_repeated(tape: Tape, model: nn.Module, units: Sequence[str]) -> None:
         model: of fake tensors, for this forward only: its units are changed.
         units: paths of the blocks, and of others, which are called once.
     """
-    calls: dict[Any, list[Seen]] = {}
+    calls: dict[Any, Seen] = {}
     for unit in units:
         module = model.get_submodule(unit)
         if any(True for _ in module.children()):
@@ -51,16 +47,17 @@ def signature(module: nn.Module) -> tuple[Any, ...]:
     return tuple(rows)
 
 
-def _once_more(tape: Tape, forward: Callable, who: Any, calls: dict[Any, list[Seen]]) -> Callable:
+def _once_more(tape: Tape, forward: Callable, who: Any, calls: dict[Any, Seen]) -> Callable:
     def run(*args: Any, **kwargs: Any) -> Any:
         earlier = calls.setdefault((who, _shapes((args, kwargs))), [])
         begin = len(tape.rows)
         if len(earlier) > 1:
-            output = tree_map(_alike, earlier[1].output)
-            tape.rows[begin:] = earlier[1].rows  # and not what making the output has written
+            rows, like = earlier[1]
+            output = tree_map(_alike, like)
+            tape.rows[begin:] = rows  # and not what making the output has written
             return output
         output = forward(*args, **kwargs)
-        earlier.append(Seen(tape.rows[begin:], output))
+        earlier.append((tape.rows[begin:], output))
         return output
 
     return run

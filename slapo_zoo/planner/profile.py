@@ -162,22 +162,18 @@ class Family:
                           sequence_parallel=sequence_parallel and tp > 1)  # fmt: skip
         scans = hasattr(self.config, "state_size")  # token by token, and its cost grows evenly
         tokens = min(seq_len, SCANNED_TOKENS) if scans else seq_len
-        runs = [
-            dry_run(outline, rows, (tokens, self.target_len), _Masks(on_cpu, parts), scores)
-            for rows in ROWS
-        ]
-        few, many = (
-            [(name, use.times(seq_len / tokens)) for name, use in run.calls] for run in runs
-        )
+        lengths, longer = (tokens, self.target_len), seq_len / tokens
+        runs = (dry_run(outline, rows, lengths, _Masks(on_cpu, parts), scores) for rows in ROWS)
+        few, many = ([(name, use.times(longer)) for name, use in run] for run in runs)
+        sizes, shared = parameter_bytes(outline.model, outline.units)
         blocks = set(block_paths(outline.schedule, outline.table))
         if parts and sequence_parallel:
             few, many = _in_parts(few, blocks, tp), _in_parts(many, blocks, tp)
-        units, weights = [], dict(runs[0].parameters)
+        units = []
         for (name, a), (_, b) in zip(few, many, strict=True):
-            own = weights.pop(name, (0, 0))  # a shared block has its weights once
+            own = sizes.pop(name, (0, 0))  # a shared block has its weights once
             units.append(Unit(name, a, b, *own, is_block=name in blocks))
-        itemsize = torch.empty((), dtype=dtype).element_size()
-        return Profile(self._whole(units), runs[0].shared, seq_len, itemsize, self.total_parameters)
+        return Profile(self._whole(units), shared, seq_len, dtype.itemsize, self.total_parameters)
 
     def _whole(self, units: list[Unit]) -> list[Unit]:
         """Repeat the profiled blocks up to the depth of the model."""
@@ -244,15 +240,6 @@ def _parts(config: Any) -> list[tuple[str, Any]]:
     return [(name, part) for name, part in found if part is not None]
 
 
-@dataclass(frozen=True)
-class DryRun:
-    """Units and uses of the calls of one dry run, and where the parameters are."""
-
-    calls: list[tuple[str, Use]]
-    parameters: dict[str, tuple[int, int]]
-    shared: list[tuple[int, frozenset[str]]]
-
-
 class _Masks(RandomStream):
     """Stands for the random stream: masks of the right size, of which nothing is drawn.
 
@@ -307,7 +294,7 @@ class _Masks(RandomStream):
 
 def dry_run(
     outline: Outline, rows: int, tokens: tuple[int, int], stream: "_Masks", scores: bool = True
-) -> DryRun:
+) -> list[tuple[str, Use]]:
     """One training step of a micro-batch on fake tensors, dropout included.
 
     Args:
@@ -336,7 +323,6 @@ def dry_run(
     if not any(name.startswith(("label", "start_pos")) for name in batch):
         problem = f"{outline.cls.__name__} has no loss that the planner knows"
         raise ArchitectureError("plan", "model", problem, "choose a head that takes labels")
-    parameters, shared = parameter_bytes(model, outline.units)
     _untie(model, mode)
     cores = [name for name, _ in model.named_modules() if name.rpartition(".")[2] == ATTRIBUTE]
     tape = Tape(model, outline.units, cores, last=outline.units[-1])
@@ -344,10 +330,7 @@ def dry_run(
     tape.run(model, mode, batch, lambda output: _loss(tape, output))
     received = _received(calls_of(tape.rows))
     uses = Footprint(tape.rows, outline.units[-1]).uses()
-    calls = [
-        (name, use._replace(received=n)) for (name, use), n in zip(uses, received, strict=True)
-    ]
-    return DryRun(calls, parameters, shared)
+    return [(name, use._replace(received=n)) for (name, use), n in zip(uses, received, strict=True)]
 
 
 def _loss(tape: Tape, output: Any) -> Tensor:
