@@ -107,7 +107,9 @@ TASKS = [("classify_bert.py", 2, 120, "code_or_comment", "AutoModelForSequenceCl
 @pytest.mark.parametrize(
     ("name", "nprocs", "steps", "folder", "auto"), TASKS, ids=[t[0] for t in TASKS]
 )
-def test_task(name, nprocs, steps, folder, auto, whole, tmp_path, ranks):
+def test_an_example_task_runs_alike_on_all_ranks_and_loads_in_transformers(
+    name, nprocs, steps, folder, auto, whole, tmp_path, ranks
+):
     found = ranks.run(run_task, nprocs, name, steps if whole else 8, tmp_path, timeout=300)
     assert all(other == found[0] for other in found), "ranks tell different results"
     assert not whole or learnt(name, found[0])
@@ -129,7 +131,7 @@ NOTEBOOKS = {
 
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted(ROOT.glob("*.ipynb"))])
-def test_notebook(name, tmp_path, monkeypatch):
+def test_a_notebook_runs_to_its_end(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "notebook"}
     for cell in json.loads((ROOT / f"{name}.ipynb").read_text())["cells"]:

@@ -75,7 +75,7 @@ def test_a_forgotten_sum_is_named_with_its_directive(write, said):
     assert not missing_sums(alone)
 
 
-def test_no_table_forgets_one():
+def test_no_table_of_the_zoo_forgets_a_sum():
     for family, cases in HEADS.items():
         config, cls = tiny_config(cases[0])
         found = missing_sums(Outline(config, cls, Mesh(tp=2), torch.float32).schedule)

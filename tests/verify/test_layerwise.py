@@ -68,7 +68,7 @@ def test_a_wrong_layer_is_named_as_it_is(layer, runs, verified):
     assert f"transformer.h.{layer}." in named
 
 
-def test_layers_of_two_kinds(verified):
+def test_layers_of_two_kinds_are_each_verified(verified):
     """GPT-Neo's seventh layer begins another pair than the others do."""
     kinds = [["global", "local"], 3]
     report = verify_layers(
@@ -84,7 +84,7 @@ def test_tokens_are_divided_in_every_stretch(verified):
     assert report.ok, str(report)
 
 
-def test_a_shared_block(verified):
+def test_a_shared_block_is_verified_once(verified):
     report = verify_layers(config_of("albert", num_hidden_layers=6))
     assert report.ok, str(report)
     assert len(verified) == 1

@@ -30,7 +30,7 @@ def load_onto(device, folder, mesh):
 
 
 @pytest.mark.parametrize("mesh", [Mesh(2, 2, rank=r) for r in range(4)], ids=lambda m: m.rank)
-def test_pieces_of_any_placement(tmp_path, monkeypatch, mesh):
+def test_pieces_of_any_placement_arrive_equal(tmp_path, monkeypatch, mesh):
     """The buffers work on the CPU too: `load_tensors` copies through them as it would for a GPU."""
     copies, cpu = [], torch.device("cpu")
     monkeypatch.setattr(
@@ -40,7 +40,7 @@ def test_pieces_of_any_placement(tmp_path, monkeypatch, mesh):
     assert copies
 
 
-def test_casts_on_the_way():
+def test_tensors_are_cast_on_the_way_to_the_device():
     source, target = torch.randn(5, 7)[:, 1:6], torch.empty(5, 5, dtype=torch.bfloat16)
     DeviceCopy(torch.device("cpu"), size=32).fill(target, 1, [source[:, :2], source[:, 2:]])
     assert torch.equal(target, source.bfloat16())

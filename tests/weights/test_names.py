@@ -118,7 +118,7 @@ def test_what_every_layer_of_old_files_holds_is_one_tensor_of_the_model():
     assert keys.to_model("esm.layer.0.key.weight") == "esm.layer.0.key.weight"
 
 
-def test_pieces_of_rows_that_dp_ranks_divide():
+def test_pieces_of_rows_sharded_over_dp_are_split_for_the_file():
     """Parts of axis 0 in a tensor of which a rank keeps rows 4..7."""
     keys = KeyMap((), (Pieces("conv.weight", ("q.weight", "k.weight", "v.weight")),))
     spec = TensorSpec("conv.weight", (9, 2), "float32")

@@ -50,7 +50,7 @@ def test_what_the_library_writes(tmp_path):
             assert torch.equal(file.view(name), tensor)
 
 
-def test_a_file_without_tensors(tmp_path):
+def test_a_file_without_tensors_is_read(tmp_path):
     save_file({}, tmp_path / "x.safetensors")
     with SafetensorsFile(tmp_path / "x.safetensors") as file:
         assert file.entries == {}

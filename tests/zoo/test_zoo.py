@@ -127,7 +127,7 @@ def save(folder, out):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("family", "case"), main_cases())
-def test_plain_transformers_reloads(family, case, root, ranks, tmp_path):
+def test_saved_files_load_in_plain_transformers(family, case, root, ranks, tmp_path):
     """`from_pretrained` finds every key, and the weights are the same bits."""
     folder, out = checkpoint(case, root), tmp_path / "saved"
     ranks.run(save, 4, folder, out)
