@@ -77,9 +77,10 @@ def after(change):
 
 @after
 def divided_again(model, parameters):
-    """Stages before the last divide by the number of micro-batches once more."""
-    for p in parameters.values():
-        if p.grad is not None and model.mesh.coord("pp") == 0:
+    """Stages before the last divide by the number of micro-batches once more; of a tie that is refused at once."""
+    tied = {name for names in model.plan.sums_of(parameters, TIED).values() for name in names}
+    for name, p in parameters.items():
+        if p.grad is not None and name not in tied and model.mesh.coord("pp") == 0:
             p.grad.div_(PARTS)
 
 
@@ -87,8 +88,8 @@ def without(kind, where=lambda mesh: True):
     """Some sums of gradients are left out: of what stages share, or neighbouring tp ranks."""
 
     def make(right):
-        def sums_of(self, *args):
-            found = right(self, *args)
+        def sums_of(self, *args, **options):
+            found = right(self, *args, **options)
             return {
                 one: names
                 for one, names in found.items()
@@ -104,7 +105,7 @@ def forgets(right):
     """Gradients of earlier micro-batches are lost before the last backward."""
 
     def last_backward(self, outputs):
-        for p in self.parameters:
+        for _, p in self.runtime.calls.named:
             p.grad = None
         right(self, outputs)
 
