@@ -105,7 +105,8 @@ class Assembly(Outline):
             shard_over_dp(model, blocks, self.shards)
         if self.pipeline is None:  # a part of a stage is refused by its cursor
             self.state.index()
-            call_parts_alone(model, blocks, blocks_too=self.shards is not None)
+            divided = self.shards is not None or self.schedule.state.sequence_parallel
+            call_parts_alone(model, blocks, blocks_too=divided)
         model._slapo.calls.prepare(model)
 
 

@@ -51,7 +51,7 @@ def called(model: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, A
 def call_parts_alone(model: Any, blocks: Iterable[str] = (), blocks_too: bool = False) -> None:
     """Let the modules around the blocks of a model, or those of a copy, be called alone.
 
-    `blocks_too`: a block alone is a call as well, since it reads what ranks keep rows of.
+    `blocks_too`: a block alone is a call as well: it reads what ranks keep rows of, or has whole tokens.
     """
     first = 0 if blocks_too else 1
     parts = {path.rsplit(".", i)[0] for path in blocks for i in range(first, path.count(".") + 1)}

@@ -15,6 +15,12 @@ from loops import CELL_LAYOUTS, FAMILIES, LOOPS
 ELSEWHERE = ("Trainer with compute_loss", "autocast bf16")
 # Layouts of one line share what plain transformers computed.
 TURNS = (("one", "tp2"), ("dp2", "tp2-dp2"), ("tp2-sp", "pp2"), ("dp2-shard", "dp2"), ("pp2", "one"), ("tp2", "tp2-sp"), ("tp2-dp2", "dp2-shard"))  # fmt: skip
+# Loop --> families whose plain model fails in it, or is NaN in float64: their eager attention over padding, blocks that
+# ask for more than hidden states, an encoder of narrower embeddings, a head that calls a part of the backbone.
+PLAIN_FAILS = {
+    "layer alone": "esm", "encoder": "albert esm", "a hook on the backbone": "opt",
+    "set_attn_implementation eager": "modernbert", "rows do not see each other": "modernbert",
+}  # fmt: skip
 # Row of what is wrong today --> loop --> its cells, family:layout.
 NOT_YET: dict[str, dict[str, str]] = {}
 
@@ -23,6 +29,8 @@ def cells():
     """(loop, family, layout, whether always): each loop always in one family, with all families in `slow`."""
     for i, (name, loop) in enumerate(LOOPS.items()):
         for j, family in enumerate(() if name in ELSEWHERE else loop.families):
+            if family in PLAIN_FAILS.get(name, "").split():
+                continue
             first = j == i % len(loop.families)
             for layout in TURNS[(i + 2 * j) % len(TURNS)][: 2 if first or (i + j) % 2 else 1]:
                 if layout not in loop.unlike:
@@ -94,7 +102,10 @@ def test_every_cell(family, layout, tmp_path, columns):
     names = [
         n
         for n, loop in LOOPS.items()
-        if family in loop.families and layout not in loop.unlike and n not in ELSEWHERE
+        if family in loop.families
+        and layout not in loop.unlike
+        and n not in ELSEWHERE
+        and family not in PLAIN_FAILS.get(n, "").split()
     ]
     outcomes = columns.run(names, family, layout, tmp_path)
     for name, found in outcomes.items():

@@ -160,6 +160,32 @@ def test_the_host_waits_once_per_step_and_not_in_its_layers(device_ranks, family
         assert not uncapturable  # in what a CUDA graph would hold
 
 
+def _waits_of_steps(family, layout, count):
+    """How often the host waited in each of some steps, with all that is compared by default."""
+    from other_device import DEVICE, DeviceOnly, install
+
+    install()
+    found = []
+    with warnings.catch_warnings(), DeviceOnly() as watch:
+        warnings.simplefilter("ignore")
+        model, batch = _model(family, layout, DEVICE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for _ in range(count):
+            watch.waits.clear()
+            optimizer.zero_grad()
+            model.train_step(batch)
+            optimizer.step()
+            found.append(sum(watch.waits.values()))
+    return found
+
+
+@pytest.mark.parametrize(("family", "layout"), [("bert", (1, 1, 2)), ("gpt2", (2, 1, 2))])
+def test_what_is_compared_in_the_first_steps_costs_no_waits_later(device_ranks, family, layout):
+    world = layout[0] * layout[1] * layout[2]
+    for found in device_ranks.run(_waits_of_steps, world, family, layout, 20):
+        assert max(found[17:]) <= 1, found
+
+
 # per step, the dp ranks whose loss reads the contact head of ESM, which its own loss leaves out
 READ_BY = [(), (), (1,), (0, 1), (0,), (), (0, 1), (0, 1), (1,), ()]
 

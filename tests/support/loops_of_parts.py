@@ -9,6 +9,7 @@ from torch.nn import functional
 from loop_families import MASKED, ONE_STACK, PAIRS, TEXT
 from loops import Trainee, loop
 
+MODES = "sequence_parallel=True: it goes through one forward that divides its tokens"
 PART = {"pp": "pp=1", "dp_shard": "dp_shard="}  # what a part alone is told
 PARTS = (*ONE_STACK, *PAIRS, "clip")
 STEPS = 2
@@ -47,14 +48,14 @@ def before_a_step(t: Trainee) -> None:
         _own(t, step)
 
 
-@loop("backbone after a forward", families=ONE_STACK, **PART)
+@loop("backbone after a forward", families=ONE_STACK, tp2_sp=MODES, **PART)
 def after_a_forward(t: Trainee) -> None:
     """Both forwards of one loss: the model's own and one on the hidden states."""
     for step in range(STEPS):
         t.by_hand(step, lambda part: t.model(**part).loss + t.read(t.hidden(part), part))
 
 
-@loop("backbone before a forward", families=ONE_STACK, **PART)
+@loop("backbone before a forward", families=ONE_STACK, tp2_sp=MODES, **PART)
 def before_a_forward(t: Trainee) -> None:
     for step in range(STEPS):
         t.by_hand(step, lambda part: t.read(t.hidden(part), part) + t.model(**part).loss)
