@@ -97,8 +97,8 @@ class Step:
         draws = state.random.at(self.number, first, len(rows))
         labels = targets_of(runtime.head_name(model), part)
         means = nullcontext() if self.means is None else self.means.over(model, labels)
-        within = calling(model, inputs, state.forward.tokens_divided)
-        with explained(model, inputs), draws, means, knowing(numbers), within:
+        divided = state.forward.tokens_divided
+        with explained(model, inputs), draws, means, knowing(numbers), calling(model, inputs, divided):  # fmt: skip
             output = runtime.data_parallel.run(model, inputs)
             runtime.calls.watch(output)
         if self.kept is not None:
