@@ -27,11 +27,11 @@ from slapo_zoo.cli.data.batches import Batches
 from slapo_zoo.cli.data.language import Causal
 from slapo_zoo.cli.data.rows import Packed
 from slapo_zoo.cli.data.text_files import DataError
-from slapo_zoo.cli.errors import readable_errors, stdout_for_json
+from slapo_zoo.cli.readable_errors import readable_errors, stdout_for_json
 from slapo_zoo.cli.training.display import ledger_table, progress_bar, silence
 from slapo_zoo.cli.training.inputs import Inputs, require_rows
-from slapo_zoo.cli.training.options import TrainOptions
 from slapo_zoo.cli.training.run import fit, gather_ledgers, load
+from slapo_zoo.cli.training.train_options import TrainOptions
 from slapo_zoo.ranks.launch import run_local
 
 TEXT_BYTES = 2_500_000

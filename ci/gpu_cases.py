@@ -42,7 +42,7 @@ def fake_kernels() -> list[str]:
 def names(fake: bool) -> list[str]:
     """All cases, in order."""
     from slapo_zoo.dispatch.benchmark import SHAPES
-    from slapo_zoo.dispatch.registry import load_kernels
+    from slapo_zoo.dispatch.kernel_registry import load_kernels
 
     kernels = fake_kernels() if fake else [*FIRST, *(n for n in SHAPES if n not in FIRST)]
     dtypes = ("float32",) if fake else ("bfloat16", "float16", "float32")
@@ -126,7 +126,7 @@ def compile_(chip: str, out: Path, fake: bool) -> dict[str, Any]:
 
 def correct(what: str, out: Path, fake: bool) -> dict[str, Any]:
     """A kernel's output and gradients against its reference in fp64, twice with the same bits."""
-    from slapo_zoo.dispatch.registry import force, load_kernels
+    from slapo_zoo.dispatch.kernel_registry import force, load_kernels
 
     name, dtype = what.split(":")
     kernel: Any = load_kernels()[name]
@@ -196,7 +196,7 @@ def parity(family: str, out: Path, fake: bool) -> dict[str, Any]:
 def kernels(what: str, out: Path, fake: bool) -> dict[str, Any]:
     """One row of the table, kept in the folder of this day."""
     from slapo_zoo.dispatch import benchmark
-    from slapo_zoo.dispatch.registry import load_kernels
+    from slapo_zoo.dispatch.kernel_registry import load_kernels
 
     load_kernels()
     name, shape, dtype = what.split(":")

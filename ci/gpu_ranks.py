@@ -95,7 +95,7 @@ def load(what: str, out: Path, fake: bool) -> dict[str, Any]:
     from transformers import GPT2Config
 
     from slapo_zoo import AutoScheduledModel
-    from slapo_zoo.checkpoints.checkpoint import async_save_checkpoint
+    from slapo_zoo.checkpoints.training_checkpoint import async_save_checkpoint
 
     sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 101} if fake else {"n_embd": 1600, "n_head": 25, "n_layer": 24}  # fmt: skip
     config = GPT2Config(**sizes, n_positions=1024, architectures=["GPT2LMHeadModel"])

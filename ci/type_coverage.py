@@ -15,10 +15,10 @@ import torch
 import typer
 
 from slapo_zoo.cli.arguments import AsJson
-from slapo_zoo.cli.errors import readable_errors, stdout_for_json
+from slapo_zoo.cli.readable_errors import readable_errors, stdout_for_json
 from slapo_zoo.hf import models as hf
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.verify.derived import Search
+from slapo_zoo.verify.derive import Search
 from slapo_zoo.verify.probe import probe
 from slapo_zoo.verify.specimen import Specimen, specimen
 from slapo_zoo.zoo.derivation.tiny import Sizes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slapo_zoo.dispatch.registry import in_triton, operator, runs_triton
+from slapo_zoo.dispatch.kernel_registry import in_triton, operator, runs_triton
 from slapo_zoo.kernels.dropout import dropout
 from slapo_zoo.kernels.dropout_mask import mask_like
 

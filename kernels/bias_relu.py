@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_zoo.dispatch.registry import kernel
+from slapo_zoo.dispatch.kernel_registry import kernel
 from slapo_zoo.kernels.activation import activation
 
 SHAPES = [(1, 64), (63, 100), (9, 1025), (0, 32)]

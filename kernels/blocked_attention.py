@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slapo_zoo.dispatch.registry import TRITON_DTYPES, in_triton, operator
+from slapo_zoo.dispatch.kernel_registry import TRITON_DTYPES, in_triton, operator
 from slapo_zoo.kernels.dropout import dropout
 from slapo_zoo.rng.device_seeds import is_kept
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_zoo.dispatch.registry import in_triton, operator
+from slapo_zoo.dispatch.kernel_registry import in_triton, operator
 
 CACHED = 1 << 21  # bytes of logits in fp32 that a CPU goes over several times
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_zoo.dispatch.registry import kernel
+from slapo_zoo.dispatch.kernel_registry import kernel
 from slapo_zoo.kernels.activation import activation
 from slapo_zoo.kernels.bias_gelu import reference as gelu_reference
 from slapo_zoo.kernels.dropout_mask import dropout_of, mask_like

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slapo_zoo.dispatch import cpu_matmul as products
-from slapo_zoo.dispatch.registry import HOOKS, operator, register_kernel
+from slapo_zoo.dispatch.kernel_registry import HOOKS, operator, register_kernel
 
 SHAPES = [(7, 24, 10), (5, 33, 16), (64, 16, 1), (0, 8, 4)]
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from slapo_zoo.dispatch import cpu_matmul as products
-from slapo_zoo.dispatch.registry import in_triton, kernel, operator, runs_triton
+from slapo_zoo.dispatch.kernel_registry import in_triton, kernel, operator, runs_triton
 from slapo_zoo.kernels import cross_entropy
 from slapo_zoo.kernels.logits_on_demand import Head, LogitsOnDemand, may_defer
 from slapo_zoo.parallel.local_tensors import require_indices

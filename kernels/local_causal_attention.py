@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_zoo.dispatch.registry import kernel
+from slapo_zoo.dispatch.kernel_registry import kernel
 from slapo_zoo.kernels.blocked_attention import attention, cannot
 from slapo_zoo.kernels.dropout_mask import dropout_of, hides_only_padding, keys_of, mask_like
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_zoo.dispatch.registry import in_triton, operator
+from slapo_zoo.dispatch.kernel_registry import in_triton, operator
 from slapo_zoo.kernels.dropout_mask import mask_like
 
 MOST_COLUMNS = 8192  # a row is held in registers: of longer ones they spill

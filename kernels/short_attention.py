@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from slapo_zoo.dispatch import cpu_matmul as products
-from slapo_zoo.dispatch.registry import kernel, operator
+from slapo_zoo.dispatch.kernel_registry import kernel, operator
 
 SHAPES = [(1, 3, 7, 8, False), (2, 3, 150, 16, True), (3, 5, 33, 10, True), (0, 2, 5, 8, False)]
 LONGEST = 512  # beyond it, torch takes larger blocks and was measured to be faster

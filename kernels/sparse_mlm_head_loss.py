@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slapo_zoo.dispatch.registry import kernel, served_class
+from slapo_zoo.dispatch.kernel_registry import kernel, served_class
 from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy, loss_of_head
 from slapo_zoo.kernels.logits_on_demand import Head, LogitsOnDemand, may_defer
 from slapo_zoo.kernels.vocab_parallel_linear_cross_entropy import loss_of_sharded_head

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slapo_zoo.dispatch import cpu_matmul as products
-from slapo_zoo.dispatch.registry import kernel, operator
+from slapo_zoo.dispatch.kernel_registry import kernel, operator
 from slapo_zoo.kernels.activation import activation
 from slapo_zoo.kernels.linear import is_plain
 

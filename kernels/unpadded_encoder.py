@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_zoo.dispatch.registry import register_kernel
+from slapo_zoo.dispatch.kernel_registry import register_kernel
 from slapo_zoo.parallel.known import known, places
 
 SHAPES = [(1, 5, 16), (3, 7, 24), (2, 33, 16)]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_zoo.dispatch.registry import kernel
+from slapo_zoo.dispatch.kernel_registry import kernel
 from slapo_zoo.kernels import cross_entropy
 from slapo_zoo.parallel import collectives
 from slapo_zoo.parallel.local_tensors import require_indices

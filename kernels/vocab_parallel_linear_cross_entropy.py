@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.dispatch import cpu_matmul as products
-from slapo_zoo.dispatch.registry import kernel, operator
+from slapo_zoo.dispatch.kernel_registry import kernel, operator
 from slapo_zoo.kernels import cross_entropy
 from slapo_zoo.kernels.linear_cross_entropy import plus_product
 from slapo_zoo.kernels.vocab_parallel_cross_entropy import join, local_targets

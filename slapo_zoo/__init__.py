@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 from slapo_zoo.parallel.version import VERSION
 
 if TYPE_CHECKING:
-    from slapo_zoo.checkpoints.checkpoint import async_save_checkpoint as async_save_checkpoint
-    from slapo_zoo.checkpoints.checkpoint import save_checkpoint as save_checkpoint
     from slapo_zoo.checkpoints.resume import load_checkpoint as load_checkpoint
+    from slapo_zoo.checkpoints.training_checkpoint import (
+        async_save_checkpoint as async_save_checkpoint,
+    )
+    from slapo_zoo.checkpoints.training_checkpoint import save_checkpoint as save_checkpoint
     from slapo_zoo.dp.sampler import MeshSampler as MeshSampler
     from slapo_zoo.dp.sampler import broadcast_batch as broadcast_batch
     from slapo_zoo.errors import ArchitectureError as ArchitectureError
@@ -35,8 +37,10 @@ if TYPE_CHECKING:
     from slapo_zoo.language.graph.trace import trace as trace
     from slapo_zoo.language.graph.trace import trace_module as trace_module
     from slapo_zoo.language.primitives.checkpoint import checkpoint as checkpoint
-    from slapo_zoo.language.primitives.registry import list_primitives as list_primitives
-    from slapo_zoo.language.primitives.registry import register_primitive as register_primitive
+    from slapo_zoo.language.primitives.primitive_registry import list_primitives as list_primitives
+    from slapo_zoo.language.primitives.primitive_registry import (
+        register_primitive as register_primitive,
+    )
     from slapo_zoo.language.primitives.shard import shard_rule as shard_rule
     from slapo_zoo.language.primitives.sync_ops import sync_op as sync_op
     from slapo_zoo.language.schedule import Schedule as Schedule
@@ -62,7 +66,7 @@ if TYPE_CHECKING:
     from slapo_zoo.planner.hardware import data_sheet as data_sheet
     from slapo_zoo.planner.hardware import find_hardware as find_hardware
     from slapo_zoo.planner.layout import Layout as Layout
-    from slapo_zoo.planner.search import Planner as Planner
+    from slapo_zoo.planner.layout_search import Planner as Planner
     from slapo_zoo.ranks.emulation import emulate as emulate
     from slapo_zoo.ranks.launch import run_local as run_local
     from slapo_zoo.ranks.process_group import init_distributed as init_distributed
@@ -100,8 +104,8 @@ _HOME = {
     "trace_module": "language.graph.trace",
     "is_module_list": "load.compat",
     "checkpoint": "language.primitives.checkpoint",
-    "list_primitives": "language.primitives.registry",
-    "register_primitive": "language.primitives.registry",
+    "list_primitives": "language.primitives.primitive_registry",
+    "register_primitive": "language.primitives.primitive_registry",
     "shard_rule": "language.primitives.shard",
     "sync_op": "language.primitives.sync_ops",
     "Schedule": "language.schedule",
@@ -112,9 +116,9 @@ _HOME = {
     "build": "load.build",
     "consolidate_model": "load.build",
     "create_schedule": "load.build",
-    "async_save_checkpoint": "checkpoints.checkpoint",
+    "async_save_checkpoint": "checkpoints.training_checkpoint",
     "load_checkpoint": "checkpoints.resume",
-    "save_checkpoint": "checkpoints.checkpoint",
+    "save_checkpoint": "checkpoints.training_checkpoint",
     "get_dialect_cls": "integrations.dialects",
     "init_target_engine": "integrations.dialects",
     "register_dialect": "integrations.dialects",
@@ -144,7 +148,7 @@ _HOME = {
     "data_sheet": "planner.hardware",
     "find_hardware": "planner.hardware",
     "Layout": "planner.layout",
-    "Planner": "planner.search",
+    "Planner": "planner.layout_search",
     "Space": "tune.space",
     "Symbol": "tune.symbol",
     "Limits": "tune.tuner",

@@ -60,7 +60,7 @@ def planner_for(setting: Setting) -> Any:
     from transformers import T5Config
 
     from slapo_zoo.planner.hardware import GIB, data_sheet
-    from slapo_zoo.planner.search import Planner
+    from slapo_zoo.planner.layout_search import Planner
 
     v100 = data_sheet("V100-32GB", 125e12, 0.9e12, 150e9, 12.5e9 / 8, 32 * GIB, 16e9, 80, 15.7e12)
     size = setting.size

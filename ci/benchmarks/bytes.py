@@ -164,7 +164,7 @@ def on_meta(model: Any) -> Any:
 
 def moved(model: Any, batch: dict[str, Tensor], ours: bool) -> Bytes:
     """What one step of a model moves, without the optimizer."""
-    from slapo_zoo.dispatch.registry import force
+    from slapo_zoo.dispatch.kernel_registry import force
 
     run = model.train_step if ours else lambda batch: model(**batch).loss.backward()
     for _ in range(2):  # the first step of a model asks for what later ones have

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from slapo_zoo.parallel.placement import TensorSpec
-from slapo_zoo.weights.layout import plan_layout
+from slapo_zoo.weights.file_layout import plan_layout
 
 BLOCK = 4 << 20  # bytes of random values, repeated: drawing them all would take minutes
 

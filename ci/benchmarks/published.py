@@ -41,7 +41,7 @@ def make_planner(size: dict[str, Any]) -> Any:
     from transformers import GPT2Config
 
     from slapo_zoo.planner.hardware import GIB, data_sheet
-    from slapo_zoo.planner.search import Planner
+    from slapo_zoo.planner.layout_search import Planner
 
     config: Any = GPT2Config(
         **size, n_positions=SEQ_LEN, vocab_size=50264, activation_function="gelu",

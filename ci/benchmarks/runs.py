@@ -156,7 +156,7 @@ def config_of(size: Size) -> Any:
 def planner_of(size: Size, node_network: float) -> Any:
     """The planner of a model on A100-80GB."""
     from slapo_zoo.planner.hardware import HARDWARE, NETWORK
-    from slapo_zoo.planner.search import Planner
+    from slapo_zoo.planner.layout_search import Planner
 
     device = replace(HARDWARE["a100"], network=NETWORK * node_network / 8)
     return Planner(config_of(size), device, size.seq_len, "fp16", "megatron")

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.tune import DATA, SYMBOLS
 from slapo_zoo.tune.grid import Grid
 from slapo_zoo.tune.outcome import OK, Outcome
-from slapo_zoo.tune.search import find_strategy
+from slapo_zoo.tune.strategies import find_strategy
 from slapo_zoo.tune.tuner import Limits, Tuner
 
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "tuner.png"

@@ -14,7 +14,7 @@ from typing import Any
 
 from slapo_zoo.tune.grid import Grid
 from slapo_zoo.tune.outcome import OK, Outcome
-from slapo_zoo.tune.search import find_strategy
+from slapo_zoo.tune.strategies import find_strategy
 from slapo_zoo.tune.tuner import Limits, Tuner
 
 DATA = Path(__file__).with_name("tune_cpu.json")

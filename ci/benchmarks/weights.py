@@ -225,6 +225,6 @@ def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
 
 
 def _bytes(spec: Any) -> int:
-    from slapo_zoo.weights.layout import tensor_bytes
+    from slapo_zoo.weights.file_layout import tensor_bytes
 
     return tensor_bytes(spec)

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from slapo_zoo.checkpoints import adapters
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.gradients.structure import own_name, require_known_weights
+from slapo_zoo.gradients.module_changes import own_name, require_known_weights
 from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.parallel.rank_plan import TensorPlan
 from slapo_zoo.ranks.agreement import together
-from slapo_zoo.zoo.arguments import to_dtype
+from slapo_zoo.zoo.argument_values import to_dtype
 
 
 def refresh_specs(model: Any, step: str) -> None:

@@ -4,7 +4,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from slapo_zoo.checkpoints.checkpoint import (
+from slapo_zoo.checkpoints.current_specs import refresh_specs
+from slapo_zoo.checkpoints.training_checkpoint import (
     LOAD,
     Resumed,
     device_of,
@@ -12,7 +13,6 @@ from slapo_zoo.checkpoints.checkpoint import (
     refuse_adapters,
     weights_of,
 )
-from slapo_zoo.checkpoints.current_specs import refresh_specs
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.ranks import background

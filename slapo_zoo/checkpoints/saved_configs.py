@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slapo_zoo.weights.carry import carry_tokenizer
-from slapo_zoo.zoo.arguments import to_dtype
+from slapo_zoo.zoo.argument_values import to_dtype
 
 
 def extras_of(model: Any, target: Any, published: bool, dtype: Any) -> Callable[[Path], None]:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 def gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
     """gelu_new is eight operations in transformers 5.23, the exact one a single one."""
-    from slapo_zoo.dispatch.registry import KERNELS
+    from slapo_zoo.dispatch.kernel_registry import KERNELS
 
     if approximate == "none":
         return functional.gelu(x + bias)

@@ -17,7 +17,7 @@ from slapo_zoo.gradients.calls import Calls
 from slapo_zoo.gradients.gradient_reducer import GradientReducer, is_taken
 from slapo_zoo.language import gradients
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.pipeline.runtime import pipeline_step
+from slapo_zoo.pipeline.pipeline_runtime import pipeline_step
 
 
 @dataclass

@@ -16,9 +16,9 @@ from slapo_zoo.gradients import of_models, optimizers, step_guard
 from slapo_zoo.gradients.batch_check import check_peers
 from slapo_zoo.gradients.gradient_reducer import GradientReducer
 from slapo_zoo.gradients.input_gradients import nodes_of, trained_inputs
+from slapo_zoo.gradients.module_changes import require_known_weights
 from slapo_zoo.gradients.parameter_hooks import take_over
 from slapo_zoo.gradients.step_guard import StepGuard
-from slapo_zoo.gradients.structure import require_known_weights
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS

@@ -15,15 +15,15 @@ from accelerate.data_loader import prepare_data_loader
 from torch import Tensor
 from transformers import Trainer
 
-from slapo_zoo.checkpoints.checkpoint import save_checkpoint
 from slapo_zoo.checkpoints.resume import load_checkpoint
+from slapo_zoo.checkpoints.training_checkpoint import save_checkpoint
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.gradients.scaler import GradScaler
 from slapo_zoo.integrations.trainer_options import refuse_options
 from slapo_zoo.integrations.trl_head import take_back_forward
 from slapo_zoo.losses.loss_means import count_targets
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.step.precision import FIRST_SCALE
+from slapo_zoo.step.mixed_precision import FIRST_SCALE
 
 
 class ScheduledTrainer(Trainer):

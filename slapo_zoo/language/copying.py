@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from slapo_zoo.dispatch.registry import HOOKS
+from slapo_zoo.dispatch.kernel_registry import HOOKS
 
 OURS = "slapo_zoo"
 

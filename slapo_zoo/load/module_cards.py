@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from slapo_zoo.cards.publish import card_of_module, publish
-from slapo_zoo.cards.use import module_steps
+from slapo_zoo.cards.resolve_card import module_steps
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.load.build import create_schedule
 from slapo_zoo.parallel.mesh import Mesh

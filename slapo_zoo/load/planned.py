@@ -10,13 +10,13 @@ import torch
 
 from slapo_zoo.cards.card import Card
 from slapo_zoo.cards.plans import Plan, measured_knobs, plans_of
-from slapo_zoo.cards.use import load_card
+from slapo_zoo.cards.resolve_card import load_card
 from slapo_zoo.hf import models as hf
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.ranks.agreement import together
 from slapo_zoo.ranks.process_group import rank_guard
 from slapo_zoo.rng.seeds import get_logger
-from slapo_zoo.zoo.arguments import changed_config, local_folder, make_mesh, pick_device
+from slapo_zoo.zoo.argument_values import changed_config, local_folder, make_mesh, pick_device
 from slapo_zoo.zoo.hf_arguments import HubArguments, renamed
 from slapo_zoo.zoo.options import unknown_knob
 from slapo_zoo.zoo.schedule_source import kind_of

@@ -2,10 +2,15 @@
 
 from typing import Any, NamedTuple
 
-from slapo_zoo.cards.use import check_structure, plain_steps, program_for_all, python_schedule
+from slapo_zoo.cards.resolve_card import (
+    check_structure,
+    plain_steps,
+    program_for_all,
+    python_schedule,
+)
 from slapo_zoo.hf import models as hf
 from slapo_zoo.language.schedule import Schedule
-from slapo_zoo.load.derived import proven_table
+from slapo_zoo.load.proven_table import proven_table
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.pipeline.orders import StageMap
 from slapo_zoo.verify.card_check import require_correct

@@ -16,10 +16,10 @@ from slapo_zoo.parallel.compat import new_group, ranks_are_threads
 from slapo_zoo.parallel.digests import digest
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import RankPlan
-from slapo_zoo.pipeline.runtime import Pipeline
+from slapo_zoo.pipeline.pipeline_runtime import Pipeline
 from slapo_zoo.pipeline.stages import keep_stages
+from slapo_zoo.step.mixed_precision import MixedPrecision, computing_forward
 from slapo_zoo.step.parts import call_parts_alone
-from slapo_zoo.step.precision import MixedPrecision, computing_forward
 from slapo_zoo.weights.fill import fill_from_config, fill_from_folder
 from slapo_zoo.weights.folder import CheckpointFolder
 from slapo_zoo.weights.ledger import Ledger

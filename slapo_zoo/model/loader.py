@@ -18,7 +18,7 @@ from slapo_zoo.ranks.process_group import rank_guard
 from slapo_zoo.weights.folder import CheckpointFolder, open_checkpoint
 from slapo_zoo.weights.load import LoadOptions
 from slapo_zoo.weights.snapshot import read_by_all
-from slapo_zoo.zoo.arguments import (
+from slapo_zoo.zoo.argument_values import (
     changed_config,
     checkpoint_dtype,
     local_folder,
@@ -28,7 +28,7 @@ from slapo_zoo.zoo.arguments import (
 )
 from slapo_zoo.zoo.hf_arguments import HubArguments
 from slapo_zoo.zoo.options import LoaderOptions, check_knobs
-from slapo_zoo.zoo.precision import check_precision
+from slapo_zoo.zoo.precisions import check_precision
 
 Prepare = Callable[[LoaderOptions, Any, Mesh, torch.dtype], LoaderOptions]
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from slapo_zoo.planner.search import Forecasted, Planner
+from slapo_zoo.planner.layout_search import Forecasted, Planner
 
 FASTER = 2.0  # links and network, to see whether they bind
 

@@ -9,9 +9,9 @@ from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.planner.hardware import HARDWARE, Hardware
 from slapo_zoo.planner.layout import Layout
+from slapo_zoo.planner.layout_search import Planner
 from slapo_zoo.planner.mixtures import choose
-from slapo_zoo.planner.runtime import precision_of
-from slapo_zoo.planner.search import Planner
+from slapo_zoo.planner.runtime_kind import precision_of
 from slapo_zoo.weights.ledger import human
 from slapo_zoo.zoo.options import BuildOptions
 

@@ -13,7 +13,7 @@ import torch
 from slapo_zoo.language.primitives.checkpoint import POLICIES
 from slapo_zoo.language.tape import ENTER, FREE, GRADIENT, LEAVE, LOSS, SUMMED, Ref, Row
 from slapo_zoo.planner.meter import Meter
-from slapo_zoo.planner.use import Use, Work
+from slapo_zoo.planner.peak_use import Use, Work
 
 MATMULS = POLICIES["save_matmuls"]
 ADD = torch.ops.aten.add.Tensor

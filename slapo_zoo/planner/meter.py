@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from slapo_zoo.language.products import Product
 from slapo_zoo.language.tape import Row, is_view
-from slapo_zoo.planner.use import Work
+from slapo_zoo.planner.peak_use import Work
 
 REDUCTIONS = (
     "softmax", "norm", "sum", "mean", "amax", "max", "min", "embedding", "nll_loss", "gather", "index", "cat",

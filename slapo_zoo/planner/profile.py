@@ -23,11 +23,11 @@ from slapo_zoo.language.tape import Tape
 from slapo_zoo.losses.heads import head_of
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.pipeline.dataflow import Call, calls_of
-from slapo_zoo.pipeline.runtime import fake_schedule
+from slapo_zoo.pipeline.pipeline_runtime import fake_schedule
 from slapo_zoo.pipeline.stages import StagePlan, leaf_units
 from slapo_zoo.pipeline.unit_costs import SCANNED_TOKENS
 from slapo_zoo.planner.footprint import Footprint, parameter_bytes
-from slapo_zoo.planner.use import Use
+from slapo_zoo.planner.peak_use import Use
 from slapo_zoo.rng.random_stream import RandomStream
 from slapo_zoo.zoo.apply import block_paths
 from slapo_zoo.zoo.outline import Outline

@@ -7,11 +7,11 @@ from slapo_zoo.parallel.gradient_buckets import BUCKET_BYTES
 from slapo_zoo.pipeline.timeline import BACKWARD, FORWARD, makespan, simulate
 from slapo_zoo.planner.hardware import Hardware
 from slapo_zoo.planner.layout import Layout, places_of
-from slapo_zoo.planner.memory import Recompute
+from slapo_zoo.planner.peak_use import Use, Work
 from slapo_zoo.planner.profile import Profile
 from slapo_zoo.planner.rates import collective_seconds, group_rate, product_seconds
-from slapo_zoo.planner.runtime import Precision, Runtime
-from slapo_zoo.planner.use import Use, Work
+from slapo_zoo.planner.runtime_kind import Precision, Runtime
+from slapo_zoo.planner.stage_memory import Recompute
 
 STATE_PASSES = 2  # AdamW reads and writes what it keeps, and a copy in float32
 CLOSED = ("1f1b", "gpipe", "interleaved_1f1b")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.pipeline.runtime import pipeline_forward
+from slapo_zoo.pipeline.pipeline_runtime import pipeline_forward
 from slapo_zoo.ranks.process_group import rank_guard
 from slapo_zoo.step.generation import refuse_cache, refuse_whole_heads, with_source
 from slapo_zoo.step.input_errors import explained

@@ -10,7 +10,7 @@ from torch import Tensor
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.gradients.weight_terms import count_once, newest
 from slapo_zoo.losses.vocab_parallel import VocabLogits
-from slapo_zoo.pipeline.runtime import FOR_LOSS
+from slapo_zoo.pipeline.pipeline_runtime import FOR_LOSS
 
 OPTIONS = {"output_hidden_states", "output_attentions", "shift_labels", "num_items_in_batch"}
 

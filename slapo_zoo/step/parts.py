@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from slapo_zoo.language.directive import ForwardContext
-from slapo_zoo.step.precision import computing_forward
+from slapo_zoo.step.mixed_precision import computing_forward
 from slapo_zoo.step.runtime import count_rows
 from slapo_zoo.step.together import require_together
 

@@ -12,7 +12,7 @@ from slapo_zoo.dp.data_parallel import DataParallel
 from slapo_zoo.errors import MeshError
 from slapo_zoo.gradients.calls import Calls
 from slapo_zoo.gradients.input_gradients import nodes_of
-from slapo_zoo.gradients.structure import require_known_order
+from slapo_zoo.gradients.module_changes import require_known_order
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.language.planned_rows import plan_of
 from slapo_zoo.language.schedule import Schedule
@@ -20,9 +20,9 @@ from slapo_zoo.losses.heads import SHIFTED
 from slapo_zoo.parallel.known import known
 from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.parallel.rank_plan import RankPlan, Sum, TensorPlan
-from slapo_zoo.pipeline.runtime import MAIN_INPUTS, Pipeline, split_batch
+from slapo_zoo.pipeline.pipeline_runtime import MAIN_INPUTS, Pipeline, split_batch
+from slapo_zoo.step.mixed_precision import MixedPrecision
 from slapo_zoo.step.outputs import shows_layers
-from slapo_zoo.step.precision import MixedPrecision
 from slapo_zoo.weights.keys import KeyMap
 from slapo_zoo.weights.ledger import Ledger
 from slapo_zoo.zoo.table import Table

@@ -14,7 +14,7 @@ from slapo_zoo.gradients.gradient_reducer import is_taken
 from slapo_zoo.losses.loss_means import LABELS
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import TIED
-from slapo_zoo.pipeline.runtime import FOR_LOSS, Pipeline
+from slapo_zoo.pipeline.pipeline_runtime import FOR_LOSS, Pipeline
 from slapo_zoo.step.runtime import Runtime
 
 SAMPLED, SAME = 1024, 1e-9  # elements of a copy that are compared; rounding of their sum

@@ -19,7 +19,7 @@ from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.losses.loss_means import GlobalMeans, count_targets, targets_of
 from slapo_zoo.losses.vocab_parallel import VocabLogits
 from slapo_zoo.parallel.known import knowing
-from slapo_zoo.pipeline.runtime import ROWS, Pipeline, share_output, split_batch
+from slapo_zoo.pipeline.pipeline_runtime import ROWS, Pipeline, share_output, split_batch
 from slapo_zoo.step import own_loss, step_checks
 from slapo_zoo.step.input_errors import explained
 from slapo_zoo.step.outputs import as_dict, refuse_outputs

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from slapo_zoo.dispatch.registry import KNOWN, as_written, is_changed, package_of
+from slapo_zoo.dispatch.kernel_registry import KNOWN, as_written, is_changed, package_of
 from slapo_zoo.hf.attention import ATTRIBUTE
 from slapo_zoo.hf.attention_backends import NAME
 from slapo_zoo.losses.heads import head_of

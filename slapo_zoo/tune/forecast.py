@@ -4,7 +4,7 @@ import itertools
 from dataclasses import dataclass
 
 from slapo_zoo.planner.layout import Layout, places_of
-from slapo_zoo.planner.search import Forecasted, Planner
+from slapo_zoo.planner.layout_search import Forecasted, Planner
 
 
 @dataclass(frozen=True)

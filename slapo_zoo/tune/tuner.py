@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from slapo_zoo.tune.database import Database, Scope
 from slapo_zoo.tune.grid import Grid
 from slapo_zoo.tune.outcome import CRASH, OK, OUT_OF_MEMORY, SLOW, Outcome
-from slapo_zoo.tune.search import Strategy, best_of
 from slapo_zoo.tune.space import Point
+from slapo_zoo.tune.strategies import Strategy, best_of
 
 Measure = Callable[[Point, int], Outcome]
 OnTrial = Callable[["Trial", "Result"], None]

@@ -14,7 +14,7 @@ from slapo_zoo.cards.program import Program
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.verify.core import verify
-from slapo_zoo.verify.derived import derive
+from slapo_zoo.verify.derive import derive
 from slapo_zoo.verify.layerwise import require_memory, verify_layers
 from slapo_zoo.verify.report import UNMEASURED, Report
 

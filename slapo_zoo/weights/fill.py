@@ -22,7 +22,7 @@ from slapo_zoo.weights.initialize import fill_buffers, initialize_weights
 from slapo_zoo.weights.keys import KeyMap
 from slapo_zoo.weights.ledger import AnonymousPeak, Ledger, human
 from slapo_zoo.weights.load import LoadOptions, Target, load_tensors
-from slapo_zoo.weights.memory import fresh_like
+from slapo_zoo.weights.load_memory import fresh_like
 from slapo_zoo.weights.names import NameMap, match_names
 
 # What stands beside a quantized weight in the files of bitsandbytes, GPTQ, AWQ and fp8.

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.parallel.digests import digest
+from slapo_zoo.weights.file_layout import index_name
 from slapo_zoo.weights.header import SAVE_ID
 from slapo_zoo.weights.index import check_inside, read_index
-from slapo_zoo.weights.layout import index_name
 from slapo_zoo.weights.pickle_file import PickleFile
 from slapo_zoo.weights.safetensors_file import SafetensorsFile
 

@@ -17,7 +17,7 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import Placement
 from slapo_zoo.weights.device_copy import DeviceCopy
 from slapo_zoo.weights.folder import CheckpointFolder
-from slapo_zoo.weights.memory import can_stay_mapped
+from slapo_zoo.weights.load_memory import can_stay_mapped
 from slapo_zoo.weights.progress import byte_progress
 
 MOST_SHOWN = 20

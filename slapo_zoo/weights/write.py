@@ -17,7 +17,7 @@ from slapo_zoo.parallel.local_tensors import Rows
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.weights import crc
-from slapo_zoo.weights.layout import Slot
+from slapo_zoo.weights.file_layout import Slot
 
 LEAST_FLUSHED = 2**20  # bytes
 

@@ -12,7 +12,7 @@ import torch
 
 from slapo_zoo.dispatch.benchmark import quick_table
 from slapo_zoo.dispatch.fast_enough import PRIOR, decide
-from slapo_zoo.dispatch.registry import Kernel, load_kernels
+from slapo_zoo.dispatch.kernel_registry import Kernel, load_kernels
 from slapo_zoo.dispatch.tables import keep
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.primitives import Replace

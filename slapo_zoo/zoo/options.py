@@ -14,7 +14,7 @@ import torch
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf.attention_backends import BACKENDS
 from slapo_zoo.parallel.paths import nearest
-from slapo_zoo.zoo.precision import PRECISIONS, precision_name
+from slapo_zoo.zoo.precisions import PRECISIONS, precision_name
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from slapo_zoo.language.tape import Tape, Transfer
 from slapo_zoo.parallel.rank_plan import TIED
 from slapo_zoo.pipeline.dataflow import Call, calls_of
 from slapo_zoo.pipeline.dry_run import refused
-from slapo_zoo.pipeline.runtime import fake_schedule
+from slapo_zoo.pipeline.pipeline_runtime import fake_schedule
 from slapo_zoo.pipeline.stages import StagePlan, stages_of
 from slapo_zoo.zoo.outline import Outline
 

@@ -6,7 +6,7 @@ from slapo_zoo.cards.card import UNMEASURED, read_card
 from slapo_zoo.cards.make import zoo_card
 from slapo_zoo.cards.pictures import draw
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.zoo.arguments import config_of
+from slapo_zoo.zoo.argument_values import config_of
 
 BENCH = {
     "device": "2 cores <b>$x$", "step_ms_p50": 10.0, "tokens_per_s": 1000, "peak_memory_gib": UNMEASURED,

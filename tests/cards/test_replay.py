@@ -18,7 +18,7 @@ from slapo_zoo.cards.card import read_card
 from slapo_zoo.cards.make import make_program, zoo_card
 from slapo_zoo.cards.schema import schema, validator
 from slapo_zoo.errors import CardError
-from slapo_zoo.zoo.arguments import config_of
+from slapo_zoo.zoo.argument_values import config_of
 from slapo_zoo.zoo.outline import Outline
 from slapo_zoo.zoo.table import families
 

@@ -12,7 +12,7 @@ from slapo_zoo.cli.data.read import kind_of
 from slapo_zoo.cli.data.text_files import DataError
 from slapo_zoo.cli.training.inputs import read_inputs
 from slapo_zoo.cli.training.job import resolved
-from slapo_zoo.cli.training.options import TrainOptions
+from slapo_zoo.cli.training.train_options import TrainOptions
 
 
 def rows(**columns):

@@ -88,9 +88,9 @@ JSON_COMMANDS = {
         "slapo_zoo.verify.apart.verify_apart", ["verify", "gpt2"],
         lambda: {"verdict": "verified", "text": "fine"},
     ),
-    "derive": ("slapo_zoo.verify.derived.derive", ["derive", "FOLDER"], None),
+    "derive": ("slapo_zoo.verify.derive.derive", ["derive", "FOLDER"], None),
     "plan": (
-        "slapo_zoo.planner.search.Planner.search",
+        "slapo_zoo.planner.layout_search.Planner.search",
         ["plan", "FOLDER", "--gpus", "2", "--batch", "4"], None,
     ),
     "bench": ("slapo_zoo.cli.training.step_times.measure", ["bench", "FOLDER", "--steps", "1", "--seq-len", "8"], None),
@@ -106,13 +106,13 @@ JSON_COMMANDS = {
     ),
     "train": ("slapo_zoo.cli.training.job.run", ["train", "FOLDER", "--data", __file__, "--seq-len", "8"], lambda: [2.0]),
     "init": (
-        "slapo_zoo.cli.training.options.described",
+        "slapo_zoo.cli.training.train_options.described",
         ["init", "NEW", "--model", "m", "--data", "d", "--task", "causal", "--ranks", "3"], None,
     ),
     "coverage": ("type_coverage.cover", ["gpt2"], lambda: [type_coverage.Outcome("gpt2", "GPT2Model")]),
     "reshard": ("slapo_zoo.weights.reshard.reshard", ["reshard", "FOLDER", "NEW", "--max-shard-size", "20KB"], None),
     "demo": ("demo.compared", [], lambda: ([2.0], [2.0], True)),
-    "card lint": ("slapo_zoo.cards.use.load_card", ["card", "lint", CARD], None),
+    "card lint": ("slapo_zoo.cards.resolve_card.load_card", ["card", "lint", CARD], None),
 }  # fmt: skip
 
 

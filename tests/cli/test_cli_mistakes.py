@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from slapo_zoo.cards import hub
 from slapo_zoo.cli.main import main
 from slapo_zoo.planner.hardware import find_hardware
-from slapo_zoo.planner.show import COLUMNS
+from slapo_zoo.planner.layout_report import COLUMNS
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from slapo_zoo.cli.training.config import (
 from slapo_zoo.cli.training.display import progress_bar
 from slapo_zoo.cli.training.inputs import row_length
 from slapo_zoo.cli.training.job import check_batch, check_load, resolved
-from slapo_zoo.cli.training.options import (
+from slapo_zoo.cli.training.train_options import (
     ELSEWHERE,
     LEAST,
     ONE_OF,

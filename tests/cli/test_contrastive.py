@@ -7,7 +7,7 @@ from torch.nn import functional
 from slapo_zoo import AutoScheduledModel
 from slapo_zoo.cli.training.config import ConfigError
 from slapo_zoo.cli.training.contrastive import InBatchNegatives
-from slapo_zoo.cli.training.options import TrainOptions
+from slapo_zoo.cli.training.train_options import TrainOptions
 from tiny_models import BASE
 
 QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

@@ -21,7 +21,7 @@ from slapo_zoo.cli.data.stream import Stream
 from slapo_zoo.cli.data.tasks import IGNORED
 from slapo_zoo.cli.data.text_files import DataError, read_documents
 from slapo_zoo.cli.training.inputs import other_rows, require_rows
-from slapo_zoo.cli.training.options import TrainOptions
+from slapo_zoo.cli.training.train_options import TrainOptions
 
 GENERATOR = torch.Generator
 

@@ -9,7 +9,7 @@ import torch
 from cli_runs import failure, run, write_gpt2
 from slapo_zoo.cli.training import logs
 from slapo_zoo.cli.training.config import ConfigError
-from slapo_zoo.cli.training.options import TrainOptions
+from slapo_zoo.cli.training.train_options import TrainOptions
 from slapo_zoo.pipeline.busy import Busy
 
 

@@ -10,7 +10,7 @@ from cli_runs import END, tokenizer
 from slapo_zoo.cli.data import read
 from slapo_zoo.cli.data.language import Causal
 from slapo_zoo.cli.data.stream import Stream
-from slapo_zoo.cli.training.options import TrainOptions
+from slapo_zoo.cli.training.train_options import TrainOptions
 from slapo_zoo.errors import SlapoError
 
 

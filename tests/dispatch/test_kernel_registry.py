@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_zoo.dispatch import registry as kernel
+from slapo_zoo.dispatch import kernel_registry as kernel
 from slapo_zoo.dispatch import tables
-from slapo_zoo.dispatch.registry import KERNELS, bucket, runs_triton
+from slapo_zoo.dispatch.kernel_registry import KERNELS, bucket, runs_triton
 from slapo_zoo.dispatch.tables import slug
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.kernels import layer_norm  # noqa: F401 - registers itself
@@ -61,7 +61,7 @@ def test_every_kernel_imports_without_triton():
     """And runs on a CPU without it."""
     code = (
         "import importlib, pathlib, sys, torch\n"
-        "import slapo_zoo.dispatch.registry as k\n"
+        "import slapo_zoo.dispatch.kernel_registry as k\n"
         "folder = pathlib.Path(k.__file__).parents[1] / 'kernels'\n"
         "sys.modules['triton'] = None\n"
         "for f in sorted(folder.glob('*.py')):\n"

@@ -61,7 +61,7 @@ def imported_modules(path):
 
 
 REGISTRIES = {  # who looks its files up by name, at run time: a file that nobody asks for costs nothing
-    "slapo_zoo/dispatch/registry.py": "slapo_zoo.kernels",
+    "slapo_zoo/dispatch/kernel_registry.py": "slapo_zoo.kernels",
     "slapo_zoo/zoo/table.py": "slapo_zoo.schedules",
     "slapo_zoo/cards/readme.py": "slapo_zoo.hub_cards",  # a template beside the cards
 }

@@ -16,7 +16,9 @@ FORBIDDEN = {
 # file --> what it may use, and why
 ALLOWED = {
     "slapo_zoo/ranks/launch.py": {"pickle.loads"},  # between a parent and the ranks that it forked
-    "slapo_zoo/cards/use.py": {"loader.exec_module"},  # trusted by the user, pinned to a sha
+    "slapo_zoo/cards/resolve_card.py": {
+        "loader.exec_module"
+    },  # trusted by the user, pinned to a sha
 }
 
 

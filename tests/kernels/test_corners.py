@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernel_checks import CONSTANT, outputs_and_gradients
-from slapo_zoo.dispatch.registry import KERNELS
+from slapo_zoo.dispatch.kernel_registry import KERNELS
 from slapo_zoo.kernels.cross_entropy import gradient, statistics
 from slapo_zoo.kernels.dropout_mask import mask_like
 

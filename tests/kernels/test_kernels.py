@@ -13,7 +13,7 @@ from kernel_checks import (
     check_reference,
     check_strided,
 )
-from slapo_zoo.dispatch.registry import KERNELS
+from slapo_zoo.dispatch.kernel_registry import KERNELS
 
 COMPOSED = ("unpadded_encoder",)  # no operator of their own
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -78,7 +78,7 @@ def test_compiles_to_one_graph(interpreter, name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name, shape", CASES, ids=IDS)
 def test_on_a_gpu_equals_the_reference(name, shape):
-    from slapo_zoo.dispatch.registry import force
+    from slapo_zoo.dispatch.kernel_registry import force
 
     with force("triton"):
         check_reference(name, shape, torch.bfloat16, "cuda")

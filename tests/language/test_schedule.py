@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from slapo_zoo import Mesh, Schedule, ScheduleError
-from slapo_zoo.dispatch.registry import register_kernel
+from slapo_zoo.dispatch.kernel_registry import register_kernel
 from slapo_zoo.errors import MeshError
 from slapo_zoo.language.directive import PRIMITIVES
 from slapo_zoo.language.schedule import FORMAT, Selection, from_json

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.pipeline.dataflow import Call, Shape
 from slapo_zoo.pipeline.dry_run import dry_run
-from slapo_zoo.pipeline.runtime import Pipeline
+from slapo_zoo.pipeline.pipeline_runtime import Pipeline
 from slapo_zoo.pipeline.stages import keep_stages
 
 

@@ -6,7 +6,7 @@ import transformers
 from type_coverage import default_config
 
 from slapo_zoo.hf.models import dtype_of
-from slapo_zoo.verify.derived import Search
+from slapo_zoo.verify.derive import Search
 from slapo_zoo.verify.specimen import specimen
 from slapo_zoo.zoo.derivation.tiny import Sizes
 

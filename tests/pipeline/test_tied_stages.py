@@ -11,7 +11,7 @@ from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import TIED
 from slapo_zoo.pipeline.dry_run import dry_run
-from slapo_zoo.pipeline.runtime import fake_schedule
+from slapo_zoo.pipeline.pipeline_runtime import fake_schedule
 from slapo_zoo.pipeline.stages import StagePlan
 from slapo_zoo.zoo.outline import Outline
 

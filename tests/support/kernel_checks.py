@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from slapo_zoo.dispatch.registry import KERNELS, NAMESPACE
+from slapo_zoo.dispatch.kernel_registry import KERNELS, NAMESPACE
 
 ROOT = Path(__file__).parents[2]
 for file in sorted((ROOT / "kernels").glob("*.py")):

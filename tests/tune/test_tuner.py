@@ -13,11 +13,11 @@ import pytest
 
 import surfaces
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.tune import show
+from slapo_zoo.tune import tuning_report as show
 from slapo_zoo.tune.database import Database, Scope
 from slapo_zoo.tune.grid import Grid
 from slapo_zoo.tune.outcome import CRASH, OK, OUT_OF_MEMORY, SLOW, TIMEOUT, WRONG, Outcome
-from slapo_zoo.tune.search import STRATEGIES, find_strategy
+from slapo_zoo.tune.strategies import STRATEGIES, find_strategy
 from slapo_zoo.tune.tuner import Limits, Tuner
 from slapo_zoo.tune.worker import run_trial
 from surfaces import BATCHES, CLIFFS, SURFACES, space
@@ -189,7 +189,7 @@ import surfaces
 from surfaces import SURFACES, space
 from slapo_zoo.tune.database import Database, Scope
 from slapo_zoo.tune.grid import Grid
-from slapo_zoo.tune.search import find_strategy
+from slapo_zoo.tune.strategies import find_strategy
 from slapo_zoo.tune.tuner import Limits, Tuner
 folder = pathlib.Path(sys.argv[1])
 def measure(point, steps):

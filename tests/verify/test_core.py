@@ -17,7 +17,7 @@ from slapo_zoo.verify.report import Report, VerifyError
 from slapo_zoo.verify.runs import cast, tensors_of
 from slapo_zoo.verify.shrink import expressive, shrink
 from slapo_zoo.verify.subject import Subject
-from slapo_zoo.zoo.arguments import config_of, usual_head
+from slapo_zoo.zoo.argument_values import config_of, usual_head
 from slapo_zoo.zoo.table import families
 
 LAYOUTS = {

@@ -13,17 +13,17 @@ from slapo_zoo.language.primitives import ForkRng, Shard, ShardAttribute, SumGra
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import Placement, TensorSpec
-from slapo_zoo.verify.derived import Search, derive
+from slapo_zoo.verify.derive import Search, derive
 from slapo_zoo.verify.probe import probe
 from slapo_zoo.verify.specimen import specimen
 from slapo_zoo.weights.keys import KeyMap
 from slapo_zoo.zoo.apply import apply_table
-from slapo_zoo.zoo.derivation.card import from_document, to_document
 from slapo_zoo.zoo.derivation.observe import Observation
-from slapo_zoo.zoo.derivation.rows import derive_table
 from slapo_zoo.zoo.derivation.source import to_source
 from slapo_zoo.zoo.derivation.spelling import find_spelling
 from slapo_zoo.zoo.derivation.stacks import find_stacks
+from slapo_zoo.zoo.derivation.table_document import from_document, to_document
+from slapo_zoo.zoo.derivation.table_rows import derive_table
 from slapo_zoo.zoo.derivation.tiny import Sizes, tiny
 from slapo_zoo.zoo.options import BuildOptions
 
@@ -164,7 +164,7 @@ def test_what_is_wrong_anyway_is_refused_in_words(searches):
 
 
 def test_a_card_keeps_the_table(searches):
-    from slapo_zoo.zoo.derivation.card import freeze
+    from slapo_zoo.zoo.derivation.table_document import freeze
 
     for name in ("bloom", "qwen2_moe"):
         search = searches(name)

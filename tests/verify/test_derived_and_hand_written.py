@@ -16,8 +16,8 @@ from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.verify.specimen import specimen
 from slapo_zoo.zoo.apply import apply_table
-from slapo_zoo.zoo.derivation.rows import derive_table
 from slapo_zoo.zoo.derivation.stacks import star
+from slapo_zoo.zoo.derivation.table_rows import derive_table
 from slapo_zoo.zoo.derivation.tiny import Sizes
 from slapo_zoo.zoo.table import families, table_for
 

@@ -9,7 +9,7 @@ from type_coverage import default_config
 
 from slapo_zoo import AutoScheduledModel, emulate
 from slapo_zoo.language.primitives import ForkRng
-from slapo_zoo.verify.derived import Search
+from slapo_zoo.verify.derive import Search
 from slapo_zoo.verify.probe import probe
 from slapo_zoo.verify.shrink import dropouts
 from slapo_zoo.verify.specimen import experts, specimen

@@ -10,7 +10,7 @@ import transformers
 from slapo_zoo import AutoScheduledModel
 from slapo_zoo.cli.main import main
 from slapo_zoo.errors import WeightsError
-from slapo_zoo.weights.layout import CODES
+from slapo_zoo.weights.file_layout import CODES
 from slapo_zoo.zoo.load_forecast import plan_weights, read_sources
 
 TINY = {

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from shards import assert_same, cut
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import Placement, TensorSpec
+from slapo_zoo.weights.file_layout import plan_layout, torch_dtype
 from slapo_zoo.weights.folder import open_checkpoint
-from slapo_zoo.weights.layout import plan_layout, torch_dtype
 from slapo_zoo.weights.load import Target, load_tensors
 from slapo_zoo.weights.write import write_tensors
 

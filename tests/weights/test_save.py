@@ -13,8 +13,8 @@ from slapo_zoo.errors import WeightsError
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import Placement, TensorSpec
 from slapo_zoo.weights import staging
+from slapo_zoo.weights.file_layout import plan_layout
 from slapo_zoo.weights.folder import open_checkpoint
-from slapo_zoo.weights.layout import plan_layout
 from slapo_zoo.weights.safetensors_file import SafetensorsFile
 from slapo_zoo.weights.save import save_folder
 from slapo_zoo.weights.write import write_tensors

@@ -11,12 +11,12 @@ from huggingface_hub import constants
 from parity import CHANGES, LAYOUTS, Case, checkpoint, compare, references, scheduled
 from refusals import refused
 from slapo_zoo import ArchitectureError, AutoScheduledModel, MeshError
-from slapo_zoo.load import derived
+from slapo_zoo.load import proven_table as derived
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.ranks.apart import ProcessApart
 from slapo_zoo.ranks.emulation import emulate
-from slapo_zoo.verify.derived import derive
-from slapo_zoo.zoo.arguments import changed_config
+from slapo_zoo.verify.derive import derive
+from slapo_zoo.zoo.argument_values import changed_config
 from slapo_zoo.zoo.options import BuildOptions
 from slapo_zoo.zoo.table import families
 from tiny_configs import LLAMA, TINY

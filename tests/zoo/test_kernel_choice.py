@@ -10,7 +10,8 @@ from heads import HEADS
 from parity import LAYOUTS, Case, batch_of, checkpoint, compare, references, scheduled, tiny_config
 from refusals import refused
 from slapo_zoo import AutoScheduledModel, Mesh, SlapoError
-from slapo_zoo.dispatch import fast_enough, registry, tables
+from slapo_zoo.dispatch import fast_enough, tables
+from slapo_zoo.dispatch import kernel_registry as registry
 from slapo_zoo.dispatch.benchmark import SHAPES
 from slapo_zoo.zoo import kernel_choice
 from slapo_zoo.zoo.kernel_choice import choose

@@ -17,7 +17,7 @@ from transformers.models.t5 import modeling_t5 as t5
 from heads import HEADS
 from parity import Case, batch_of, checkpoint
 from slapo_zoo import AutoScheduledModel, emulate
-from slapo_zoo.dispatch.registry import KERNELS, load_kernels
+from slapo_zoo.dispatch.kernel_registry import KERNELS, load_kernels
 
 TOKENS = ("tokens",)
 CASES = {"bert": Case("BertForMaskedLM", TOKENS), "roberta": Case("RobertaForMaskedLM", TOKENS),

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from slapo_zoo.cli.arguments import AsJson, Device, DpOrAll, MicroBatches, Order, PipelineRanks, Tp
-from slapo_zoo.cli.errors import stdout_for_json
+from slapo_zoo.cli.readable_errors import stdout_for_json
 from slapo_zoo.errors import SlapoError
 
 Model = Annotated[str, typer.Argument(help='A checkpoint folder, a model id of the Hub, or "kernels".')]  # fmt: skip
@@ -62,7 +62,7 @@ def bench(
 
 def _fitting(model: str) -> int:
     from slapo_zoo.cli.training.inputs import row_length
-    from slapo_zoo.zoo.arguments import checkpoint_config
+    from slapo_zoo.zoo.argument_values import checkpoint_config
 
     return row_length(None, checkpoint_config(model))
 

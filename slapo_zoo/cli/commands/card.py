@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from slapo_zoo.cli import arguments
-from slapo_zoo.cli.errors import say, stdout_for_json
+from slapo_zoo.cli.readable_errors import say, stdout_for_json
 from slapo_zoo.cli.waiting import waiting
 
 app = typer.Typer(no_args_is_help=True, help="Schedule cards: a schedule as data, to share.")
@@ -31,7 +31,7 @@ def make(
     from slapo_zoo.cards.make import zoo_card
     from slapo_zoo.parallel.mesh import Mesh
     from slapo_zoo.weights.ledger import filled
-    from slapo_zoo.zoo.arguments import config_of
+    from slapo_zoo.zoo.argument_values import config_of
 
     with stdout_for_json(as_json):
         config, head = config_of(model)
@@ -49,7 +49,7 @@ def make(
 def lint(card: Name, as_json: arguments.AsJson = False) -> None:
     """Check a card; nothing of it is executed. Exit code 2 says what is wrong with it."""
     with stdout_for_json(as_json):
-        from slapo_zoo.cards.use import load_card
+        from slapo_zoo.cards.resolve_card import load_card
         from slapo_zoo.weights.ledger import filled
 
         found = load_card(card)
@@ -70,7 +70,7 @@ def verify(
     from slapo_zoo.cards.program import MODULE
     from slapo_zoo.errors import CardError
     from slapo_zoo.verify.card_check import verify_card
-    from slapo_zoo.zoo.arguments import config_of
+    from slapo_zoo.zoo.argument_values import config_of
 
     with stdout_for_json(as_json), waiting(f"card verify {folder}"):
         card = read_card(folder)
@@ -92,7 +92,7 @@ def diff(
     as_json: arguments.AsJson = False,
 ) -> None:
     """Compare two cards, as a unified diff of their programs."""
-    from slapo_zoo.cards.use import load_card
+    from slapo_zoo.cards.resolve_card import load_card
     from slapo_zoo.errors import CardError
 
     programs = [load_card(name).program for name in (card, other)]

@@ -14,7 +14,7 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Compare every tensor and file of a checkpoint with its checksums; exit code 2 names damages."""
-    from slapo_zoo.cli.errors import report, stdout_for_json
+    from slapo_zoo.cli.readable_errors import report, stdout_for_json
     from slapo_zoo.weights.integrity import damages_of
 
     with stdout_for_json(as_json):

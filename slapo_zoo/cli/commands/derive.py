@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from slapo_zoo.cli.arguments import AsJson, Model
-from slapo_zoo.cli.errors import say, stdout_for_json
+from slapo_zoo.cli.readable_errors import say, stdout_for_json
 from slapo_zoo.cli.waiting import waiting
 
 
@@ -24,8 +24,8 @@ def derive(
     threads on the CPU. What could not be sharded is said, and why.
     """
     from slapo_zoo.hf import models as hf
-    from slapo_zoo.verify.derived import derive as prove
-    from slapo_zoo.zoo.arguments import config_of, usual_head
+    from slapo_zoo.verify.derive import derive as prove
+    from slapo_zoo.zoo.argument_values import config_of, usual_head
     from slapo_zoo.zoo.derivation.source import to_source
 
     with stdout_for_json(as_json):

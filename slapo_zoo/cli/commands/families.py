@@ -1,7 +1,7 @@
 """`slapo-zoo list`: the families of the zoo."""
 
 from slapo_zoo.cli.arguments import AsJson
-from slapo_zoo.cli.errors import say, stdout_for_json
+from slapo_zoo.cli.readable_errors import say, stdout_for_json
 
 
 def list_families(as_json: AsJson = False) -> None:

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from slapo_zoo.cli.arguments import AsJson
-from slapo_zoo.cli.errors import say, stdout_for_json
-from slapo_zoo.cli.training.options import ONE_OF
+from slapo_zoo.cli.readable_errors import say, stdout_for_json
+from slapo_zoo.cli.training.train_options import ONE_OF
 
 ASKED = {
     "model": "Which model? A checkpoint folder, or an id of the Hub",
@@ -39,7 +39,7 @@ def _write(
     import yaml
 
     from slapo_zoo.cli.training.config import ConfigError, checked
-    from slapo_zoo.cli.training.options import described
+    from slapo_zoo.cli.training.train_options import described
 
     if file.exists():
         raise ConfigError(str(file), "", "it is there already", "name another file, or remove it")

@@ -19,7 +19,7 @@ from slapo_zoo.cli.arguments import (
     Tp,
     ZeroStage,
 )
-from slapo_zoo.cli.errors import stdout_for_json
+from slapo_zoo.cli.readable_errors import stdout_for_json
 
 Model = Annotated[str, typer.Argument(help="A checkpoint folder, a Hub id, or with --gpus a family.")]  # fmt: skip
 Weights = Annotated[bool | None, typer.Option("--weights/--no-weights", help="What is read of the files, alone.")]  # fmt: skip

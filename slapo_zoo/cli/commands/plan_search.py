@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from slapo_zoo.cli.arguments import AsJson, Device
-from slapo_zoo.cli.errors import check_new_file, say, stdout_for_json
+from slapo_zoo.cli.readable_errors import check_new_file, say, stdout_for_json
 
 
 def make_planner(model: str, seq_len: int | None, device: tuple[str, str | None, str, str]) -> Any:
@@ -19,9 +19,9 @@ def make_planner(model: str, seq_len: int | None, device: tuple[str, str | None,
     """
     from slapo_zoo.pipeline.unit_costs import row_length
     from slapo_zoo.planner.hardware import find_hardware, with_memory
-    from slapo_zoo.planner.search import Planner
+    from slapo_zoo.planner.layout_search import Planner
     from slapo_zoo.weights.load import parse_size
-    from slapo_zoo.zoo.arguments import config_of, usual_head
+    from slapo_zoo.zoo.argument_values import config_of, usual_head
     from slapo_zoo.zoo.table import table_for
 
     hardware, memory, precision, runtime = device
@@ -40,8 +40,8 @@ def search(
     explain: bool, as_json: bool, write: Path | None, most: int,
 ) -> None:  # fmt: skip
     """Search all layouts and print what was found; the arguments are options of `plan`."""
-    from slapo_zoo.planner import show
-    from slapo_zoo.planner.search import require_feasible
+    from slapo_zoo.planner import layout_report as show
+    from slapo_zoo.planner.layout_search import require_feasible
 
     check_new_file(write, "--write")
     planner = make_planner(model, seq_len, device)

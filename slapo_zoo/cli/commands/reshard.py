@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from slapo_zoo.cli.arguments import AsJson
-from slapo_zoo.cli.errors import say, stdout_for_json
+from slapo_zoo.cli.readable_errors import say, stdout_for_json
 from slapo_zoo.cli.waiting import waiting
 
 Size = Annotated[str, typer.Option(help='Largest file, e.g. "5GB".')]
@@ -24,7 +24,7 @@ def reshard(
     """Rewrite a checkpoint, also of a stopped training; it takes the memory of one tensor."""
     with stdout_for_json(as_json):
         from slapo_zoo.weights.reshard import reshard
-        from slapo_zoo.zoo.arguments import to_dtype
+        from slapo_zoo.zoo.argument_values import to_dtype
 
         kept = to_dtype(dtype) if dtype else None
         with waiting(f"reshard {source}"):

@@ -6,7 +6,7 @@ import typer
 
 from slapo_zoo.cli import arguments
 from slapo_zoo.cli.arguments import AsJson, Device, Dp, Head, Model, Pp, SequenceParallel, Tp
-from slapo_zoo.cli.errors import say, stdout_for_json
+from slapo_zoo.cli.readable_errors import say, stdout_for_json
 
 
 def show(
@@ -37,7 +37,7 @@ def show(
         from slapo_zoo.cli.training.job import device_named
         from slapo_zoo.parallel.mesh import Mesh
         from slapo_zoo.weights.ledger import filled
-        from slapo_zoo.zoo.arguments import config_of, pick_device
+        from slapo_zoo.zoo.argument_values import config_of, pick_device
         from slapo_zoo.zoo.outline import Outline
         from slapo_zoo.zoo.survey import survey
 

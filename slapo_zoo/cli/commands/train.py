@@ -11,8 +11,8 @@ import typer
 
 from slapo_zoo.cli import arguments
 from slapo_zoo.cli.arguments import AsJson
-from slapo_zoo.cli.errors import is_first, stdout_for_json
-from slapo_zoo.cli.training.options import LEAST, TrainOptions, described
+from slapo_zoo.cli.readable_errors import is_first, stdout_for_json
+from slapo_zoo.cli.training.train_options import LEAST, TrainOptions, described
 
 Model = Annotated[str | None, typer.Argument(help="A checkpoint folder, or the id of a model on the Hub.")]  # fmt: skip
 Config = Annotated[Path | None, typer.Option(help="A YAML file of the keys of docs/training.md.")]

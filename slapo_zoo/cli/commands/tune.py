@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from slapo_zoo.cli.arguments import AsJson
-from slapo_zoo.cli.errors import stdout_for_json
+from slapo_zoo.cli.readable_errors import stdout_for_json
 
 SYMBOL = "NAME=V,V,... : values to try; may be given many times."
 Symbols = Annotated[list[str] | None, typer.Option("--symbol", help=SYMBOL)]
@@ -58,9 +58,9 @@ def _search(
     output: Path | None, card: Path | None,
 ) -> dict[str, Any]:  # fmt: skip
     """The arguments are options of `tune`; the outcome as data."""
-    from slapo_zoo.tune import show
+    from slapo_zoo.tune import tuning_report as show
     from slapo_zoo.tune.database import Database
-    from slapo_zoo.tune.search import find_strategy
+    from slapo_zoo.tune.strategies import find_strategy
     from slapo_zoo.tune.tuner import Limits, Tuner
 
     search, evaluations, patience, quick_steps, steps, seed = how
@@ -105,7 +105,7 @@ def _of_model(
     model: str, symbols: list[str], changes: list[str], gpus: int, seq_len: int, dtype: str, device: str,
     memory: str | None, timeout: float, plan: bool,
 ) -> Any:  # fmt: skip
-    from slapo_zoo.tune import job
+    from slapo_zoo.tune import tuning_job as job
     from slapo_zoo.tune.grid import Grid
     from slapo_zoo.weights.load import parse_size
 

@@ -6,7 +6,7 @@ import typer
 
 from slapo_zoo.cli import arguments
 from slapo_zoo.cli.arguments import Dp, Head, Model, Pp, SequenceParallel, Tp
-from slapo_zoo.cli.errors import say, stdout_for_json
+from slapo_zoo.cli.readable_errors import say, stdout_for_json
 from slapo_zoo.cli.waiting import waiting
 
 AsJson = Annotated[bool, typer.Option("--json", help="verify.json, for programs.")]
@@ -39,11 +39,11 @@ def verify(
     if full and layers:
         raise typer.BadParameter("--full holds all layers at once; choose one", param_hint="--layers")  # fmt: skip
     with stdout_for_json(as_json):
-        from slapo_zoo.cards.use import load_card
+        from slapo_zoo.cards.resolve_card import load_card
         from slapo_zoo.hf import models as hf
         from slapo_zoo.verify.apart import verify_apart
         from slapo_zoo.verify.core import known_schedule
-        from slapo_zoo.zoo.arguments import config_of, usual_head
+        from slapo_zoo.zoo.argument_values import config_of, usual_head
 
         config, head = config_of(model)
         own = schedule in (None, "zoo", "auto") and known_schedule(config, schedule or "zoo")

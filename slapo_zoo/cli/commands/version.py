@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 import typer
 
 from slapo_zoo.cli.arguments import AsJson
-from slapo_zoo.cli.errors import say, stdout_for_json
+from slapo_zoo.cli.readable_errors import say, stdout_for_json
 
 PACKAGES = ("slapo-zoo", "torch", "transformers", "safetensors", "triton", "deepspeed", "xformers")
 

@@ -13,8 +13,8 @@ import numpy as np
 from slapo_zoo.cli.data.rows import Packed, Rows
 from slapo_zoo.cli.data.tasks import Columns, Task
 from slapo_zoo.cli.data.text_files import DataError, read_documents, visible_files
-from slapo_zoo.cli.errors import is_first, is_full
-from slapo_zoo.cli.training.options import TrainOptions
+from slapo_zoo.cli.readable_errors import is_first, is_full
+from slapo_zoo.cli.training.train_options import TrainOptions
 from slapo_zoo.parallel.digests import digest
 
 KINDS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv",

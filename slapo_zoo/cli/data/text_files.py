@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from slapo_zoo.cli.errors import is_first
+from slapo_zoo.cli.readable_errors import is_first
 from slapo_zoo.errors import SlapoError
 
 

@@ -12,8 +12,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
-from slapo_zoo.cli.errors import is_first
-from slapo_zoo.cli.training.options import (
+from slapo_zoo.cli.readable_errors import is_first
+from slapo_zoo.cli.training.train_options import (
     BELOW,
     ELSEWHERE,
     LEAST,

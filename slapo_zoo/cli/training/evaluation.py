@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slapo_zoo.cli.data.batches import Batches
 from slapo_zoo.cli.training.contrastive import InBatchNegatives
-from slapo_zoo.cli.training.options import TrainOptions
+from slapo_zoo.cli.training.train_options import TrainOptions
 from slapo_zoo.losses.loss_means import count_targets
 
 

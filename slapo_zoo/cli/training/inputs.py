@@ -13,7 +13,7 @@ from slapo_zoo.cli.data.stream import Stream
 from slapo_zoo.cli.data.tasks import Task, pad_id
 from slapo_zoo.cli.data.text_files import DataError
 from slapo_zoo.cli.training.config import ConfigError
-from slapo_zoo.cli.training.options import TrainOptions
+from slapo_zoo.cli.training.train_options import TrainOptions
 from slapo_zoo.errors import ArchitectureError
 
 TASKS: dict[str, type[Task]] = {

@@ -16,13 +16,13 @@ from typing import Any
 from slapo_zoo.cli.data.batches import Batches
 from slapo_zoo.cli.data.read import kind_of
 from slapo_zoo.cli.data.stream import Stream
-from slapo_zoo.cli.errors import is_first
+from slapo_zoo.cli.readable_errors import is_first
 from slapo_zoo.cli.training.config import ConfigError, read_config
 from slapo_zoo.cli.training.inputs import TASKS, Inputs, row_length, task_of
 from slapo_zoo.cli.training.logs import check_log, check_trackers
-from slapo_zoo.cli.training.options import WRITTEN, TrainOptions
 from slapo_zoo.cli.training.schedules import make_schedule
 from slapo_zoo.cli.training.stopping import StoppedError, passing_on
+from slapo_zoo.cli.training.train_options import WRITTEN, TrainOptions
 from slapo_zoo.errors import MeshError, WeightsError
 from slapo_zoo.integrations.dialects import HOMES
 from slapo_zoo.ranks.launch import run_local
@@ -37,7 +37,7 @@ from slapo_zoo.weights.encode import decode
 from slapo_zoo.weights.history import is_history, latest
 from slapo_zoo.weights.staging import check_target
 from slapo_zoo.weights.training_state import read_state
-from slapo_zoo.zoo.arguments import checkpoint_config
+from slapo_zoo.zoo.argument_values import checkpoint_config
 
 
 def data_parallel_size(tp: int, pp: int, dp: int | None) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slapo_zoo.cli.training.config import ConfigError
 from slapo_zoo.cli.training.display import OnStep
-from slapo_zoo.cli.training.options import TrainOptions
+from slapo_zoo.cli.training.train_options import TrainOptions
 from slapo_zoo.pipeline.busy import Busy
 
 

@@ -22,9 +22,9 @@ from slapo_zoo.cli.training.display import OnStep, ledger_table, progress_bar, s
 from slapo_zoo.cli.training.evaluation import Best, evaluate
 from slapo_zoo.cli.training.inputs import Inputs
 from slapo_zoo.cli.training.logs import Meter, kept, place_of_logs
-from slapo_zoo.cli.training.options import TrainOptions
 from slapo_zoo.cli.training.schedules import base_lr, make_schedule, parameter_groups
 from slapo_zoo.cli.training.stopping import Stop, StoppedError, is_local_rank, listening
+from slapo_zoo.cli.training.train_options import TrainOptions
 from slapo_zoo.errors import SlapoError, agreed
 from slapo_zoo.integrations.trainer import ScheduledTrainer
 from slapo_zoo.weights.history import keep_newest, latest, place_of

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from slapo_zoo.cli.training.config import ConfigError
-from slapo_zoo.cli.training.options import TrainOptions
+from slapo_zoo.cli.training.train_options import TrainOptions
 
 DEFAULT_LR = 1e-4
 

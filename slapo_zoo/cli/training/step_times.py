@@ -23,7 +23,7 @@ from slapo_zoo.ranks.process_group import (
     shutdown_distributed,
 )
 from slapo_zoo.verify.report import VerifyError
-from slapo_zoo.zoo.arguments import checkpoint_config
+from slapo_zoo.zoo.argument_values import checkpoint_config
 
 WARM_UP = 2
 ALLOWED = {torch.float32: 1e-3}  # by the loss; other dtypes 3e-2

@@ -15,7 +15,7 @@ from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.integrations.dialects.engine import TargetEngine, made_optimizer
 from slapo_zoo.integrations.dialects.zero_state import Zero, whole_parameters
 from slapo_zoo.parallel.rank_plan import TIED
-from slapo_zoo.pipeline.runtime import ROWS, Pipeline
+from slapo_zoo.pipeline.pipeline_runtime import ROWS, Pipeline
 from slapo_zoo.pipeline.stages import StageDone
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from slapo_zoo.checkpoints.checkpoint import Resumed, save_checkpoint
 from slapo_zoo.checkpoints.resume import load_checkpoint
+from slapo_zoo.checkpoints.training_checkpoint import Resumed, save_checkpoint
 from slapo_zoo.errors import SlapoError
 
 MakeOptimizer = Callable[[Iterable[Any]], Any]

@@ -19,7 +19,7 @@ from slapo_zoo.integrations.dialects.engine import TargetEngine, is_scheduled, m
 from slapo_zoo.parallel import compat
 from slapo_zoo.parallel.local_tensors import held_here, whole_over_dp
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.pipeline.runtime import pipeline_step
+from slapo_zoo.pipeline.pipeline_runtime import pipeline_step
 
 KINDS = (None, "ddp", "fsdp2")
 

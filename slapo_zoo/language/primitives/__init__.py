@@ -11,8 +11,10 @@ from slapo_zoo.language.primitives.fuse import Fuse as Fuse
 from slapo_zoo.language.primitives.hook import Hook as Hook
 from slapo_zoo.language.primitives.overlap import Overlap as Overlap
 from slapo_zoo.language.primitives.pipeline_split import PipelineSplit as PipelineSplit
-from slapo_zoo.language.primitives.registry import list_primitives as list_primitives
-from slapo_zoo.language.primitives.registry import register_primitive as register_primitive
+from slapo_zoo.language.primitives.primitive_registry import list_primitives as list_primitives
+from slapo_zoo.language.primitives.primitive_registry import (
+    register_primitive as register_primitive,
+)
 from slapo_zoo.language.primitives.replace import Replace as Replace
 from slapo_zoo.language.primitives.replace_all import ReplaceAll as ReplaceAll
 from slapo_zoo.language.primitives.shard import Shard as Shard

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from slapo_zoo.dispatch.registry import FUSED_KERNELS, FusedKernel
+from slapo_zoo.dispatch.kernel_registry import FUSED_KERNELS, FusedKernel
 from slapo_zoo.language.directive import Directive, Site, primitive
 from slapo_zoo.language.graph.find import find
 from slapo_zoo.language.graph.group import GroupModule, group

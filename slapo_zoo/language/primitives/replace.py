@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from slapo_zoo.dispatch.registry import FUSED_KERNELS, KERNELS, load_kernels
+from slapo_zoo.dispatch.kernel_registry import FUSED_KERNELS, KERNELS, load_kernels
 from slapo_zoo.language.directive import Directive, Site, primitive
 from slapo_zoo.language.graph.insert import arguments
 from slapo_zoo.language.graph.match import Subgraph

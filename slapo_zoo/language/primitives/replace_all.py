@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from slapo_zoo.dispatch.registry import KERNELS
+from slapo_zoo.dispatch.kernel_registry import KERNELS
 from slapo_zoo.language.directive import Directive, Site, primitive, subtree
 
 

@@ -1,4 +1,4 @@
 """Tables for families that have none: watched on a tiny model, made from its modules, then proven.
 
-`slapo_zoo.verify.derived` proves them; nothing here is used unproven.
+`slapo_zoo.verify.derive` proves them; nothing here is used unproven.
 """

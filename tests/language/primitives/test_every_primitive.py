@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from slapo_zoo import AutoScheduledModel, Mesh, Schedule, ScheduleError
-from slapo_zoo.dispatch.registry import register_fused_kernel, register_kernel
+from slapo_zoo.dispatch.kernel_registry import register_fused_kernel, register_kernel
 from slapo_zoo.hf.attention import register_attention
 from slapo_zoo.hf.attention_backends import NAME
 from slapo_zoo.language.directive import PRIMITIVES

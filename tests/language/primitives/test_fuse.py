@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_zoo.dispatch.registry import FUSED_KERNELS, register_fused_kernel
+from slapo_zoo.dispatch.kernel_registry import FUSED_KERNELS, register_fused_kernel
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.graph.pattern import Pattern, call_module
 from slapo_zoo.language.schedule import Schedule, from_json

@@ -10,7 +10,7 @@ from torch import nn
 
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.directive import PRIMITIVES, Directive
-from slapo_zoo.language.primitives.registry import list_primitives, register_primitive
+from slapo_zoo.language.primitives.primitive_registry import list_primitives, register_primitive
 from slapo_zoo.language.schedule import Schedule, from_json
 from slapo_zoo.parallel.mesh import Mesh
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from slapo_zoo.planner.advice import worth
 from slapo_zoo.planner.hardware import GIB
-from slapo_zoo.planner.search import Forecasted, Found, Planner, require_feasible
+from slapo_zoo.planner.layout_search import Forecasted, Found, Planner, require_feasible
 from slapo_zoo.weights.ledger import as_table, filled
 
 COLUMNS = (

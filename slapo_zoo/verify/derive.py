@@ -18,10 +18,10 @@ from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.paths import select_paths
 from slapo_zoo.verify.probe import probe
 from slapo_zoo.verify.specimen import Specimen, specimen
-from slapo_zoo.zoo.derivation.card import freeze, to_document
-from slapo_zoo.zoo.derivation.plan import plan_of, table_of_plan
-from slapo_zoo.zoo.derivation.rows import Modules, derive_table, find_groups
+from slapo_zoo.zoo.derivation.from_tp_plan import plan_of, table_of_plan
 from slapo_zoo.zoo.derivation.stacks import find_stacks
+from slapo_zoo.zoo.derivation.table_document import freeze, to_document
+from slapo_zoo.zoo.derivation.table_rows import Modules, derive_table, find_groups
 from slapo_zoo.zoo.derivation.tiny import Sizes
 from slapo_zoo.zoo.schedule_source import refusal
 from slapo_zoo.zoo.table import Table

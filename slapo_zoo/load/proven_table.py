@@ -20,8 +20,8 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.ranks.agreement import together
 from slapo_zoo.ranks.apart import ProcessApart, python_apart
 from slapo_zoo.verify.apart import CHILD
-from slapo_zoo.zoo.derivation.card import from_document
-from slapo_zoo.zoo.derivation.rows import undivided_table
+from slapo_zoo.zoo.derivation.table_document import from_document
+from slapo_zoo.zoo.derivation.table_rows import undivided_table
 from slapo_zoo.zoo.options import BuildOptions
 from slapo_zoo.zoo.schedule_source import structure
 from slapo_zoo.zoo.table import Table

@@ -14,8 +14,8 @@ from slapo_zoo.language.directive import join
 from slapo_zoo.language.primitives import CoreAttentionSeam, ExpertParallel, Shard, Sync
 from slapo_zoo.parallel.paths import select
 from slapo_zoo.zoo.derivation.observe import Observation
-from slapo_zoo.zoo.derivation.rows import Modules, find_groups, what_was_seen
 from slapo_zoo.zoo.derivation.stacks import star
+from slapo_zoo.zoo.derivation.table_rows import Modules, find_groups, what_was_seen
 from slapo_zoo.zoo.rules import (
     Row,
     Rule,

@@ -16,17 +16,17 @@ from slapo_zoo.pipeline.orders import balanced_cuts
 from slapo_zoo.pipeline.stages import leaf_units
 from slapo_zoo.planner.hardware import GIB, Hardware
 from slapo_zoo.planner.layout import Layout, divisors, in_flight, layouts, places_of
-from slapo_zoo.planner.memory import (
+from slapo_zoo.planner.mixtures import mixed
+from slapo_zoo.planner.profile import Family, Profile
+from slapo_zoo.planner.refine import STARTS, refine
+from slapo_zoo.planner.runtime_kind import find_precision, find_runtime
+from slapo_zoo.planner.stage_memory import (
     RankMemory,
     Recompute,
     StageMemory,
     rank_memory,
     stage_memory,
 )
-from slapo_zoo.planner.mixtures import mixed
-from slapo_zoo.planner.profile import Family, Profile
-from slapo_zoo.planner.refine import STARTS, refine
-from slapo_zoo.planner.runtime import find_precision, find_runtime
 from slapo_zoo.planner.timing import CLOSED, How, StageTime, StepTime, stage_time, step_time
 from slapo_zoo.zoo.apply import block_paths, spread, step_costs
 from slapo_zoo.zoo.table import base_prefix

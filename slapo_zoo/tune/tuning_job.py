@@ -9,15 +9,15 @@ from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.paths import nearest
 from slapo_zoo.planner.hardware import HARDWARE, Hardware
 from slapo_zoo.planner.layout import Layout
-from slapo_zoo.planner.runtime import precision_of
-from slapo_zoo.planner.search import Planner
+from slapo_zoo.planner.layout_search import Planner
+from slapo_zoo.planner.runtime_kind import precision_of
 from slapo_zoo.tune.database import Scope
 from slapo_zoo.tune.grid import Grid
 from slapo_zoo.tune.outcome import OK, Outcome
 from slapo_zoo.tune.space import Point, Space
 from slapo_zoo.tune.trial import OWN, Job
 from slapo_zoo.tune.worker import measure_in_worker
-from slapo_zoo.zoo.arguments import config_of, to_dtype
+from slapo_zoo.zoo.argument_values import config_of, to_dtype
 from slapo_zoo.zoo.options import KNOBS
 from slapo_zoo.zoo.table import table_for
 from slapo_zoo.zoo.tuned import machine_name, model_name

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from slapo_zoo.parallel.gradient_buckets import BUCKET_BYTES
 from slapo_zoo.planner.hardware import Hardware
 from slapo_zoo.planner.layout import Layout
+from slapo_zoo.planner.peak_use import Use
 from slapo_zoo.planner.profile import Profile, Unit
-from slapo_zoo.planner.runtime import Precision, Runtime
-from slapo_zoo.planner.use import Use
+from slapo_zoo.planner.runtime_kind import Precision, Runtime
 
 PREFETCHED = 2  # units whose weights are whole at a time where each rank keeps a part (ZeRO-3)
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slapo_zoo.checkpoints.checkpoint import weights_of
 from slapo_zoo.checkpoints.current_specs import refresh_specs
+from slapo_zoo.checkpoints.training_checkpoint import weights_of
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.parallel import gather as consolidate
 from slapo_zoo.parallel.local_tensors import Rows, runs_within
@@ -21,7 +21,7 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import Run, TensorSpec
 from slapo_zoo.ranks.process_group import rank_guard
 from slapo_zoo.weights.load import Target, parse_size
-from slapo_zoo.zoo.arguments import to_dtype
+from slapo_zoo.zoo.argument_values import to_dtype
 
 PIECE = 16 << 20  # bytes of one message
 Named = Iterator[tuple[str, Tensor]]
