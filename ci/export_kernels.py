@@ -90,9 +90,7 @@ def sources() -> dict[str, str]:
 
 def generated() -> dict[str, str]:
     """The layers and the package."""
-    layers = (
-        '"""Layers for `kernelize`."""\n\nfrom torch import nn\n\nfrom .kernel_registry import KERNELS\n'
-    )
+    layers = '"""Layers for `kernelize`."""\n\nfrom torch import nn\n\nfrom .kernel_registry import KERNELS\n'
     for name, (kernel, arguments) in LAYERS.items():
         layers += CLASS.format(name=name, kernel=kernel, arguments=arguments)
     lines = [f"from .{name} import {name}" for name in FUNCTIONS]

@@ -10,7 +10,7 @@ from slapo_zoo.cards.resolve_card import (
 )
 from slapo_zoo.hf import models as hf
 from slapo_zoo.language.schedule import Schedule
-from slapo_zoo.load.proven_table import proven_table
+from slapo_zoo.load.auto_schedule import proven_table
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.pipeline.orders import StageMap
 from slapo_zoo.verify.card_check import require_correct

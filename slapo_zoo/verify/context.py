@@ -19,7 +19,6 @@ from slapo_zoo.parallel import gradient_buckets
 from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.rank_plan import PARTIAL
 from slapo_zoo.ranks.agreement import together
-from slapo_zoo.rng.random_stream import drawn_from
 from slapo_zoo.verify.blame import Blame, Divergence, directives_at
 from slapo_zoo.verify.compare import Comparison, Tolerance, largest_of
 from slapo_zoo.verify.events import Recorder
@@ -213,8 +212,9 @@ def _loss(outputs: Mapping[str, Tensor]) -> Tensor | None:
     terms = []
     for i, x in enumerate(outputs.values()):
         if x.requires_grad and x.numel():
-            with drawn_from(SEED + i):
-                factors = torch.randn(x.shape, dtype=torch.float64)
+            # ranks may be threads, which restore the one generator of torch behind each other's back
+            own = torch.Generator().manual_seed(SEED + i)
+            factors = torch.randn(x.shape, dtype=torch.float64, generator=own)
             terms.append((x * factors.to(x)).sum() / x.numel() ** 0.5)
     return torch.stack(terms).sum() if terms else None
 

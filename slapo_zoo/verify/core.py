@@ -162,12 +162,18 @@ class _Verification:
         """The schedule raised; the module that was running when it did is the divergence."""
         text = f"{type(error).__name__}: {error}"
         named = isinstance(error, ScheduleError)
-        paths = (str(error.where),) if named else self._where_it_raises()
+        paths = (str(error.where),) if named else self._where_it_raises() or self._named_by(error)
         if not paths:
             return _Outcome(self.comparison, error=text)
         suspects = tuple(dict.fromkeys((*paths, *map(parent_of, paths))))
         divergence = Divergence(paths[0], "error", "its call", 0, suspects)
         return _Outcome(self.comparison, divergence, self._touching(suspects), text)
+
+    def _named_by(self, error: Exception) -> tuple[str, ...]:
+        """The module whose parameter an error names."""
+        path = str(getattr(error, "what", "")).rpartition(".")[0]
+        known = path and path in dict(self.subject.outline().model.named_modules())
+        return (path,) if known else ()
 
     def _where_it_raises(self) -> tuple[str, ...]:
         """The module that runs when it raises, and the one that returned last."""

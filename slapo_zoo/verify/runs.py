@@ -15,7 +15,6 @@ from slapo_zoo.model.loader import Source, load_checkpoint
 from slapo_zoo.model.numerics import part_of
 from slapo_zoo.parallel import collectives
 from slapo_zoo.parallel.digests import digest_of_tensor
-from slapo_zoo.rng.random_stream import drawn_from
 from slapo_zoo.verify.batch import has_loss
 from slapo_zoo.verify.events import Recorder
 from slapo_zoo.verify.safe import agreed_collectives
@@ -86,10 +85,12 @@ def shaken(model: torch.nn.Module, seed: int | None) -> torch.nn.Module:
     """
     if seed is None:
         return model
-    with drawn_from(seed):
-        for p in model.parameters():
-            noise = torch.rand(p.shape, dtype=torch.float64).sub_(0.5).mul_(2)
-            p.data = p.data + p.data * noise.to(p.data) * torch.finfo(p.dtype).eps
+    own = torch.Generator().manual_seed(
+        seed
+    )  # ranks may be threads: torch's own is theirs together
+    for p in model.parameters():
+        noise = torch.rand(p.shape, dtype=torch.float64, generator=own).sub_(0.5).mul_(2)
+        p.data = p.data + p.data * noise.to(p.data) * torch.finfo(p.dtype).eps
     return model
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 import slapo_zoo
 from slapo_zoo import Verify, emulate
+from slapo_zoo.verify import context
 from slapo_zoo.verify.report import VerifyError
 from slapo_zoo.verify.safe import NoDropout
 
@@ -202,3 +203,16 @@ def test_a_model_on_meta_gets_values_meanwhile():
         assert report.ok
         assert shapes["0.weight"] == (8, 8)
     assert not emulate(on_meta, (column, no_forward), mesh=(2, 1, 1))[0][0].ok
+
+
+def test_factors_of_the_loss_are_a_rank_s_own(monkeypatch):
+    """Another rank, a thread, may put torch's generator back between a seed and a draw."""
+    draw, seeds = torch.randn, iter(range(100))
+
+    def disturbed(*args, **options):
+        torch.manual_seed(next(seeds))
+        return draw(*args, **options)
+
+    monkeypatch.setattr(torch, "randn", disturbed)
+    outputs = {"0": torch.ones(5, requires_grad=True)}
+    assert context._loss(outputs) == context._loss(outputs)

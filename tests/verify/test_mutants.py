@@ -7,7 +7,9 @@ import torch
 
 from mutants import LAYOUTS, MUTANTS, config_of, mutate
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.verify.compare import Comparison, Tolerance
 from slapo_zoo.verify.core import verify
+from slapo_zoo.verify.runs import Result
 from slapo_zoo.zoo.outline import Outline
 
 
@@ -53,9 +55,17 @@ def test_is_caught_and_named(mutant):
     assert place <= 4, f"named late: {report}"
 
 
-def test_a_tensor_of_another_shape_is_a_finding():
-    """Also where plain transformers refuses the files for it: the checks go on, and the place is told."""
+def test_a_tie_that_a_schedule_loses_is_refused_and_named():
     report = verified(next(m for m in MUTANTS if m.name == "head untied"))
-    assert report.error is None
-    wrong = {finding.check for finding in report.findings}
-    assert {"outputs", "optimizer step", "files"} <= wrong
+    assert "lm_head.weight: it is another tensor than transformer.wte.weight" in report.error
+    assert report.divergence.path == "lm_head"
+
+
+def test_a_tensor_of_another_shape_is_a_finding():
+    """The checks go on, and the place is told."""
+    plain, found = Result(loss=1.0, weights={"w": torch.zeros(3)}), Comparison.empty()
+    near = Tolerance(plain, [plain])
+    near.check(found, "optimizer step", "w", torch.zeros(2), lambda result: result.weights["w"])
+    (finding,) = found.findings
+    assert (finding.check, finding.what) == ("optimizer step", "w")
+    assert "found shape [2], expected [3]" in str(finding)

@@ -1,4 +1,4 @@
-"""Where the derived table of a model comes from: this process, the cache, or a process that proves it."""
+"""`schedule="auto"`: a derived table, from this process, the cache, or a process that proves it."""
 
 import copy
 import hashlib
