@@ -99,7 +99,7 @@ def _norm(bn: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
 
 
 def _is_plain(bn: Any) -> bool:
-    """Return whether nothing is lost by passing its forward by: a schedule may have it sum over ranks."""
+    """Return whether the kernel may run in place of `bn.forward`, which a schedule may have changed to sum over ranks."""
     was_changed = "forward" in bn.__dict__
     return not was_changed and bn.momentum is not None and bn.weight is not None
 

@@ -9,10 +9,9 @@ from slapo_zoo.kernels.dropout import dropout
 
 
 def serves(q: Tensor, mask: Tensor | None, causal: bool, keys: int) -> bool:
-    """Return whether the kernel takes a query [B, H, S, D] and a mask of `transformers`.
+    """Return whether the kernel takes a query [B, H, S, D] over so many keys, and a mask of `transformers`.
 
-    A mask of what is seen, the same for all heads, is served; what is added to the scores may be
-    anything.
+    A boolean mask that all heads share is taken; one that is added to the scores is not.
     """
     if cannot(q):
         return False

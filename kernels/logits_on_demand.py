@@ -339,7 +339,7 @@ def _is_of_an_engine(_x: Any, hook: Any) -> bool:
 
 
 def _is_slice(index: Any) -> bool:
-    """Return whether it is a view: an index tensor could change before the logits are made."""
+    """Return whether `index` holds slices, numbers, None and `...` alone; a tensor could change before the logits are made."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(isinstance(part, slice | int) or part is None or part is Ellipsis for part in parts)
 

@@ -200,7 +200,12 @@ class _Save:
         )
 
     def merge(self, found: Sequence[tuple[str, Any, dict[str, str], dict[str, Any]]]) -> None:
-        """Merge what all ranks reported into the state of the whole training."""
+        """Merge the reports of all ranks into `state`, that of the whole training.
+
+        Args:
+            found: by rank: digest of its optimizer, the optimizer's record or None, random states by
+                device, and its own step, position and extras.
+        """
         mesh = self.model.mesh
         if differ := optimizers.disagreement([record for record, *_ in found], mesh):
             problem = f"ranks {differ} have another one than the first rank of their stage"

@@ -276,7 +276,7 @@ def quick_table(names: Sequence[str], device: str) -> Table:
 def _row(
     what: str, shape: tuple, dtype: torch.dtype, device: str, compile: bool
 ) -> dict[str, Any] | None:
-    """One row; None where it fails: out of memory, or a kernel that does not compile."""
+    """Measure one shape of a kernel; return its row of the table, or None where memory runs out or nothing compiles."""
     try:
         return measure(what, shape, dtype, device, compile)
     except Exception as error:

@@ -109,7 +109,10 @@ class Block:
         hooks.__enter__()
 
     def _require_own(self, module: nn.Module) -> None:
-        """MeshError where modules moved between blocks: they would compute with this rank's rows."""
+        """Raise MeshError for a module that was moved into this block after the load.
+
+        Its weights are not gathered with the block: it would compute with this rank's rows of them.
+        """
         reading = {id(at) for at, *_ in self.places}
         for path, m in module.named_modules():
             if id(m) not in reading and any(map(is_divided, m._parameters.values())):

@@ -228,7 +228,11 @@ class GradientReducer:
             self.close()
 
     def finish(self, named: Mapping[str, nn.Parameter]) -> None:
-        """Sum over the other mesh dims what the backwards of a step have added up."""
+        """All-reduce the gradients of a step over every mesh dim but dp, once, after its last backward.
+
+        Args:
+            named: parameters by name.
+        """
         sharded, plan = self.runtime.schedule.state.forward.tokens_divided, self.runtime.plan
         sums = plan.sums_of(named, TIED, REPLICAS, PARTIAL, tokens_sharded=sharded)
         for one, names in () if self.at_once else sums.items():

@@ -18,14 +18,17 @@ from slapo_zoo.parallel.local_tensors import is_divided, part_of
 
 
 class OnWhole:
-    """A user's hook, in the place where it was registered; its arguments are those of `take_over`."""
+    """Call a user's gradient hook with the gradient of the whole tensor, in place of this rank's part.
+
+    It stands in the parameter's list of hooks where the user registered the hook.
+    """
 
     def __init__(self, reducer: Any, name: str, parameter: nn.Parameter, hook: Any):
         self.reducer, self.parameter = ref(reducer), ref(parameter)
         self.name, self.hook = name, hook
 
     def __call__(self, grad: Tensor) -> Any:
-        """In a backward; in one of `train_step` it waits for the whole gradient."""
+        """Run the hook now; within `train_step` nothing, since the gradient is not whole before the end of the step."""
         reducer = self.reducer()
         if reducer is None:  # the model is gone, its parameter lives on
             return self.hook(grad)

@@ -220,7 +220,10 @@ class StepGuard:
 
 
 def _one_of(row: list[float | None], alike: float) -> float | None:
-    """The factor of all probes of a rank, if it is one."""
+    """Return the factor by which all probes of a rank were scaled, or None where they were scaled differently.
+
+    Factors are the same within the relative tolerance `alike`; None in `row` is a probe without a factor.
+    """
     known = [factor for factor in row if factor is not None]
     return known[0] if known and max(known) - min(known) <= alike * max(known) else None
 

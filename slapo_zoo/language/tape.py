@@ -247,7 +247,7 @@ class Tape(TorchDispatchMode):
                    tensor.dtype, tensor.requires_grad)  # fmt: skip
 
     def _given(self, tensor: Tensor) -> None:
-        """Number the memory of a tensor that is there before the step and after it."""
+        """Give a number to the memory of a tensor that exists before the step and outlives it, such as a parameter."""
         key = tensor.untyped_storage()._cdata
         self._storages.setdefault(key, -1 - len(self._storages))
 

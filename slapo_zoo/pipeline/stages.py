@@ -194,7 +194,12 @@ class Cursor:
         return tuple(x.clone(memory_format=torch.contiguous_format) for x in crossing)
 
     def stand_in(self, unit: str, held: bool) -> Any:
-        """The output of a call that another stage makes, or None when this one makes it."""
+        """Return the output of a call that another stage runs, or None where this stage runs it.
+
+        Args:
+            unit: path of the module that is called.
+            held: whether this stage has its weights.
+        """
         if self.plan is None:
             problem = "it is called beside the model's forward, and each rank holds its own layers"
             hint = "call the model as a whole (inputs_embeds: of a table of your own), or use pp=1"
@@ -254,11 +259,11 @@ class Foreign(nn.Module):
         return _elsewhere(self.unit, name, getattr(original, name))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Without hooks: those of a user run where the unit is, once."""
+        """Return the unit's output. No hook runs here: a user's hooks run once, on the stage that holds the unit."""
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The output that the unit has on its own stage."""
+        """Return the output that the unit has on its own stage."""
         return self.cursor.stand_in(self.unit, held=False)
 
     def extra_repr(self) -> str:

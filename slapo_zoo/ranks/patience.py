@@ -64,7 +64,7 @@ def patient_group() -> Any:
 
 
 def _meet(what: str) -> None:
-    """Wait until all ranks are here: making a group would wait without a word."""
+    """Wait until all ranks are here, and say which are late: making a process group would hang in silence."""
     heart = heartbeat.current()
     if heart is None:
         return

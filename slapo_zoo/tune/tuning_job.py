@@ -111,7 +111,7 @@ def points_for(setting: Setting, symbols: Mapping[str, list[Any]]) -> list[Point
 
 
 def default_symbols(model: str) -> dict[str, list[Any]]:
-    """Return the default space: rows, and the knobs that the family's table lists."""
+    """Return what is searched where nothing is asked: rows of a step, and the options that the family's table lists."""
     config, _ = config_of(model)
     tunable = table_for(config.model_type).tunable
     found: dict[str, list[Any]] = {"batch_size": [1, 2, 4, 8, 16, 32]}

@@ -173,7 +173,7 @@ class _Numbers:
 
 
 def _together(reports: Sequence[Report]) -> Report:
-    """One report: comparisons add up, the largest error counts, the last stretch says what is wrong."""
+    """Merge the reports of stretches of layers: counts are summed, the largest error is kept, findings are the last one's."""
     last, checks = reports[-1], dict(reports[0].checks)
     for report in reports[1:]:
         for check, found in report.checks.items():

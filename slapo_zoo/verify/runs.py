@@ -79,15 +79,14 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
 
 
 def shaken(model: torch.nn.Module, seed: int | None) -> torch.nn.Module:
-    """The model with every value moved by about one unit in its last place, where there is a seed.
+    """Move every parameter by about one unit in its last place, in place; return the model. Without a seed, change nothing.
 
-    It computes what the given one does but for rounding, of which it is another sample.
+    What it computes then differs by rounding alone: it tells how far rounding leads.
     """
     if seed is None:
         return model
-    own = torch.Generator().manual_seed(
-        seed
-    )  # ranks may be threads: torch's own is theirs together
+    # ranks may be threads: torch's own generator is theirs together
+    own = torch.Generator().manual_seed(seed)
     for p in model.parameters():
         noise = torch.rand(p.shape, dtype=torch.float64, generator=own).sub_(0.5).mul_(2)
         p.data = p.data + p.data * noise.to(p.data) * torch.finfo(p.dtype).eps

@@ -68,7 +68,7 @@ def _divide(name: str, p: Tensor, remembered: Mapping[str, Any], tensors: dict[s
 
 
 def merge(records: Sequence[Record]) -> Record:
-    """The record of the whole model from those of the stages; a tied parameter counts once."""
+    """Merge the records of the stages into that of the whole model; a parameter tied over stages is listed once."""
     first = records[0]
     for record in records[1:]:
         kinds = [(r["class"], [g["options"] for g in r["groups"]]) for r in (first, record)]

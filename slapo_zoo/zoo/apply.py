@@ -205,7 +205,10 @@ def place_cuts(sch: Schedule, table: Table, num_stages: int) -> list[tuple[str, 
 
 
 def step_costs(model: Any, units: list[str], blocks: list[str], num_stages: int) -> list[UnitCost]:
-    """Return the cost of each unit; by weights alone where the forward cannot run on fake tensors or long rows."""
+    """Return the cost of each unit in a step, to balance stages.
+
+    Where the forward does not run on fake tensors, or too few blocks were called, a unit costs its number of weights.
+    """
     try:
         found = unit_costs(model, units)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):

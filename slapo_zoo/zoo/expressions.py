@@ -44,7 +44,7 @@ class Named(int):
 
     @staticmethod
     def of(value: int, name: str) -> "Named":
-        """The number `value` under a name."""
+        """Return `value` as an int that carries its name."""
         found = Named(value)
         found.name = name
         return found

@@ -60,12 +60,12 @@ def column(
 
 
 def row(axis: int = 1, unit: str = "", together: str = "", tokens: int = 1) -> Rule:
-    """Each rank holds some inputs: the product is summed over tp, then the bias added once.
+    """Shard a row-parallel linear: a rank holds some inputs, the product is all-reduced over tp, the bias added once.
 
     Args:
-        axis: input axis of the weight.
-        unit: dim that stays whole (head_dim).
-        together: dim: query heads per KV head.
+        axis: input axis of the weight, which is sharded.
+        unit: name of a dim that is not split (head_dim).
+        together: name of the dim that counts query heads of one KV head, which stay on one rank.
         tokens: axis of tokens, which sequence parallelism divides; -1 keeps them whole here.
     """
     how: dict[str, Any] = {"unit": _dim(unit), "together": _dim(together)}
@@ -117,7 +117,7 @@ def row_inside(axis: int = 1) -> Rule:
 
 
 def bare(*param_names: str) -> Rule:
-    """Parameters that a module holds itself, one row per channel: divided along axis 0."""
+    """Shard parameters of the module itself, such as a scale per channel, along axis 0."""
     return tuple(Shard(name, 0, uneven=True) for name in param_names)
 
 

@@ -15,7 +15,7 @@ TEXT = {"text": ("text", "content", "body", "sentence")}
 
 @dataclass(frozen=True)
 class Language(Task):
-    """Documents one after the other, cut into rows."""
+    """Task of a language model: tokens of all documents, one after the other, cut into rows of `seq_len`."""
 
     roles = TEXT
     packs = True

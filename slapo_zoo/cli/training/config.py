@@ -80,7 +80,10 @@ def read_sets(words: Sequence[str]) -> dict[str, Any]:
 
 
 def checked(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Names, types and bounds of what was given, under the names of today; a number may be written 1e-4."""
+    """Check names, types and bounds of options; return them under their current names.
+
+    A number may be a string such as 1e-4. `where` is the file or flag, for ConfigError.
+    """
     now = {key: RENAMED.get(str(key), str(key)) for key in given}
     if older := [f"{key} is called {new} now" for key, new in now.items() if key != new]:
         sys.stderr.write(f"warning: {where}: {', '.join(older)}\n" if is_first() else "")

@@ -137,7 +137,10 @@ def read_inputs(options: TrainOptions, config: Any) -> Inputs:
 
 
 def make_task(cls: type[Task], tokenizer: Any, data: Any, options: TrainOptions, config: Any) -> Task:  # fmt: skip
-    """The task with what the options and the data say of it; a head that knows the classes numbers them."""
+    """Make the task of a run, with its row length and the names of its classes.
+
+    Classes are numbered as in `config.id2label` where that has all of them, else as the data orders them.
+    """
     more: dict[str, Any] = {}
     if issubclass(cls, Labelled):
         if options.stream:

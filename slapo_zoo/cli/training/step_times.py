@@ -80,7 +80,7 @@ def measure(options: BenchOptions) -> StepTimes | None:
 
 
 def time_steps(options: BenchOptions) -> StepTimes:
-    """Run the benchmark on one rank.
+    """Time training steps of the scheduled model, once its losses are those of the plain one; all ranks call it.
 
     Raises:
         MeshError: the rows are longer than the model allows.

@@ -98,7 +98,10 @@ def _ddp(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> nn.Module:
 
 
 def _fsdp2(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> nn.Module:
-    """Each block is gathered when it runs; what lies around the blocks stays gathered meanwhile."""
+    """Apply `fully_shard` to each block, then to the model, and return the model.
+
+    A block is gathered while it runs; parameters outside of the blocks stay gathered from forward to backward.
+    """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
@@ -140,10 +143,10 @@ class _Ddp(DataParallel):
 
 
 class _DdpStages(DataParallel):
-    """DDP's reducer alone: a stage ends in the middle of the model's forward, not in DDP's.
+    """Average the gradients of a pipeline stage with DDP's reducer, without DDP's forward.
 
-    Micro-batches add up in `.grad`; the sum runs in the backward of the last one, as with torch's
-    own stages.
+    Gradients of micro-batches add up in `.grad`; they are averaged in the backward of the last one, as in
+    `torch.distributed.pipelining`.
     """
 
     def __init__(self, native: Any, mesh: Mesh):

@@ -14,7 +14,10 @@ from slapo_zoo.errors import ScheduleError
 
 @has_side_effect
 def expect(value: Any, expected: Any, where: str, read: str) -> None:
-    """Raise unless `value` is what it was during the trace."""
+    """Raise ScheduleError unless `value` equals `expected`, which it was during the trace.
+
+    `where` is the module and `read` the expression, both for the message.
+    """
     if isinstance(expected, bool) or expected is None:
         same = value is expected
     else:

@@ -38,7 +38,7 @@ def to_document(table: Table) -> dict[str, Any]:
 
 
 def from_document(document: dict[str, Any]) -> Table:
-    """The table that `to_document` wrote; ScheduleError for a directive that is none."""
+    """Rebuild the table from the document that `to_document` wrote; ScheduleError for an unknown directive."""
     rows = []
     for pattern, rule in document["rows"]:
         steps = [[pattern, name, arguments] for name, arguments in rule]
