@@ -20,8 +20,8 @@ from slapo_zoo.cards.make import zoo_card
 from slapo_zoo.cards.plans import Plan, plans_of
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.planner.hardware import HARDWARE
-from slapo_zoo.planner.layout_search import Planner
+from slapo_zoo.tune.planner.hardware import HARDWARE
+from slapo_zoo.tune.planner.layout_search import Planner
 from slapo_zoo.verify.card_check import verify_card
 from slapo_zoo.zoo.argument_values import config_of
 from slapo_zoo.zoo.table import families, table_for

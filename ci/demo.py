@@ -32,7 +32,7 @@ from slapo_zoo.cli.training.display import ledger_table, progress_bar, silence
 from slapo_zoo.cli.training.inputs import Inputs, require_rows
 from slapo_zoo.cli.training.run import fit, gather_ledgers, load
 from slapo_zoo.cli.training.train_options import TrainOptions
-from slapo_zoo.ranks.launch import run_local
+from slapo_zoo.parallel.ranks.launch import run_local
 
 TEXT_BYTES = 2_500_000
 VOCAB_SIZE = 4099  # a prime: no number of ranks divides it

@@ -71,10 +71,16 @@ def imported(text: str) -> set[str]:
 
 def relative(text: str) -> str:
     """Imports of slapo_zoo --> relative imports of the same names; the export is one flat folder."""
-    text = text.replace("Path(__file__).parents[1]", "Path(__file__).parent")
-    packages = "|".join(path.parent.name for path in (ROOT / "slapo_zoo").glob("*/__init__.py"))
-    text = re.sub(rf"from slapo_zoo\.(?:kernels|{packages}) import ", "from . import ", text)
-    return re.sub(r"from slapo_zoo\.(?:\w+\.)?(\w+) import ", r"from .\1 import ", text)
+    text = re.sub(r"Path\(__file__\)\.parents\[\d\]", "Path(__file__).parent", text)
+    inside = (ROOT / "slapo_zoo").glob("**/__init__.py")
+    packages = {".".join(path.parent.relative_to(ROOT).parts) for path in inside} | {
+        "slapo_zoo.kernels"
+    }
+
+    def flat(found: re.Match[str]) -> str:
+        return f"from .{'' if found[1] in packages else found[1].rpartition('.')[2]} import "
+
+    return re.sub(r"from (slapo_zoo[\w.]*) import ", flat, text)
 
 
 def sources() -> dict[str, str]:

@@ -17,8 +17,8 @@ CLOSE = 1e-4  # of a loss in fp32 with dropout: the masks are the same, the orde
 def masks(what: str, out: Path, fake: bool) -> dict[str, Any]:
     """Seeds and masks of the device are those of the host, bit for bit; a part of a row draws its part."""
     from slapo_zoo.kernels.dropout import dropout
-    from slapo_zoo.rng.device_seeds import hashed_cells, later
-    from slapo_zoo.rng.random_stream import RandomStream
+    from slapo_zoo.parallel.rng.device_seeds import hashed_cells, later
+    from slapo_zoo.parallel.rng.random_stream import RandomStream
 
     compared = 0
     for p in (0.1, 0.5):
@@ -49,7 +49,7 @@ def masks(what: str, out: Path, fake: bool) -> dict[str, Any]:
 
 def ranks(what: str, out: Path, fake: bool) -> dict[str, Any]:
     """Two ranks on one device through gloo, or the group of one rank, against no group at all; dropout on."""
-    from slapo_zoo.ranks.launch import run_local
+    from slapo_zoo.parallel.ranks.launch import run_local
 
     layout = LAYOUTS[what]
     nprocs = max([1, *layout.values()])
@@ -95,7 +95,7 @@ def load(what: str, out: Path, fake: bool) -> dict[str, Any]:
     from transformers import GPT2Config
 
     from slapo_zoo import AutoScheduledModel
-    from slapo_zoo.checkpoints.training_checkpoint import async_save_checkpoint
+    from slapo_zoo.model.checkpoints.training_checkpoint import async_save_checkpoint
 
     sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 101} if fake else {"n_embd": 1600, "n_head": 25, "n_layer": 24}  # fmt: skip
     config = GPT2Config(**sizes, n_positions=1024, architectures=["GPT2LMHeadModel"])

@@ -95,7 +95,7 @@ def layers() -> list[str]:
 
 def about(package: str) -> str:
     """The first sentence of a package's docstring."""
-    place = ROOT / "slapo_zoo" / package
+    place = ROOT / "slapo_zoo" / package.replace(".", "/")
     file = place / "__init__.py" if (place / "__init__.py").exists() else place.with_suffix(".py")
     if not file.exists():
         return {"kernels": "one file per kernel", "schedules": "one table per architecture"}[
@@ -111,7 +111,7 @@ def floors() -> str:
     for number, floor in reversed(list(enumerate(layers(), 1))):
         for package in floor.split():
             parts += [rect(44, y, 860, 30, "box"), text(56, y + 20, package, "head")]
-            parts.append(text(150, y + 20, about(package), "small"))
+            parts.append(text(200, y + 20, about(package), "small"))
             parts.append(text(30, y + 20, str(number), "small", "end"))
             y += 34
         y += 6

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slapo_zoo.dispatch.kernel_registry import TRITON_DTYPES, in_triton, operator
 from slapo_zoo.kernels.dropout import dropout
-from slapo_zoo.rng.device_seeds import is_kept
+from slapo_zoo.parallel.rng.device_seeds import is_kept
 
 CACHE = 1 << 23  # bytes of scores at a time on a CPU
 LARGEST_HEAD = 128  # columns; tiles of more spill

@@ -1,6 +1,6 @@
 """Dropout masks of the kernels: given as a tensor, or hashed from one seed per cell where they are used.
 
-A cell is a row of the batch (in attention: a row and a head); see slapo_zoo.rng.random_stream. The mask of element
+A cell is a row of the batch (in attention: a row and a head); see slapo_zoo.parallel.rng.random_stream. The mask of element
 i of a cell depends on (seed, i) alone, so forward, backward and recomputation draw the same one, on
 every device and in every block size, and nothing of its size is stored.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from slapo_zoo.rng.device_seeds import hashed_cells, split_cells
+from slapo_zoo.parallel.rng.device_seeds import hashed_cells, split_cells
 
 
 def mask_like(x: Tensor, keep: Tensor | None, seeds: Tensor | None, p: float) -> Tensor | None:

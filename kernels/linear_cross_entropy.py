@@ -90,7 +90,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """F.cross_entropy(x weight' + bias, target) in fp32; NaN where no row counts, as there.
 
-    A TorchFunctionMode sees the call as it sees one of F.cross_entropy (slapo_zoo.losses.loss_means needs to).
+    A TorchFunctionMode sees the call as it sees one of F.cross_entropy (slapo_zoo.parallel.losses.loss_means needs to).
 
     Args:
         x: [N, H].

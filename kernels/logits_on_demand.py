@@ -20,10 +20,10 @@ from torch.nn import functional
 from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.parallel.known import IGNORED, known, places
 from slapo_zoo.parallel.once import once
+from slapo_zoo.parallel.ranks.heartbeat import names_of
+from slapo_zoo.parallel.ranks.patience import meet
+from slapo_zoo.parallel.ranks.process_group import rank_guard
 from slapo_zoo.parallel.stand_ins import as_read_now
-from slapo_zoo.ranks.heartbeat import names_of
-from slapo_zoo.ranks.patience import meet
-from slapo_zoo.ranks.process_group import rank_guard
 
 _TENSOR: Any = torch.Tensor  # its attributes are descriptors, which type checkers do not know
 _KNOWN = {
@@ -280,7 +280,7 @@ class _Deferred(torch.autograd.Function):
 
 def _whole(logits: Any, head: Head) -> Tensor:
     """Columns of this rank, or logits that another seam put off --> all of them, a plain tensor."""
-    from slapo_zoo.losses.vocab_parallel import VocabLogits
+    from slapo_zoo.parallel.losses.vocab_parallel import VocabLogits
 
     if isinstance(logits, LogitsOnDemand):
         return logits.tensor()
@@ -311,7 +311,7 @@ def _plain(value: Any, below: bool = False) -> Any:
 
 def _on_rows(func: Any, x: LogitsOnDemand, rest: tuple, kwargs: dict) -> Tensor | None:
     """The logits on demand that `func` makes of others, or None."""
-    from slapo_zoo.losses.vocab_parallel import keeps_last_axis
+    from slapo_zoo.parallel.losses.vocab_parallel import keeps_last_axis
 
     if func in _CASTS:
         dtype = _cast_to(func, x, rest, kwargs)

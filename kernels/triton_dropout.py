@@ -1,4 +1,4 @@
-"""The dropout hash of slapo_zoo.rng.random_stream.is_kept in Triton, bit for bit."""
+"""The dropout hash of slapo_zoo.parallel.rng.random_stream.is_kept in Triton, bit for bit."""
 
 import triton
 import triton.language as tl

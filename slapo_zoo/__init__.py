@@ -9,13 +9,6 @@ from typing import TYPE_CHECKING, Any
 from slapo_zoo.parallel.version import VERSION
 
 if TYPE_CHECKING:
-    from slapo_zoo.checkpoints.resume import load_checkpoint as load_checkpoint
-    from slapo_zoo.checkpoints.training_checkpoint import (
-        async_save_checkpoint as async_save_checkpoint,
-    )
-    from slapo_zoo.checkpoints.training_checkpoint import save_checkpoint as save_checkpoint
-    from slapo_zoo.dp.sampler import MeshSampler as MeshSampler
-    from slapo_zoo.dp.sampler import broadcast_batch as broadcast_batch
     from slapo_zoo.errors import ArchitectureError as ArchitectureError
     from slapo_zoo.errors import CardError as CardError
     from slapo_zoo.errors import MeshError as MeshError
@@ -23,14 +16,6 @@ if TYPE_CHECKING:
     from slapo_zoo.errors import ScheduleError as ScheduleError
     from slapo_zoo.errors import SlapoError as SlapoError
     from slapo_zoo.errors import WeightsError as WeightsError
-    from slapo_zoo.gradients.optimizers import OptimizerWarning as OptimizerWarning
-    from slapo_zoo.gradients.optimizers import whole_matrices as whole_matrices
-    from slapo_zoo.gradients.scaler import GradScaler as GradScaler
-    from slapo_zoo.integrations.dialects import get_dialect_cls as get_dialect_cls
-    from slapo_zoo.integrations.dialects import init_target_engine as init_target_engine
-    from slapo_zoo.integrations.dialects import register_dialect as register_dialect
-    from slapo_zoo.integrations.trainer import ScheduledTrainer as ScheduledTrainer
-    from slapo_zoo.integrations.trainer import prepare as prepare
     from slapo_zoo.language.graph.pattern import ModulePattern as ModulePattern
     from slapo_zoo.language.graph.pattern import Pattern as Pattern
     from slapo_zoo.language.graph.pattern import call_module as call_module
@@ -58,22 +43,37 @@ if TYPE_CHECKING:
     from slapo_zoo.load.compat import set_random_seed as set_random_seed
     from slapo_zoo.load.module_cards import apply_card as apply_card
     from slapo_zoo.load.module_cards import publish_card as publish_card
+    from slapo_zoo.model.checkpoints.resume import load_checkpoint as load_checkpoint
+    from slapo_zoo.model.checkpoints.training_checkpoint import (
+        async_save_checkpoint as async_save_checkpoint,
+    )
+    from slapo_zoo.model.checkpoints.training_checkpoint import save_checkpoint as save_checkpoint
+    from slapo_zoo.model.dp.sampler import MeshSampler as MeshSampler
+    from slapo_zoo.model.dp.sampler import broadcast_batch as broadcast_batch
+    from slapo_zoo.model.gradients.optimizers import OptimizerWarning as OptimizerWarning
+    from slapo_zoo.model.gradients.optimizers import whole_matrices as whole_matrices
+    from slapo_zoo.model.gradients.scaler import GradScaler as GradScaler
+    from slapo_zoo.model.integrations.dialects import get_dialect_cls as get_dialect_cls
+    from slapo_zoo.model.integrations.dialects import init_target_engine as init_target_engine
+    from slapo_zoo.model.integrations.dialects import register_dialect as register_dialect
+    from slapo_zoo.model.integrations.trainer import ScheduledTrainer as ScheduledTrainer
+    from slapo_zoo.model.integrations.trainer import prepare as prepare
     from slapo_zoo.model.numerics import NumericsError as NumericsError
     from slapo_zoo.model.numerics import NumericsWarning as NumericsWarning
     from slapo_zoo.model.numerics import NumericsWatch as NumericsWatch
     from slapo_zoo.parallel.mesh import Mesh as Mesh
-    from slapo_zoo.planner.hardware import Hardware as Hardware
-    from slapo_zoo.planner.hardware import data_sheet as data_sheet
-    from slapo_zoo.planner.hardware import find_hardware as find_hardware
-    from slapo_zoo.planner.layout import Layout as Layout
-    from slapo_zoo.planner.layout_search import Planner as Planner
-    from slapo_zoo.ranks.emulation import emulate as emulate
-    from slapo_zoo.ranks.launch import run_local as run_local
-    from slapo_zoo.ranks.process_group import init_distributed as init_distributed
-    from slapo_zoo.ranks.process_group import shutdown_distributed as shutdown_distributed
-    from slapo_zoo.rng.seeds import get_cuda_rng_tracker as get_cuda_rng_tracker
-    from slapo_zoo.rng.seeds import get_logger as get_logger
+    from slapo_zoo.parallel.ranks.emulation import emulate as emulate
+    from slapo_zoo.parallel.ranks.launch import run_local as run_local
+    from slapo_zoo.parallel.ranks.process_group import init_distributed as init_distributed
+    from slapo_zoo.parallel.ranks.process_group import shutdown_distributed as shutdown_distributed
+    from slapo_zoo.parallel.rng.seeds import get_cuda_rng_tracker as get_cuda_rng_tracker
+    from slapo_zoo.parallel.rng.seeds import get_logger as get_logger
     from slapo_zoo.tune.database import Database as Database
+    from slapo_zoo.tune.planner.hardware import Hardware as Hardware
+    from slapo_zoo.tune.planner.hardware import data_sheet as data_sheet
+    from slapo_zoo.tune.planner.hardware import find_hardware as find_hardware
+    from slapo_zoo.tune.planner.layout import Layout as Layout
+    from slapo_zoo.tune.planner.layout_search import Planner as Planner
     from slapo_zoo.tune.space import Space as Space
     from slapo_zoo.tune.symbol import Symbol as Symbol
     from slapo_zoo.tune.tuner import Limits as Limits
@@ -116,39 +116,39 @@ _HOME = {
     "build": "load.build",
     "consolidate_model": "load.build",
     "create_schedule": "load.build",
-    "async_save_checkpoint": "checkpoints.training_checkpoint",
-    "load_checkpoint": "checkpoints.resume",
-    "save_checkpoint": "checkpoints.training_checkpoint",
-    "get_dialect_cls": "integrations.dialects",
-    "init_target_engine": "integrations.dialects",
-    "register_dialect": "integrations.dialects",
+    "async_save_checkpoint": "model.checkpoints.training_checkpoint",
+    "load_checkpoint": "model.checkpoints.resume",
+    "save_checkpoint": "model.checkpoints.training_checkpoint",
+    "get_dialect_cls": "model.integrations.dialects",
+    "init_target_engine": "model.integrations.dialects",
+    "register_dialect": "model.integrations.dialects",
     "apply_card": "load.module_cards",
     "publish_card": "load.module_cards",
     "NumericsError": "model.numerics",
     "NumericsWarning": "model.numerics",
-    "GradScaler": "gradients.scaler",
+    "GradScaler": "model.gradients.scaler",
     "NumericsWatch": "model.numerics",
-    "OptimizerWarning": "gradients.optimizers",
-    "whole_matrices": "gradients.optimizers",
-    "MeshSampler": "dp.sampler",
-    "broadcast_batch": "dp.sampler",
-    "ScheduledTrainer": "integrations.trainer",
-    "prepare": "integrations.trainer",
-    "emulate": "ranks.emulation",
-    "run_local": "ranks.launch",
+    "OptimizerWarning": "model.gradients.optimizers",
+    "whole_matrices": "model.gradients.optimizers",
+    "MeshSampler": "model.dp.sampler",
+    "broadcast_batch": "model.dp.sampler",
+    "ScheduledTrainer": "model.integrations.trainer",
+    "prepare": "model.integrations.trainer",
+    "emulate": "parallel.ranks.emulation",
+    "run_local": "parallel.ranks.launch",
     "Mesh": "parallel.mesh",
-    "init_distributed": "ranks.process_group",
-    "shutdown_distributed": "ranks.process_group",
-    "get_cuda_rng_tracker": "rng.seeds",
-    "get_logger": "rng.seeds",
+    "init_distributed": "parallel.ranks.process_group",
+    "shutdown_distributed": "parallel.ranks.process_group",
+    "get_cuda_rng_tracker": "parallel.rng.seeds",
+    "get_logger": "parallel.rng.seeds",
     "is_random_seed_set": "load.compat",
     "set_random_seed": "load.compat",
     "Database": "tune.database",
-    "Hardware": "planner.hardware",
-    "data_sheet": "planner.hardware",
-    "find_hardware": "planner.hardware",
-    "Layout": "planner.layout",
-    "Planner": "planner.layout_search",
+    "Hardware": "tune.planner.hardware",
+    "data_sheet": "tune.planner.hardware",
+    "find_hardware": "tune.planner.hardware",
+    "Layout": "tune.planner.layout",
+    "Planner": "tune.planner.layout_search",
     "Space": "tune.space",
     "Symbol": "tune.symbol",
     "Limits": "tune.tuner",

@@ -59,8 +59,8 @@ def planner_for(setting: Setting) -> Any:
     """Of the model as it was run, on V100."""
     from transformers import T5Config
 
-    from slapo_zoo.planner.hardware import GIB, data_sheet
-    from slapo_zoo.planner.layout_search import Planner
+    from slapo_zoo.tune.planner.hardware import GIB, data_sheet
+    from slapo_zoo.tune.planner.layout_search import Planner
 
     v100 = data_sheet("V100-32GB", 125e12, 0.9e12, 150e9, 12.5e9 / 8, 32 * GIB, 16e9, 80, 15.7e12)
     size = setting.size
@@ -77,7 +77,7 @@ def planner_for(setting: Setting) -> Any:
 
 def space(setting: Setting, wide: bool) -> Iterator[Any]:
     """Layouts of Megatron's grid; wide: those that Aceso may reach with one plan for all layers."""
-    from slapo_zoo.planner.layout import Layout, divisors
+    from slapo_zoo.tune.planner.layout import Layout, divisors
 
     shares = [i / 8 for i in range(9)] if wide else [0.0, 1.0]
     for tp in (n for n in divisors(setting.gpus) if n <= 8):

@@ -23,7 +23,7 @@ def measure(fields: dict[str, Any], repeats: int) -> dict[str, float]:
     from transformers import GPT2Config
 
     from slapo_zoo import AutoScheduledModel
-    from slapo_zoo.gradients.batch_check import check_batch
+    from slapo_zoo.model.gradients.batch_check import check_batch
 
     config = GPT2Config(**fields, n_positions=128, architectures=["GPT2LMHeadModel"])
     model = AutoScheduledModel.from_config(config, tp=2).train()
@@ -44,7 +44,7 @@ def measure(fields: dict[str, Any], repeats: int) -> dict[str, float]:
 
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
     """The table."""
-    from slapo_zoo.gradients.batch_check import INTERVAL
+    from slapo_zoo.model.gradients.batch_check import INTERVAL
 
     rows = []
     for name, fields in SIZES.items():

@@ -13,9 +13,9 @@ import torch
 from benchmarks import ranks
 from slapo_zoo.errors import RankError
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.planner.hardware import HARDWARE
-from slapo_zoo.planner.layout import Layout
-from slapo_zoo.planner.layout_search import Planner
+from slapo_zoo.tune.planner.hardware import HARDWARE
+from slapo_zoo.tune.planner.layout import Layout
+from slapo_zoo.tune.planner.layout_search import Planner
 
 MOST_OFF, MIB, M_MMAP_THRESHOLD = 0.10, 2**20, -3
 SIZES = {  # hidden size, blocks, vocabulary, tokens of a row; all with 8 rows

@@ -31,8 +31,8 @@ def config_of(blocks: int, width: int, heads: int) -> Any:
 
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
     """One row per size."""
-    from slapo_zoo.planner.hardware import HARDWARE
-    from slapo_zoo.planner.layout_search import Planner
+    from slapo_zoo.tune.planner.hardware import HARDWARE
+    from slapo_zoo.tune.planner.layout_search import Planner
 
     rows: list[dict[str, Any]] = []
     names = ["125M"] if quick else list(FAMILY)

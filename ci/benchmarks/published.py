@@ -40,8 +40,8 @@ def make_planner(size: dict[str, Any]) -> Any:
     """Of the assumed model on the assumed devices."""
     from transformers import GPT2Config
 
-    from slapo_zoo.planner.hardware import GIB, data_sheet
-    from slapo_zoo.planner.layout_search import Planner
+    from slapo_zoo.tune.planner.hardware import GIB, data_sheet
+    from slapo_zoo.tune.planner.layout_search import Planner
 
     config: Any = GPT2Config(
         **size, n_positions=SEQ_LEN, vocab_size=50264, activation_function="gelu",

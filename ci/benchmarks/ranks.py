@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from slapo_zoo.ranks.launch import run_local
+from slapo_zoo.parallel.ranks.launch import run_local
 from slapo_zoo.weights.ledger import AnonymousPeak
 
 LAYOUTS = {"tp=2": (2, 1, 1), "tp=4": (4, 1, 1), "pp=2": (1, 2, 1), "tp=2 pp=2": (2, 2, 1)}

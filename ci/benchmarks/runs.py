@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slapo_zoo.planner.layout import Layout
+from slapo_zoo.tune.planner.layout import Layout
 
 FOLDER = Path(__file__).parent / "published_runs"
 
@@ -155,8 +155,8 @@ def config_of(size: Size) -> Any:
 @lru_cache(maxsize=2)  # rows of a model stand together
 def planner_of(size: Size, node_network: float) -> Any:
     """The planner of a model on A100-80GB."""
-    from slapo_zoo.planner.hardware import HARDWARE, NETWORK
-    from slapo_zoo.planner.layout_search import Planner
+    from slapo_zoo.tune.planner.hardware import HARDWARE, NETWORK
+    from slapo_zoo.tune.planner.layout_search import Planner
 
     device = replace(HARDWARE["a100"], network=NETWORK * node_network / 8)
     return Planner(config_of(size), device, size.seq_len, "fp16", "megatron")

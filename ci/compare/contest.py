@@ -19,8 +19,14 @@ import torch.distributed as dist
 from compare.peers import CONTENDERS, Contender
 from compare.shapes import Work
 from slapo_zoo.errors import RankError
-from slapo_zoo.ranks.launch import LocalRank, prepare_rank, rank_environment, start_rank, stop
-from slapo_zoo.ranks.process_group import init_distributed
+from slapo_zoo.parallel.ranks.launch import (
+    LocalRank,
+    prepare_rank,
+    rank_environment,
+    start_rank,
+    stop,
+)
+from slapo_zoo.parallel.ranks.process_group import init_distributed
 from slapo_zoo.weights.ledger import AnonymousPeak
 
 TURN_S = 150.0  # a turn that takes longer is an error
@@ -182,7 +188,7 @@ def _prepare(name: str, size: int) -> None:
     if name == "DeepSpeed AutoTP":
         import logging
 
-        from slapo_zoo.integrations.dialects.deepspeed import import_deepspeed
+        from slapo_zoo.model.integrations.dialects.deepspeed import import_deepspeed
 
         import_deepspeed()
         logging.disable(logging.WARNING)

@@ -229,7 +229,7 @@ class DeepSpeed(Contender):
         return "AutoTP refuses gpt2" if config.model_type == "gpt2" else ""
 
     def load(self) -> Any:
-        from slapo_zoo.integrations.dialects.deepspeed import import_deepspeed
+        from slapo_zoo.model.integrations.dialects.deepspeed import import_deepspeed
 
         config = {
             "train_micro_batch_size_per_gpu": self.work.batch_size,

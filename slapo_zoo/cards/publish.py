@@ -15,7 +15,7 @@ from slapo_zoo.errors import CardError
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.ranks.agreement import together
+from slapo_zoo.parallel.ranks.agreement import together
 
 
 def card_of(model: Any, base_model: str | None = None, any_size: bool = False) -> Card:

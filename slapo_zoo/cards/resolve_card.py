@@ -18,8 +18,8 @@ from slapo_zoo.errors import CardError
 from slapo_zoo.language.schedule import Step, from_json
 from slapo_zoo.language.structure_hash import structure_hash
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.ranks.agreement import together
-from slapo_zoo.rng.seeds import get_logger
+from slapo_zoo.parallel.ranks.agreement import together
+from slapo_zoo.parallel.rng.seeds import get_logger
 
 
 def load_card(name: str) -> Card:

@@ -37,7 +37,7 @@ def embed(
 
 def parallel_loss(logits: Tensor, target: Tensor, vocab_size: int, **options: Any) -> Tensor:
     """The sharded loss of this package in torch operations."""
-    from slapo_zoo.losses.vocab_parallel import vocab_parallel_cross_entropy
+    from slapo_zoo.parallel.losses.vocab_parallel import vocab_parallel_cross_entropy
 
     logits = logits.float()  # as the losses of transformers do
     return vocab_parallel_cross_entropy(logits, target, vocab_size, None, **options)

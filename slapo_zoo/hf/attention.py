@@ -13,9 +13,9 @@ from slapo_zoo.hf import cpu_dropout_attention as dropped_attention
 from slapo_zoo.hf.attention_backends import BACKENDS, find_backend, implementation
 from slapo_zoo.hf.padding import asks_no_positions, asks_nothing
 from slapo_zoo.parallel.known import known
-from slapo_zoo.rng.device_seeds import hashed_cells
-from slapo_zoo.rng.random_stream import RandomStream, dropout
-from slapo_zoo.rng.stream_position import SiteName
+from slapo_zoo.parallel.rng.device_seeds import hashed_cells
+from slapo_zoo.parallel.rng.random_stream import RandomStream, dropout
+from slapo_zoo.parallel.rng.stream_position import SiteName
 
 ATTRIBUTE = "core_attn"
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_zoo.losses.heads import FLAG, TAG, TOKEN, head_of
+from slapo_zoo.parallel.losses.heads import FLAG, TAG, TOKEN, head_of
 
 CHARACTERS = 96  # of a model that has no vocabulary
 

@@ -21,7 +21,7 @@ from slapo_zoo.language.graph.traced import check_reachable
 from slapo_zoo.language.structure_hash import structure_hash
 from slapo_zoo.parallel.mesh import MESH_DIMS, Mesh
 from slapo_zoo.parallel.paths import nearest
-from slapo_zoo.rng.random_stream import RandomStream
+from slapo_zoo.parallel.rng.random_stream import RandomStream
 
 FORMAT = "slapo-zoo-schedule/1"
 Step = tuple[str, Directive]

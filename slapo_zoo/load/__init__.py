@@ -1,4 +1,4 @@
 """AutoScheduledModel and build: which schedule a model gets, and from where its weights come.
 
-Imports `model`, `verify`, `planner` and lower.
+Imports `model`, `verify`, `tune.planner` and lower.
 """

@@ -6,7 +6,7 @@ import torch
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.planner.budget import policies_within, require_shape
+from slapo_zoo.tune.planner.budget import policies_within, require_shape
 from slapo_zoo.weights.load import parse_size
 from slapo_zoo.zoo.options import LoaderOptions
 from slapo_zoo.zoo.schedule_source import FROM_TABLE, kind_of

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.integrations.dialects import check_target, in_target
 from slapo_zoo.load.activation_budget import within_budget
 from slapo_zoo.load.planned import planned
 from slapo_zoo.load.resolve import Trust, resolve_schedule
+from slapo_zoo.model.integrations.dialects import check_target, in_target
 from slapo_zoo.model.loader import Source, load_checkpoint, new_model
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.ranks.process_group import rank_guard
+from slapo_zoo.parallel.ranks.process_group import rank_guard
 from slapo_zoo.weights.load import LoadOptions, parse_size
 from slapo_zoo.zoo.hf_arguments import HubArguments, renamed
 from slapo_zoo.zoo.options import LoaderOptions

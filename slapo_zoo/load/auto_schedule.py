@@ -17,8 +17,8 @@ import torch
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.ranks.agreement import together
-from slapo_zoo.ranks.apart import ProcessApart, python_apart
+from slapo_zoo.parallel.ranks.agreement import together
+from slapo_zoo.parallel.ranks.apart import ProcessApart, python_apart
 from slapo_zoo.verify.apart import CHILD
 from slapo_zoo.zoo.derivation.table_document import from_document
 from slapo_zoo.zoo.derivation.table_rows import undivided_table

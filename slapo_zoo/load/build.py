@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_zoo.errors import ScheduleError
-from slapo_zoo.integrations.dialects import init_target_engine
 from slapo_zoo.language.missing_sums import warn_of_missing_sums
 from slapo_zoo.language.planned_rows import plan_of
 from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.model.integrations.dialects import init_target_engine
 from slapo_zoo.parallel.local_tensors import part_of
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import RankPlan
-from slapo_zoo.rng.device_seeds import mix
-from slapo_zoo.rng.random_stream import drawn_from
+from slapo_zoo.parallel.rng.device_seeds import mix
+from slapo_zoo.parallel.rng.random_stream import drawn_from
 
 
 def create_schedule(

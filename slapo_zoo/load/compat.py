@@ -12,7 +12,7 @@ from torch import nn
 from slapo_zoo.language.graph.traced import original_class
 from slapo_zoo.language.planned_rows import plan_of
 from slapo_zoo.language.schedule import Schedule
-from slapo_zoo.rng.seeds import TENSOR_PARALLEL, get_cuda_rng_tracker
+from slapo_zoo.parallel.rng.seeds import TENSOR_PARALLEL, get_cuda_rng_tracker
 
 _SEEDS: list[int] = []
 

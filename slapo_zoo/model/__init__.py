@@ -1,4 +1,4 @@
 """A scheduled model: its class, its assembly from an outline, its memory and its numbers.
 
-Imports `step`, `checkpoints` and lower.
+Imports `model.step`, `model.checkpoints` and lower.
 """

@@ -5,21 +5,21 @@ from typing import Any
 
 import torch
 
-from slapo_zoo.dp.data_parallel import use_hooks
-from slapo_zoo.dp.dp_shard import Shards, shard_over_dp
 from slapo_zoo.errors import MeshError
 from slapo_zoo.hf.attention_backends import require_backend
 from slapo_zoo.language.missing_sums import warn_of_missing_sums
+from slapo_zoo.model.dp.data_parallel import use_hooks
+from slapo_zoo.model.dp.dp_shard import Shards, shard_over_dp
 from slapo_zoo.model.mixin import Runtime, scheduled_class
 from slapo_zoo.model.same_on_all import require_same_weights
+from slapo_zoo.model.step.mixed_precision import MixedPrecision, computing_forward
+from slapo_zoo.model.step.parts import call_parts_alone
 from slapo_zoo.parallel.compat import new_group, ranks_are_threads
 from slapo_zoo.parallel.digests import digest
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import RankPlan
 from slapo_zoo.pipeline.pipeline_runtime import Pipeline
 from slapo_zoo.pipeline.stages import keep_stages
-from slapo_zoo.step.mixed_precision import MixedPrecision, computing_forward
-from slapo_zoo.step.parts import call_parts_alone
 from slapo_zoo.weights.fill import fill_from_config, fill_from_folder
 from slapo_zoo.weights.folder import CheckpointFolder
 from slapo_zoo.weights.ledger import Ledger

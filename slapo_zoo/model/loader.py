@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from slapo_zoo.dp.dp_shard import check_dp_shard
 from slapo_zoo.hf import models as hf
 from slapo_zoo.model.assemble import Assembly
+from slapo_zoo.model.dp.dp_shard import check_dp_shard
 from slapo_zoo.model.same_on_all import facts_of, require_same_facts
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.ranks.process_group import rank_guard
+from slapo_zoo.parallel.ranks.process_group import rank_guard
 from slapo_zoo.weights.folder import CheckpointFolder, open_checkpoint
 from slapo_zoo.weights.load import LoadOptions
 from slapo_zoo.weights.snapshot import read_by_all

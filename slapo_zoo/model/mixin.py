@@ -10,30 +10,30 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from slapo_zoo.checkpoints import adapters
-from slapo_zoo.checkpoints.current_specs import refresh_specs, written_as
-from slapo_zoo.checkpoints.saved_configs import extras_of
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.gradients.batch_check import INTERVAL
-from slapo_zoo.gradients.module_changes import Structure
-from slapo_zoo.gradients.of_models import note
 from slapo_zoo.language.copying import independent_copy
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.model.checkpoints import adapters
+from slapo_zoo.model.checkpoints.current_specs import refresh_specs, written_as
+from slapo_zoo.model.checkpoints.saved_configs import extras_of
+from slapo_zoo.model.gradients.batch_check import INTERVAL
+from slapo_zoo.model.gradients.module_changes import Structure
+from slapo_zoo.model.gradients.of_models import note
 from slapo_zoo.model.rank_memory import Memory, memory
+from slapo_zoo.model.step.forward import forward_of, uncompiled
+from slapo_zoo.model.step.generation import Generates
+from slapo_zoo.model.step.parts import call_parts_alone, features_alone
+from slapo_zoo.model.step.recompute import Recomputes
+from slapo_zoo.model.step.runtime import Runtime
+from slapo_zoo.model.step.train_step import StepOptions, train_step
 from slapo_zoo.parallel import gather as consolidate
 from slapo_zoo.parallel.begun import note_step
 from slapo_zoo.parallel.local_tensors import rows_of
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import RankPlan
-from slapo_zoo.ranks.agreement import together
-from slapo_zoo.ranks.process_group import rank_guard
-from slapo_zoo.step.forward import forward_of, uncompiled
-from slapo_zoo.step.generation import Generates
-from slapo_zoo.step.parts import call_parts_alone, features_alone
-from slapo_zoo.step.recompute import Recomputes
-from slapo_zoo.step.runtime import Runtime
-from slapo_zoo.step.train_step import StepOptions, train_step
+from slapo_zoo.parallel.ranks.agreement import together
+from slapo_zoo.parallel.ranks.process_group import rank_guard
 from slapo_zoo.weights.ledger import Ledger
 from slapo_zoo.weights.load_memory import settle
 from slapo_zoo.weights.push import Push
@@ -197,7 +197,7 @@ class Scheduled(Structure, Generates, Recomputes):
                 larger comes alone.
             ranks: which get the tensors.
         """
-        from slapo_zoo.checkpoints.weight_stream import stream_weights
+        from slapo_zoo.model.checkpoints.weight_stream import stream_weights
 
         return stream_weights(self, dtype, bucket, ranks)
 
@@ -208,7 +208,7 @@ class Scheduled(Structure, Generates, Recomputes):
             stream: pairs of name and whole tensor; looked at on one rank only.
             rank: which has them.
         """
-        from slapo_zoo.checkpoints.weight_stream import load_stream
+        from slapo_zoo.model.checkpoints.weight_stream import load_stream
 
         load_stream(self, stream, rank)
 

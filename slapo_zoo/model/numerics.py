@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.parallel.digests import digest_of_tensor
+from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.pipeline.stages import Foreign
-from slapo_zoo.ranks.agreement import together
 
 SPIKE, HISTORY, LEAST = 3.0, 50, 8  # times the median of the last losses, and how many are needed
 

@@ -17,7 +17,7 @@ from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.digests import digest, unlike
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import TensorSpec
-from slapo_zoo.ranks.agreement import together
+from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.zoo.options import LoaderOptions
 
 SAMPLES = 4  # values of each tensor that are compared

@@ -1,4 +1,4 @@
 """Search for the fastest values of a schedule's knobs by measuring them.
 
-Imports `model`, `planner` and lower.
+Imports `model`, `tune.planner` and lower.
 """

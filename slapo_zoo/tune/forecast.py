@@ -3,8 +3,8 @@
 import itertools
 from dataclasses import dataclass
 
-from slapo_zoo.planner.layout import Layout, places_of
-from slapo_zoo.planner.layout_search import Forecasted, Planner
+from slapo_zoo.tune.planner.layout import Layout, places_of
+from slapo_zoo.tune.planner.layout_search import Forecasted, Planner
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ class Space:
 
     def log_space(self, training_script_args: Any, update_space_fn: Update) -> None:
         """Log every point of the space and their number."""
-        from slapo_zoo.rng.seeds import get_logger
+        from slapo_zoo.parallel.rng.seeds import get_logger
 
         say, count = get_logger("slapo_zoo").info, 0
         for count, point in enumerate(self.points(training_script_args, update_space_fn), 1):  # noqa: B007

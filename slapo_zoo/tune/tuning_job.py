@@ -7,13 +7,13 @@ from typing import Any
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.paths import nearest
-from slapo_zoo.planner.hardware import HARDWARE, Hardware
-from slapo_zoo.planner.layout import Layout
-from slapo_zoo.planner.layout_search import Planner
-from slapo_zoo.planner.runtime_kind import precision_of
 from slapo_zoo.tune.database import Scope
 from slapo_zoo.tune.grid import Grid
 from slapo_zoo.tune.outcome import OK, Outcome
+from slapo_zoo.tune.planner.hardware import HARDWARE, Hardware
+from slapo_zoo.tune.planner.layout import Layout
+from slapo_zoo.tune.planner.layout_search import Planner
+from slapo_zoo.tune.planner.runtime_kind import precision_of
 from slapo_zoo.tune.space import Point, Space
 from slapo_zoo.tune.trial import OWN, Job
 from slapo_zoo.tune.worker import measure_in_worker

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slapo_zoo.ranks.apart import ProcessApart
+from slapo_zoo.parallel.ranks.apart import ProcessApart
 from slapo_zoo.tune.outcome import TIMEOUT, Outcome, failure_of
 
 MOST_TEXT = 20_000  # characters of stderr that are looked at

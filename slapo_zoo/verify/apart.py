@@ -4,7 +4,7 @@ import signal
 from typing import Any
 
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.ranks.apart import python_apart
+from slapo_zoo.parallel.ranks.apart import python_apart
 
 TIMEOUT_S = 600.0
 CHILD = "slapo_zoo.verify.child"

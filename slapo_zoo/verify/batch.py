@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_zoo.losses.heads import CLASS, FLAG, PAIR, TAG, TOKEN, head_of
+from slapo_zoo.parallel.losses.heads import CLASS, FLAG, PAIR, TAG, TOKEN, head_of
 from slapo_zoo.zoo.survey import example_batch
 
 MEDIA = ("pixel_values", "input_features")
@@ -61,7 +61,7 @@ def _text(shape: Any, config: Any, tp: int, g: torch.Generator) -> tuple[Tensor,
 
 
 def _label(kind: str, ids: Tensor, mask: Tensor, config: Any, g: torch.Generator) -> Tensor:
-    """Numbers of a kind (`slapo_zoo.losses.heads`); some labels of tokens are ignored."""
+    """Numbers of a kind (`slapo_zoo.parallel.losses.heads`); some labels of tokens are ignored."""
     if kind == TOKEN:
         some = torch.rand(ids.shape, generator=g) < 0.7
         return ids.masked_fill(~(some & mask.bool()), -100)

@@ -16,9 +16,9 @@ from slapo_zoo.errors import ArchitectureError, MeshError, ScheduleError, SlapoE
 from slapo_zoo.hf import models as hf
 from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.ranks.emulation import emulate
+from slapo_zoo.parallel.rng.random_stream import drawn_from
 from slapo_zoo.pipeline.orders import StageMap
-from slapo_zoo.ranks.emulation import emulate
-from slapo_zoo.rng.random_stream import drawn_from
 from slapo_zoo.verify import checks
 from slapo_zoo.verify.blame import Blame, Divergence, directives_at, parent_of
 from slapo_zoo.verify.compare import Comparison, Finding, Tolerance, compare, replicas

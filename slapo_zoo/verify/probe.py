@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.model.loader import Source, load_checkpoint
-from slapo_zoo.ranks.emulation import emulate
-from slapo_zoo.step.runtime import tokens_divide
+from slapo_zoo.model.step.runtime import tokens_divide
+from slapo_zoo.parallel.ranks.emulation import emulate
 from slapo_zoo.verify.runs import digests
 from slapo_zoo.verify.specimen import Specimen, experts, silence, tensors
 from slapo_zoo.zoo.options import LoaderOptions

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from slapo_zoo.hf.example_inputs import random_batch
 from slapo_zoo.hf.models import accepts, freeze_as_made, tied_names
-from slapo_zoo.rng.random_stream import drawn_from
+from slapo_zoo.parallel.rng.random_stream import drawn_from
 from slapo_zoo.zoo.derivation.observe import Observation, observe
 from slapo_zoo.zoo.derivation.spelling import find_spelling
 from slapo_zoo.zoo.derivation.tiny import TOKENS, Sizes, sizes_in_turn, tiny, without_dropout

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slapo_zoo.hf import models as hf
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.rng.random_stream import drawn_from
+from slapo_zoo.parallel.rng.random_stream import drawn_from
 from slapo_zoo.verify import batch
 from slapo_zoo.verify.shrink import expressive
 from slapo_zoo.zoo.outline import Outline

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.ranks.agreement import together
+from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.weights.folder import CheckpointFolder
 from slapo_zoo.weights.staging import Staging
 

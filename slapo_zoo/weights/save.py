@@ -19,7 +19,7 @@ from slapo_zoo.parallel.digests import digest, unlike
 from slapo_zoo.parallel.local_tensors import Rows
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import TensorSpec
-from slapo_zoo.ranks.agreement import together
+from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.weights import checksums, crc
 from slapo_zoo.weights.carry import WEIGHT_FILE
 from slapo_zoo.weights.checksums import BLANK, Checksums

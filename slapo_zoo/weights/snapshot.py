@@ -9,7 +9,7 @@ from typing import TypeVar
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.parallel.digests import unlike
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.ranks.agreement import together
+from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.weights.staging import bring_back
 
 T = TypeVar("T")

@@ -205,10 +205,7 @@ def place_cuts(sch: Schedule, table: Table, num_stages: int) -> list[tuple[str, 
 
 
 def step_costs(model: Any, units: list[str], blocks: list[str], num_stages: int) -> list[UnitCost]:
-    """Return the cost of each unit in a step, to balance stages.
-
-    Where the forward does not run on fake tensors, or too few blocks were called, a unit costs its number of weights.
-    """
+    """Return the cost of each unit in a step: its number of weights where the forward cannot run on fake tensors."""
     try:
         found = unit_costs(model, units)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from slapo_zoo.errors import MeshError, SlapoError, WeightsError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.hf.configs import read_config
-from slapo_zoo.losses.heads import head_of
+from slapo_zoo.parallel.losses.heads import head_of
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.paths import nearest
-from slapo_zoo.ranks.process_group import init_distributed, is_distributed_launch
+from slapo_zoo.parallel.ranks.process_group import init_distributed, is_distributed_launch
 from slapo_zoo.weights.folder import CheckpointFolder
 from slapo_zoo.zoo.hf_arguments import HubArguments
 from slapo_zoo.zoo.options import INSTEAD, KNOBS, unknown_knob

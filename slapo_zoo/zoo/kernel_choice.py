@@ -18,7 +18,7 @@ from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.primitives import Replace
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel.paths import nearest
-from slapo_zoo.ranks.agreement import together
+from slapo_zoo.parallel.ranks.agreement import together
 
 WORDS = ("auto", "reference", "measure")
 ASKED, NOT_ASKED = "asked for", "not asked for"

@@ -90,7 +90,7 @@ JSON_COMMANDS = {
     ),
     "derive": ("slapo_zoo.verify.derive.derive", ["derive", "FOLDER"], None),
     "plan": (
-        "slapo_zoo.planner.layout_search.Planner.search",
+        "slapo_zoo.tune.planner.layout_search.Planner.search",
         ["plan", "FOLDER", "--gpus", "2", "--batch", "4"], None,
     ),
     "bench": ("slapo_zoo.cli.training.step_times.measure", ["bench", "FOLDER", "--steps", "1", "--seq-len", "8"], None),

@@ -14,8 +14,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from slapo_zoo.cards import hub
 from slapo_zoo.cli.main import main
-from slapo_zoo.planner.hardware import find_hardware
-from slapo_zoo.planner.layout_report import COLUMNS
+from slapo_zoo.tune.planner.hardware import find_hardware
+from slapo_zoo.tune.planner.layout_report import COLUMNS
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_cards_and_a_calibration_for_programs(gpt2, tmp_path, capfd, monkeypatch
     fetched = data("card", "pull", f"me/x@{sha}", tmp_path / "here")
     assert fetched == {"card": f"me/x@{sha}", "folder": str(tmp_path / "here")}
     found = find_hardware("a100")
-    monkeypatch.setattr("slapo_zoo.planner.calibrate.measure", lambda *args: found)
+    monkeypatch.setattr("slapo_zoo.tune.planner.calibrate.measure", lambda *args: found)
     assert data("calibrate", tmp_path / "a.json") == json.loads((tmp_path / "a.json").read_text())
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from cli_runs import END, failure, tokenizer
 from slapo_zoo.cli.main import main
-from slapo_zoo.ranks.launch import prepare_rank
-from slapo_zoo.ranks.process_group import is_distributed_launch, world_size_of_launch
-from slapo_zoo.ranks.slurm import first_host, slurm_environment, tasks_per_node
+from slapo_zoo.parallel.ranks.launch import prepare_rank
+from slapo_zoo.parallel.ranks.process_group import is_distributed_launch, world_size_of_launch
+from slapo_zoo.parallel.ranks.slurm import first_host, slurm_environment, tasks_per_node
 
 NUMBERS = [
     "--max-steps",

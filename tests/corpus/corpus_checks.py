@@ -111,8 +111,8 @@ def _trained(bug: Bug, subject: Subject, guarded: bool, watched: bool = False) -
 def _checks_off() -> Iterator[None]:
     """Without those that no interval switches off."""
     with (
-        mock.patch("slapo_zoo.gradients.step_guard._require_own_scaler", return_value=None),
-        mock.patch("slapo_zoo.checkpoints.resume._Load._check_integrity"),
+        mock.patch("slapo_zoo.model.gradients.step_guard._require_own_scaler", return_value=None),
+        mock.patch("slapo_zoo.model.checkpoints.resume._Load._check_integrity"),
     ):
         yield
 

@@ -16,7 +16,7 @@ from slapo_zoo.parallel.rank_plan import REPLICAS, TIED
 GPT2, BERT, LLAMA, T5, MIXTRAL = (
     "GPT2LMHeadModel", "BertForMaskedLM", "LlamaForCausalLM", "T5ForConditionalGeneration", "MixtralForCausalLM",
 )  # fmt: skip
-STEP, NORM = "slapo_zoo.step.train_step", "slapo_zoo.language.gradients.global_norm"
+STEP, NORM = "slapo_zoo.model.step.train_step", "slapo_zoo.language.gradients.global_norm"
 PARTS = 4  # micro-batches of a step over two stages
 
 
@@ -289,13 +289,13 @@ BUGS = [
         LLAMA, instead(f"{STEP}._loss", times(2)), "verify", "loss", "sp2"),
     Bug("gradient too small by the ranks that share a row", ("NVIDIA/Megatron-LM#906",),
         "Megatron-LM with context parallelism", "the loss reads right, its gradient is divided by their number",
-        LLAMA, instead("slapo_zoo.dp.data_parallel.DataParallel.backward", lambda right: lambda self, loss: right(self, loss / 2)), "verify", "every gradient", "sp2"),
+        LLAMA, instead("slapo_zoo.model.dp.data_parallel.DataParallel.backward", lambda right: lambda self, loss: right(self, loss / 2)), "verify", "every gradient", "sp2"),
     Bug("gradients of a stage divided twice", ("deepspeedai/DeepSpeed#8154",),
         "DeepSpeed's pipeline with gradient accumulation", "each stage scales what the next has scaled already",
         GPT2, instead(f"{STEP}.reduce", divided_again), "verify", "transformer.h.0", "pp2"),
     Bug("only the last micro-batch trains", ("NVIDIA-NeMo/Automodel#3530",),
         "AutoModel's pipeline with accumulation and changing lengths", "stages are made anew between micro-batches, which drops what was accumulated; the loss looks fine",
-        GPT2, instead("slapo_zoo.gradients.gradient_reducer.GradientReducer.last_backward", forgets), "verify", "transformer", "pp2"),
+        GPT2, instead("slapo_zoo.model.gradients.gradient_reducer.GradientReducer.last_backward", forgets), "verify", "transformer", "pp2"),
     Bug("tied weight: stages keep their own gradients", ("uw-syfi/piper#13",),
         "Piper, tied embeddings over a pipeline", "the embedding and the head each train on half of the gradient",
         GPT2, without(TIED), "verify", "transformer.wte", "pp2"),
@@ -319,10 +319,10 @@ BUGS = [
         MIXTRAL, instead(NORM, norm_with(averaged)), "verify", "norm"),
     Bug("gradient of the loss reaches one rank's logits alone", ("modelscope/ms-swift#9947",),
         "ms-swift, GRPO on Megatron with tp > 1", "the target's log-probability is summed by a collective without a gradient",
-        GPT2, instead("slapo_zoo.losses.vocab_parallel._VocabParallelCrossEntropy.backward", only_where_the_target_is), "verify", "lm_head"),
+        GPT2, instead("slapo_zoo.parallel.losses.vocab_parallel._VocabParallelCrossEntropy.backward", only_where_the_target_is), "verify", "lm_head"),
     Bug("averages divide by all ranks", ("meta-pytorch/torchtune#2420 (gradients scaled by the world size)",),
         "torchtune with tp beside dp", "gradients are divided by dp times tp",
-        BERT, instead("slapo_zoo.gradients.gradient_reducer.Bucket", by_all_ranks), "verify", "every gradient", "tp2-dp2"),
+        BERT, instead("slapo_zoo.model.gradients.gradient_reducer.Bucket", by_all_ranks), "verify", "every gradient", "tp2-dp2"),
     Bug("router: gradients of scores not summed", ("huggingface/transformers#48205",),
         "transformers with experts over ranks", "each rank's scores have the gradient of its own experts: all before a block of experts loses the rest",
         MIXTRAL, scores(lambda x, summed: x), "guard", "model.layers.*.mlp.gate"),

@@ -5,7 +5,7 @@ import torch
 
 from slapo_zoo.hf import cpu_dropout_attention as dropped_attention
 from slapo_zoo.hf.attention import CoreAttention
-from slapo_zoo.rng.random_stream import RandomStream
+from slapo_zoo.parallel.rng.random_stream import RandomStream
 
 
 class Attention(torch.nn.Module):

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEFECTS = "tests/house/test_known_defects.py"
 CONTEXT = "tests/verify/test_context.py"
 SHARD, SYNC = "slapo_zoo/language/primitives/shard.py", "slapo_zoo/language/primitives/sync.py"
-LOGITS = "slapo_zoo/losses/vocab_parallel.py"
+LOGITS = "slapo_zoo/parallel/losses/vocab_parallel.py"
 
 
 @dataclass(frozen=True)

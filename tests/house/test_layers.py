@@ -11,19 +11,19 @@ from sources import CODE, LINKED, ROOT, files, label, tree
 LAYERS = (  # low to high; a package imports only lower ones
     "errors",
     "parallel",
-    "losses rng",
-    "ranks",
+    "parallel.losses parallel.rng",
+    "parallel.ranks",
     "hf dispatch",
     "kernels",
     "language",
     "pipeline weights",
     "zoo",
     "cards schedules",
-    "planner",
-    "gradients",
-    "dp",
-    "checkpoints step",
-    "integrations model",
+    "tune.planner",
+    "model.gradients",
+    "model.dp",
+    "model.checkpoints model.step",
+    "model.integrations model",
     "tune verify",
     "load",
     "cli",
@@ -32,17 +32,22 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer.split(
 SOURCES = [path for path in files(*CODE, "hub_cards") if label(path) != "slapo_zoo/__init__.py"]
 
 
-def unit(path):
-    """The name under slapo_zoo that a file belongs to: slapo_zoo/weights/save.py --> weights."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return parts[0] if parts[0] in LINKED else parts[1]
-
-
 def module(path):
     """The dotted name of a file: kernels/linear.py --> slapo_zoo.kernels.linear."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = parts if parts[0] == "slapo_zoo" else ("slapo_zoo", *parts)
     return ".".join(parts).removesuffix(".__init__")
+
+
+def room(name):
+    """The innermost package of LAYERS that a module belongs to: slapo_zoo.model.step.parts --> model.step."""
+    parts = name.split(".")[1:]
+    rooms = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((found for found in rooms if found in RANK), ".".join(parts[:1]))
+
+
+def unit(path):
+    return room(module(path))
 
 
 MODULES = {module(path): path for path in SOURCES}
@@ -72,12 +77,12 @@ def modules_by_string(path):
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             name = node.value.rstrip(".")
-            if re.fullmatch(r"slapo_zoo(\.\w+)+", name) and name.split(".")[1] in RANK:
+            if re.fullmatch(r"slapo_zoo(\.\w+)+", name) and room(name) in RANK:
                 yield name
 
 
 def imported_units(path):
-    return {name.split(".")[1] if "." in name else "" for name in imported_modules(path)}
+    return {room(name) for name in imported_modules(path)}
 
 
 def test_every_file_has_a_layer():
@@ -101,7 +106,7 @@ def test_strings_point_down():
     up = [
         f"{label(path)} names {name}" for path in SOURCES for name in modules_by_string(path)
         if REGISTRIES.get(label(path)) != ".".join(name.split(".")[:2])
-        and unit(path) != name.split(".")[1] and RANK[name.split(".")[1]] >= RANK[unit(path)]
+        and unit(path) != room(name) and RANK[room(name)] >= RANK[unit(path)]
     ]  # fmt: skip
     assert not up, f"not in a lower package: {up}"
 
@@ -154,7 +159,7 @@ def test_no_circle_of_scripts():
 def test_contributing_shows_the_floors():
     """CONTRIBUTING.md prints this list, top floor first."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    shown = re.findall(r"^ +(\d+)  ([a-z]+(?: \| [a-z]+)?)(?: |$)", text, re.MULTILINE)
+    shown = re.findall(r"^ +(\d+)  ([a-z.]+(?: \| [a-z.]+)?)(?: |$)", text, re.MULTILINE)
     floors = {int(number): set(names.split(" | ")) for number, names in shown}
     assert floors == {i + 1: set(layer.split()) for i, layer in enumerate(LAYERS)}
 

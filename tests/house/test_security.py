@@ -15,7 +15,9 @@ FORBIDDEN = {
 }  # fmt: skip
 # file --> what it may use, and why
 ALLOWED = {
-    "slapo_zoo/ranks/launch.py": {"pickle.loads"},  # between a parent and the ranks that it forked
+    "slapo_zoo/parallel/ranks/launch.py": {
+        "pickle.loads"
+    },  # between a parent and the ranks that it forked
     "slapo_zoo/cards/resolve_card.py": {
         "loader.exec_module"
     },  # trusted by the user, pinned to a sha

@@ -22,7 +22,7 @@ from parity import (
     compare,
 )
 from slapo_zoo import AutoScheduledModel, SlapoError, emulate
-from slapo_zoo.checkpoints.training_checkpoint import save_checkpoint
+from slapo_zoo.model.checkpoints.training_checkpoint import save_checkpoint
 
 # peft asks transformers by a name that the latter has renamed.
 pytestmark = [

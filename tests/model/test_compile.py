@@ -11,7 +11,7 @@ import torch
 
 from heads import HEADS
 from parity import batch_of, tiny_config
-from slapo_zoo.rng.random_stream import RandomStream
+from slapo_zoo.parallel.rng.random_stream import RandomStream
 
 CHEAP = {("gpt2", 1), ("bert", 1), ("bart", 1), ("falcon", 2), ("t5", 1)}
 

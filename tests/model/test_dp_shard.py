@@ -11,11 +11,11 @@ import parity
 from mixed_precision import BERT, GPT2, LLAMA, T5, compare
 from parity import Case, batch_of, checkpoint, references, scheduled
 from slapo_zoo import AutoScheduledModel, extend, load_checkpoint, save_checkpoint
-from slapo_zoo.dp.dp_shard import check_dp_shard
 from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.model.dp.dp_shard import check_dp_shard
 from slapo_zoo.parallel.live_bytes import LiveBytes
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.ranks.emulation import emulate
+from slapo_zoo.parallel.ranks.emulation import emulate
 
 DIAGONAL = [
     (GPT2, "bf16", (2, 1, 2), "1f1b", 2), (LLAMA, "fp32", (1, 2, 2), "zbv", 3),
@@ -152,7 +152,7 @@ def saved_by_rows(folder, layout, saved, size):
     """Save, resume and stream: gathers of a save; most bytes made in it, in times of all
     parts, and in a stream, in times of the largest whole tensor; whether what was streamed came back.
     """
-    from slapo_zoo.dp.gathered import Shards
+    from slapo_zoo.model.dp.gathered import Shards
 
     tp, pp, dp = layout
     model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, dp=dp, dp_shard=size)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from parity import Case, batch_of, checkpoint
 from slapo_zoo import AutoScheduledModel
-from slapo_zoo.ranks.emulation import emulate
+from slapo_zoo.parallel.ranks.emulation import emulate
 
 BERT = Case("BertForMaskedLM", ("tokens",), dropout=0.2)
 GPT2 = Case("GPT2LMHeadModel", ("tokens",), dropout=0.2)

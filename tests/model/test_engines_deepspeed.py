@@ -175,7 +175,7 @@ def moved(folder):
 
 
 def test_private_names_of_deepspeed_have_not_moved(root, ranks):
-    """A new DeepSpeed that fails here needs another slapo_zoo/integrations/dialects/zero_state.py."""
+    """A new DeepSpeed that fails here needs another slapo_zoo/model/integrations/dialects/zero_state.py."""
     assert ranks.run(moved, 1, checkpoint(CASES["gpt2"], root))[0] == []
 
 

@@ -19,7 +19,7 @@ def root(tmp_path_factory):
 
 
 def all_families(runs):
-    from slapo_zoo.integrations.dialects.megatron import import_megatron
+    from slapo_zoo.model.integrations.dialects.megatron import import_megatron
 
     parallel_state, found = import_megatron().parallel_state, []
     for run in runs:
@@ -52,7 +52,7 @@ def own_optimizer():
 def ddp_and_optimizer(folders, layouts, out):
     """Runs in Megatron's DDP with Megatron's optimizer; the last one stops, and goes on without."""
     warnings.simplefilter("ignore")
-    from slapo_zoo.integrations.dialects.megatron import import_megatron
+    from slapo_zoo.model.integrations.dialects.megatron import import_megatron
 
     found, state = [], import_megatron().parallel_state
     for (family, folder), layout in zip(folders.items(), layouts, strict=True):
@@ -90,7 +90,7 @@ def by_name():
     from megatron.core.optimizer.optimizer import FP32Optimizer
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from slapo_zoo.integrations.dialects.megatron import import_megatron, take_groups
+    from slapo_zoo.model.integrations.dialects.megatron import import_megatron, take_groups
 
     take_groups(Mesh(tp=2, rank=torch.distributed.get_rank()))
     config = TransformerConfig(num_layers=1, hidden_size=2, num_attention_heads=2)
@@ -147,7 +147,7 @@ def with_layers(folder):
     import transformers
 
     warnings.simplefilter("ignore")  # it recommends settings of CUDA
-    from slapo_zoo.integrations.dialects.megatron import import_megatron, use_parallel_layers
+    from slapo_zoo.model.integrations.dialects.megatron import import_megatron, use_parallel_layers
 
     model = transformers.BertForMaskedLM.from_pretrained(folder)
     plain = transformers.BertForMaskedLM.from_pretrained(folder)
@@ -178,7 +178,7 @@ def test_layers_are_replacement_targets(root, ranks):
 
 
 def wrong_groups():
-    from slapo_zoo.integrations.dialects.megatron import import_megatron, take_groups
+    from slapo_zoo.model.integrations.dialects.megatron import import_megatron, take_groups
 
     state = import_megatron().parallel_state
     state.initialize_model_parallel(1, 1)

@@ -5,7 +5,7 @@ import torch
 
 from parity import Case, batch_of, tiny_config
 from slapo_zoo import AutoScheduledModel, Mesh, SlapoError
-from slapo_zoo.dp.sampler import MeshSampler, broadcast_batch
+from slapo_zoo.model.dp.sampler import MeshSampler, broadcast_batch
 
 
 def read(mesh, steps, first=0):

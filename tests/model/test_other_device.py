@@ -54,7 +54,7 @@ def _model(family, layout, device, **options):
 def _life(family, layout, device, folder):
     """What training does: steps, clipping, a checkpoint and its return, evaluation, generation."""
     from slapo_zoo import broadcast_batch, load_checkpoint
-    from slapo_zoo.checkpoints.training_checkpoint import async_save_checkpoint
+    from slapo_zoo.model.checkpoints.training_checkpoint import async_save_checkpoint
 
     model, batch = _model(family, layout, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)

@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from slapo_zoo import AutoScheduledModel
-from slapo_zoo.step import forward
+from slapo_zoo.model.step import forward
 
 IDS = torch.arange(48).reshape(4, 12) * 7 % 60 + 3
 TWO = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])

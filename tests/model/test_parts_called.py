@@ -10,7 +10,7 @@ import transformers
 from parity import Case, batch_of, checkpoint
 from slapo_zoo import AutoScheduledModel
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.ranks.emulation import emulate
+from slapo_zoo.parallel.ranks.emulation import emulate
 
 TEXT = ("input_ids", "attention_mask")
 KV1 = (("num_key_value_heads", 1),)

@@ -10,7 +10,7 @@ import transformers
 
 from slapo_zoo import AutoScheduledModel, emulate
 from slapo_zoo.errors import MeshError, RankError, SlapoError
-from slapo_zoo.ranks import heartbeat, process_group
+from slapo_zoo.parallel.ranks import heartbeat, process_group
 
 CONFIG = transformers.GPT2Config(
     n_embd=16, n_head=2, n_layer=2, vocab_size=32, n_positions=16, bos_token_id=0, eos_token_id=0,

@@ -6,7 +6,7 @@ import torch
 from parity import Case, batch_of, checkpoint
 from slapo_zoo import AutoScheduledModel
 from slapo_zoo.errors import MeshError
-from slapo_zoo.gradients.step_guard import StepGuard
+from slapo_zoo.model.gradients.step_guard import StepGuard
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import RankPlan
 

@@ -58,7 +58,7 @@ def divided(folder, out, layout, changes, resume=None, save=None, push=False, fa
     from accelerate.state import AcceleratorState
 
     from slapo_zoo import AutoScheduledModel
-    from slapo_zoo.integrations.trainer import ScheduledTrainer
+    from slapo_zoo.model.integrations.trainer import ScheduledTrainer
 
     AcceleratorState._reset_state(True)  # of an earlier job of this worker
     tp, pp, dp = layout
@@ -182,7 +182,7 @@ def test_pushes_to_a_hub(tmp_path, ranks):
 
 def test_refuses_a_plain_model(tmp_path):
     from slapo_zoo import SlapoError
-    from slapo_zoo.integrations.trainer import ScheduledTrainer
+    from slapo_zoo.model.integrations.trainer import ScheduledTrainer
 
     folder = checkpoint(CASE, tmp_path)
     with pytest.raises(SlapoError, match="expected a model of AutoScheduledModel"):
@@ -195,7 +195,7 @@ def accelerated(folder, layout):
     from accelerate.state import AcceleratorState
 
     from slapo_zoo import AutoScheduledModel
-    from slapo_zoo.integrations.trainer import prepare
+    from slapo_zoo.model.integrations.trainer import prepare
 
     AcceleratorState._reset_state(True)
     tp, pp, dp = layout
@@ -266,7 +266,7 @@ def optioned(folder, out, layout, option, rows_each):
     from accelerate.state import AcceleratorState
 
     from slapo_zoo import AutoScheduledModel
-    from slapo_zoo.integrations.trainer import ScheduledTrainer
+    from slapo_zoo.model.integrations.trainer import ScheduledTrainer
 
     AcceleratorState._reset_state(True)
     args = arguments(out, per_device_train_batch_size=rows_each, **OPTIONS[option])
@@ -327,7 +327,7 @@ def in_fp16(folder, out, layout, rows_each, given, clip):
     from accelerate.state import AcceleratorState
 
     from slapo_zoo import AutoScheduledModel
-    from slapo_zoo.integrations.trainer import ScheduledTrainer
+    from slapo_zoo.model.integrations.trainer import ScheduledTrainer
 
     found, (tp, dp) = [], layout
     for precision in ("fp32", "fp16"):
@@ -371,7 +371,7 @@ def test_a_model_in_fp16_trains_by_the_trainer(layout, given, clip, tmp_path, ra
 )
 def test_refuses_what_it_cannot_honour(option, words, tmp_path):
     from slapo_zoo import AutoScheduledModel, SlapoError
-    from slapo_zoo.integrations.trainer_options import refuse_options
+    from slapo_zoo.model.integrations.trainer_options import refuse_options
 
     model = AutoScheduledModel.from_pretrained(checkpoint(CASE, tmp_path))
     args = arguments(tmp_path)

@@ -15,8 +15,8 @@ from cli_runs import tokenizer
 from parity import Case, checkpoint
 from slapo_zoo import ScheduledTrainer
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.integrations.trainer import _own_loss
-from slapo_zoo.integrations.trainer_options import refuse_options
+from slapo_zoo.model.integrations.trainer import _own_loss
+from slapo_zoo.model.integrations.trainer_options import refuse_options
 from slapo_zoo.parallel.mesh import Mesh
 
 ROOT = Path(__file__).parents[2] / "examples" / "trl"

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from slapo_zoo import AutoScheduledModel, MeshError, emulate
-from slapo_zoo.gradients.batch_check import SAMPLE, InputWarning, digest
+from slapo_zoo.model.gradients.batch_check import SAMPLE, InputWarning, digest
 from slapo_zoo.model.numerics import NumericsError, NumericsWarning, NumericsWatch
 
 CONFIG = transformers.GPT2Config(

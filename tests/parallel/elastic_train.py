@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from slapo_zoo import AutoScheduledModel, load_checkpoint, save_checkpoint
-from slapo_zoo.ranks.process_group import init_distributed, shutdown_distributed
+from slapo_zoo.parallel.ranks.process_group import init_distributed, shutdown_distributed
 
 CONFIG = transformers.GPT2Config(
     n_embd=32, n_head=4, n_layer=2, vocab_size=65, n_positions=32, bos_token_id=0, eos_token_id=0,

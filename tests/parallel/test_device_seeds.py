@@ -5,8 +5,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slapo_zoo.rng.device_seeds import DeviceSeeds, mix, signed, split_cells
-from slapo_zoo.rng.random_stream import RandomStream, hashed_cells
+from slapo_zoo.parallel.rng.device_seeds import DeviceSeeds, mix, signed, split_cells
+from slapo_zoo.parallel.rng.random_stream import RandomStream, hashed_cells
 
 P, SITE = 0.3, "h.0.attn"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from slapo_zoo.ranks.store import agree_on_round
+from slapo_zoo.parallel.ranks.store import agree_on_round
 
 SCRIPT = Path(__file__).parent / "elastic_train.py"
 

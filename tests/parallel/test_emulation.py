@@ -13,8 +13,8 @@ import transformers
 from slapo_zoo import AutoScheduledModel, emulate
 from slapo_zoo.errors import MeshError, RankError, StageError
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.ranks.agreement import together
-from slapo_zoo.ranks.launch import run_local
+from slapo_zoo.parallel.ranks.agreement import together
+from slapo_zoo.parallel.ranks.launch import run_local
 
 CONFIG = transformers.GPT2Config(
     n_embd=32, n_head=4, n_layer=4, vocab_size=65, n_positions=32, bos_token_id=0, eos_token_id=0,

@@ -20,7 +20,7 @@ from slapo_zoo import (
     save_checkpoint,
 )
 from slapo_zoo.errors import WeightsError
-from slapo_zoo.ranks.launch import run_local
+from slapo_zoo.parallel.ranks.launch import run_local
 from slapo_zoo.weights import save
 
 
@@ -154,7 +154,7 @@ def test_torchrun_shows_the_error_of_one(sources, tmp_path):
 LEAVES = """
 import torch.distributed as dist
 from slapo_zoo import init_distributed
-from slapo_zoo.ranks import heartbeat
+from slapo_zoo.parallel.ranks import heartbeat
 heartbeat.BEAT_S = 1e-5  # in the store nearly all the time
 init_distributed(device="cpu")
 dist.barrier()

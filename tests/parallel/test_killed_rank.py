@@ -12,8 +12,8 @@ import torch.distributed as dist
 from parity import Case, batch_of, checkpoint
 from slapo_zoo import AutoScheduledModel, RankError
 from slapo_zoo.errors import SlapoError, StageError
-from slapo_zoo.ranks.launch import _receive, _start_all, stop
-from slapo_zoo.ranks.process_group import is_lost_peer
+from slapo_zoo.parallel.ranks.launch import _receive, _start_all, stop
+from slapo_zoo.parallel.ranks.process_group import is_lost_peer
 
 GPT2 = Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 8),), rows=8)
 
@@ -123,7 +123,7 @@ def fails_in_step(folder, order, guilty, how):
     ],
 )
 def test_an_error_names_stage_module_and_micro_batch(order, how, guilty, folder):
-    from slapo_zoo.ranks.launch import run_local
+    from slapo_zoo.parallel.ranks.launch import run_local
 
     results = run_local(fails_in_step, 2, (folder, order, guilty, how), threads=1, timeout=90)
     for rank, ((kind, text, seconds), same_gradients, same_stream) in enumerate(results):

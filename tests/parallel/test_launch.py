@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from slapo_zoo.errors import MeshError, RankError, ScheduleError, SlapoError
-from slapo_zoo.ranks.launch import run_local
-from slapo_zoo.ranks.process_group import (
+from slapo_zoo.parallel.ranks.launch import run_local
+from slapo_zoo.parallel.ranks.process_group import (
     is_distributed_launch,
     peer_error,
     publish_error,
@@ -232,7 +232,7 @@ def test_a_peer_that_vanishes_in_silence_is_an_error_too(ranks):
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist
-from slapo_zoo.ranks.launch import init_distributed, rank_guard
+from slapo_zoo.parallel.ranks.launch import init_distributed, rank_guard
 init_distributed()
 with rank_guard("step"):
     if dist.get_rank() == 0:

@@ -16,10 +16,14 @@ import torch.distributed as dist
 from slapo_zoo.errors import MeshError, RankError, WeightsError
 from slapo_zoo.parallel import compat
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.ranks import heartbeat, patience, process_group
-from slapo_zoo.ranks.agreement import together
-from slapo_zoo.ranks.process_group import init_distributed, rank_guard, shutdown_distributed
-from slapo_zoo.ranks.store import local_store
+from slapo_zoo.parallel.ranks import heartbeat, patience, process_group
+from slapo_zoo.parallel.ranks.agreement import together
+from slapo_zoo.parallel.ranks.process_group import (
+    init_distributed,
+    rank_guard,
+    shutdown_distributed,
+)
+from slapo_zoo.parallel.ranks.store import local_store
 from slapo_zoo.weights import save as saving
 from slapo_zoo.weights.save import save_folder
 

@@ -33,7 +33,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from slapo_zoo.ranks.launch import (
+from slapo_zoo.parallel.ranks.launch import (
     collect,
     prepare_rank,
     rank_environment,
@@ -41,7 +41,7 @@ from slapo_zoo.ranks.launch import (
     start_rank,
     stop,
 )
-from slapo_zoo.ranks.process_group import shutdown_distributed
+from slapo_zoo.parallel.ranks.process_group import shutdown_distributed
 
 COLLECTIVE_TIMEOUT_S = 30
 SEED = 1234

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from shards import local_tensors, model
 from slapo_zoo.errors import RankError, WeightsError
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.ranks import process_group
-from slapo_zoo.ranks.patience import patient_group
+from slapo_zoo.parallel.ranks import process_group
+from slapo_zoo.parallel.ranks.patience import patient_group
 from slapo_zoo.weights import save, staging, write
 
 WORLD, AT_ONCE = 4, 4

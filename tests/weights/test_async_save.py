@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from slapo_zoo import AutoScheduledModel, async_save_checkpoint, load_checkpoint, save_checkpoint
 from slapo_zoo.errors import RankError, WeightsError
-from slapo_zoo.ranks.process_group import shutdown_distributed
+from slapo_zoo.parallel.ranks.process_group import shutdown_distributed
 from slapo_zoo.weights import save
 
 

@@ -10,9 +10,9 @@ from transformers import GPT2LMHeadModel, MixtralConfig
 
 from parity import EPS, FLOOR, LEARNING_RATE, Case, batch_of, checkpoint, own_error
 from slapo_zoo import AutoScheduledModel
-from slapo_zoo.checkpoints.resume import load_checkpoint
-from slapo_zoo.checkpoints.training_checkpoint import save_checkpoint
 from slapo_zoo.errors import WeightsError
+from slapo_zoo.model.checkpoints.resume import load_checkpoint
+from slapo_zoo.model.checkpoints.training_checkpoint import save_checkpoint
 
 ROWS, STEPS = 4, 4
 DROPOUT = Case("GPT2LMHeadModel", ("tokens",), dropout=0.1)

@@ -13,8 +13,8 @@ from refusals import refused
 from slapo_zoo import ArchitectureError, AutoScheduledModel, MeshError
 from slapo_zoo.load import auto_schedule as derived
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.ranks.apart import ProcessApart
-from slapo_zoo.ranks.emulation import emulate
+from slapo_zoo.parallel.ranks.apart import ProcessApart
+from slapo_zoo.parallel.ranks.emulation import emulate
 from slapo_zoo.verify.derive import derive
 from slapo_zoo.zoo.argument_values import changed_config
 from slapo_zoo.zoo.options import BuildOptions

@@ -27,7 +27,7 @@ from parity import (
     compare,
 )
 from slapo_zoo import AutoScheduledModel
-from slapo_zoo.rng.random_stream import RandomStream, dropout, hashed_cells
+from slapo_zoo.parallel.rng.random_stream import RandomStream, dropout, hashed_cells
 
 P, SEED = 0.1, 7
 CASES = {

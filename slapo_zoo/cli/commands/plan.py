@@ -112,11 +112,11 @@ def _forecast(
         knobs: of the layout.
     """
     from slapo_zoo.cli.commands.plan_search import make_planner
-    from slapo_zoo.dp.dp_shard import check_dp_shard
+    from slapo_zoo.model.dp.dp_shard import check_dp_shard
     from slapo_zoo.parallel.mesh import Mesh
     from slapo_zoo.pipeline.orders import StageMap
-    from slapo_zoo.planner.layout import Layout
     from slapo_zoo.tune.forecast import forecast
+    from slapo_zoo.tune.planner.layout import Layout
 
     count, rows, seq_len = sizes
     tp, pp, dp = mesh
@@ -124,7 +124,7 @@ def _forecast(
     places = StageMap.make(order[0], pp, order[1])
     count = count or (places.custom.micro_batches if places.custom else max(1, 2 * (pp > 1) * pp))
     layout = Layout(tp, pp, dp, rows, count, order[0], places.per_rank, **knobs)
-    from slapo_zoo.planner.advice import worth
+    from slapo_zoo.tune.planner.advice import worth
 
     planner = make_planner(model, seq_len, device)
     found, stages = forecast(planner, layout)

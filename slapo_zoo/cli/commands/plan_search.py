@@ -18,8 +18,8 @@ def make_planner(model: str, seq_len: int | None, device: tuple[str, str | None,
         device: name or file of the hardware, its memory, the precision, the runtime.
     """
     from slapo_zoo.pipeline.unit_costs import row_length
-    from slapo_zoo.planner.hardware import find_hardware, with_memory
-    from slapo_zoo.planner.layout_search import Planner
+    from slapo_zoo.tune.planner.hardware import find_hardware, with_memory
+    from slapo_zoo.tune.planner.layout_search import Planner
     from slapo_zoo.weights.load import parse_size
     from slapo_zoo.zoo.argument_values import config_of, usual_head
     from slapo_zoo.zoo.table import table_for
@@ -40,8 +40,8 @@ def search(
     explain: bool, as_json: bool, write: Path | None, most: int,
 ) -> None:  # fmt: skip
     """Search all layouts and print what was found; the arguments are options of `plan`."""
-    from slapo_zoo.planner import layout_report as show
-    from slapo_zoo.planner.layout_search import require_feasible
+    from slapo_zoo.tune.planner import layout_report as show
+    from slapo_zoo.tune.planner.layout_search import require_feasible
 
     check_new_file(write, "--write")
     planner = make_planner(model, seq_len, device)
@@ -69,7 +69,7 @@ def calibrate(
 ) -> None:
     """Measure this machine once: matrix products, memory, launches and links, for `plan`."""
     from slapo_zoo.cli.training.job import device_named
-    from slapo_zoo.planner.calibrate import measure
+    from slapo_zoo.tune.planner.calibrate import measure
 
     check_new_file(output, "output")
     with stdout_for_json(as_json):

@@ -87,7 +87,7 @@ def _require_mesh(config: Any, cls: str, mesh: tuple[int, int, int], knobs: dict
     """Raise for a mesh that the model cannot have: that is a mistake in the arguments, not a verdict."""
     import torch
 
-    from slapo_zoo.dp.dp_shard import check_dp_shard
+    from slapo_zoo.model.dp.dp_shard import check_dp_shard
     from slapo_zoo.parallel.mesh import Mesh
     from slapo_zoo.zoo.outline import Outline
 

@@ -11,7 +11,7 @@ from slapo_zoo.cli.data.batches import CHANCE, ORDER, generator_of, part_of
 from slapo_zoo.cli.data.rows import places_of
 from slapo_zoo.cli.data.tasks import Task
 from slapo_zoo.cli.data.text_files import DataError
-from slapo_zoo.ranks.agreement import once_for_all
+from slapo_zoo.parallel.ranks.agreement import once_for_all
 
 
 class Stream:

@@ -11,7 +11,7 @@ from torch import Tensor
 from slapo_zoo.cli.data.batches import Batches
 from slapo_zoo.cli.training.contrastive import InBatchNegatives
 from slapo_zoo.cli.training.train_options import TrainOptions
-from slapo_zoo.losses.loss_means import count_targets
+from slapo_zoo.parallel.losses.loss_means import count_targets
 
 
 class Best:
@@ -81,7 +81,7 @@ def evaluate(model: Any, batches: Batches | None, options: TrainOptions) -> dict
 @torch.no_grad()
 def _judge(model: Any, batch: dict[str, Tensor]) -> Tensor:
     """Sums of losses, targets and hits over the rows of this dp rank."""
-    from slapo_zoo.step.runtime import takes_cache
+    from slapo_zoo.model.step.runtime import takes_cache
 
     cache = {"use_cache": False} if takes_cache(model._slapo) else {}  # masks of documents need it
     output = model(**batch, **cache)
@@ -101,7 +101,7 @@ def _pairs(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def _hits(logits: Tensor, labels: Tensor, model: Any) -> float:
-    from slapo_zoo.losses.heads import head_of
+    from slapo_zoo.parallel.losses.heads import head_of
 
     if head_of(model._slapo.head_name(model)).shifts:
         logits, labels = logits[:, :-1], labels[:, 1:]

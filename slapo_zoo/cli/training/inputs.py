@@ -137,10 +137,7 @@ def read_inputs(options: TrainOptions, config: Any) -> Inputs:
 
 
 def make_task(cls: type[Task], tokenizer: Any, data: Any, options: TrainOptions, config: Any) -> Task:  # fmt: skip
-    """Make the task of a run, with its row length and the names of its classes.
-
-    Classes are numbered as in `config.id2label` where that has all of them, else as the data orders them.
-    """
+    """Make the task of a run; classes are numbered as in `config.id2label`, else as the data orders them."""
     more: dict[str, Any] = {}
     if issubclass(cls, Labelled):
         if options.stream:

@@ -24,9 +24,9 @@ from slapo_zoo.cli.training.schedules import make_schedule
 from slapo_zoo.cli.training.stopping import StoppedError, passing_on
 from slapo_zoo.cli.training.train_options import WRITTEN, TrainOptions
 from slapo_zoo.errors import MeshError, WeightsError
-from slapo_zoo.integrations.dialects import HOMES
-from slapo_zoo.ranks.launch import run_local
-from slapo_zoo.ranks.process_group import (
+from slapo_zoo.model.integrations.dialects import HOMES
+from slapo_zoo.parallel.ranks.launch import run_local
+from slapo_zoo.parallel.ranks.process_group import (
     init_distributed,
     is_distributed_launch,
     rank_guard,

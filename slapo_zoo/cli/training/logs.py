@@ -59,7 +59,7 @@ class Meter:
 
 def peak_of(device: torch.device) -> float:
     """Operations per second of the data sheet, in 16 bits; 0 where it is not known."""
-    from slapo_zoo.planner.hardware import HARDWARE
+    from slapo_zoo.tune.planner.hardware import HARDWARE
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     known = (HARDWARE[kind].peak for kind in ("h200", "h100", "a100", "v100") if kind.upper() in name)  # fmt: skip

@@ -26,7 +26,7 @@ from slapo_zoo.cli.training.schedules import base_lr, make_schedule, parameter_g
 from slapo_zoo.cli.training.stopping import Stop, StoppedError, is_local_rank, listening
 from slapo_zoo.cli.training.train_options import TrainOptions
 from slapo_zoo.errors import SlapoError, agreed
-from slapo_zoo.integrations.trainer import ScheduledTrainer
+from slapo_zoo.model.integrations.trainer import ScheduledTrainer
 from slapo_zoo.weights.history import keep_newest, latest, place_of
 from slapo_zoo.weights.ledger import Ledger
 
@@ -232,7 +232,7 @@ def check_finite(step: int, loss: float, norm: float, options: TrainOptions) -> 
 
 def make_engine(model: Any, rows: int, options: TrainOptions) -> Any:
     """The engine of the options around a model; `rows` is the batch of a dp rank."""
-    from slapo_zoo.integrations.dialects import init_target_engine
+    from slapo_zoo.model.integrations.dialects import init_target_engine
 
     settings: dict[str, Any] = {"clip": options.max_grad_norm}
     if options.engine == "deepspeed":

@@ -12,16 +12,16 @@ import torch
 from slapo_zoo.errors import MeshError
 from slapo_zoo.hf.example_inputs import random_batch
 from slapo_zoo.load.auto import AutoScheduledModel
-from slapo_zoo.pipeline.profiler import record_step
-from slapo_zoo.pipeline.timeline import Span
-from slapo_zoo.ranks.agreement import together
-from slapo_zoo.ranks.launch import run_local
-from slapo_zoo.ranks.process_group import (
+from slapo_zoo.parallel.ranks.agreement import together
+from slapo_zoo.parallel.ranks.launch import run_local
+from slapo_zoo.parallel.ranks.process_group import (
     init_distributed,
     is_distributed_launch,
     rank_guard,
     shutdown_distributed,
 )
+from slapo_zoo.pipeline.profiler import record_step
+from slapo_zoo.pipeline.timeline import Span
 from slapo_zoo.verify.report import VerifyError
 from slapo_zoo.zoo.argument_values import checkpoint_config
 

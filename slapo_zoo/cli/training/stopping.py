@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from slapo_zoo.cli.training.train_options import TrainOptions
-from slapo_zoo.ranks.process_group import is_distributed_launch
+from slapo_zoo.parallel.ranks.process_group import is_distributed_launch
 
 # SLURM warns by SIGTERM, or by what `--signal=USR1@120` names; a person by Ctrl-C.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)

@@ -14,10 +14,7 @@ from slapo_zoo.errors import ScheduleError
 
 @has_side_effect
 def expect(value: Any, expected: Any, where: str, read: str) -> None:
-    """Raise ScheduleError unless `value` equals `expected`, which it was during the trace.
-
-    `where` is the module and `read` the expression, both for the message.
-    """
+    """Raise ScheduleError unless `value`, which the expression `read` gives, is what it was in the trace."""
     if isinstance(expected, bool) or expected is None:
         same = value is expected
     else:

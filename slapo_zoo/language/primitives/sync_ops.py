@@ -8,8 +8,8 @@ from slapo_zoo.kernels.vocab_parallel_linear_cross_entropy import loss_of_sharde
 from slapo_zoo.language.directive import Site
 from slapo_zoo.language.primitives.overlap import sum_gradient_of
 from slapo_zoo.language.primitives.sync import Sync, require_divisible, sync_op
-from slapo_zoo.losses.vocab_parallel import VocabLogits, vocab_parallel_cross_entropy
 from slapo_zoo.parallel import collectives
+from slapo_zoo.parallel.losses.vocab_parallel import VocabLogits, vocab_parallel_cross_entropy
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)  # their columns are channels, on axis 1
 

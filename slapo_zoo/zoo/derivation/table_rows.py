@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from slapo_zoo.language.primitives import ExpertParallel, ForkRng, Shard
-from slapo_zoo.losses.heads import head_of
+from slapo_zoo.parallel.losses.heads import head_of
 from slapo_zoo.zoo.derivation.observe import Observation, linear_axis
 from slapo_zoo.zoo.derivation.stacks import find_stacks, order_of, star
 from slapo_zoo.zoo.rules import (

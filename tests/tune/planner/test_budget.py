@@ -9,10 +9,10 @@ from transformers import GPT2Config
 
 from slapo_zoo import AutoScheduledModel
 from slapo_zoo.errors import MeshError, SlapoError
-from slapo_zoo.planner.hardware import HARDWARE
-from slapo_zoo.planner.layout import Layout
-from slapo_zoo.planner.layout_search import Planner
-from slapo_zoo.planner.mixtures import CHOICES, choose
+from slapo_zoo.tune.planner.hardware import HARDWARE
+from slapo_zoo.tune.planner.layout import Layout
+from slapo_zoo.tune.planner.layout_search import Planner
+from slapo_zoo.tune.planner.mixtures import CHOICES, choose
 
 SIZES = {"n_layer": 4, "n_embd": 32, "n_head": 4, "vocab_size": 64, "n_positions": 32}
 CONFIG = GPT2Config(**SIZES, bos_token_id=1, eos_token_id=2, loss_type="ForCausalLMLoss")

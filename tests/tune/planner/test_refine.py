@@ -8,9 +8,9 @@ import transformers
 
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.pipeline.orders import ORDERS
-from slapo_zoo.planner.hardware import GIB, find_hardware, with_memory
-from slapo_zoo.planner.layout import Layout, divisors, orders_for
-from slapo_zoo.planner.layout_search import Planner
+from slapo_zoo.tune.planner.hardware import GIB, find_hardware, with_memory
+from slapo_zoo.tune.planner.layout import Layout, divisors, orders_for
+from slapo_zoo.tune.planner.layout_search import Planner
 from slapo_zoo.zoo.outline import Outline
 
 SPACES = [  # devices, rows of a step, device, GiB of one; the wider models fit in some of them barely

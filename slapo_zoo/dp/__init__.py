@@ -1,4 +1,0 @@
-"""Data parallelism: averages over dp, ZeRO, and the samples that a rank reads.
-
-Imports `gradients`, `pipeline` and lower.
-"""

@@ -1,4 +1,0 @@
-"""Libraries around a scheduled model: Trainer, TRL, and the engines that run it in place of torch.
-
-Imports `step`, `checkpoints` and lower.
-"""

@@ -1,0 +1,384 @@
+"""LoRA adapters of peft on a sharded model: each matrix is placed by the weight that it stands beside.
+
+With y = W x + s B A x, h = A x of a few columns:
+
+    W column-parallel   B divided as W along its outputs, A whole; dA is a part on each rank
+    W row-parallel      A divided as W along its inputs, the sum of W's product also on h; B whole
+    W whole             both whole
+
+One process takes every LoRA of peft, with what it trains beside the matrices (`modules_to_save`, DoRA, biases).
+
+source:  Hu et al. 2021, LoRA, arXiv:2106.09685; Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053
+"""
+
+import math
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo_zoo.errors import SlapoError, agreed
+from slapo_zoo.language.directive import Directive, Placed, Site, State
+from slapo_zoo.language.planned_rows import plan_of, planned_rows
+from slapo_zoo.language.primitives import ForkRng, Shard, SumGradient, Sync
+from slapo_zoo.parallel import gather as consolidate
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.paths import select
+from slapo_zoo.parallel.placement import Placement, TensorSpec
+from slapo_zoo.parallel.rank_plan import PARTIAL, TIED
+from slapo_zoo.parallel.ranks.agreement import together
+from slapo_zoo.parallel.rng.device_seeds import mix
+from slapo_zoo.pipeline.stages import held_here
+from slapo_zoo.weights.adapter_files import CONFIG, open_adapter, save_adapter_files
+from slapo_zoo.weights.load import Target, load_tensors
+
+STEP = "add_adapter"
+PREFIX = "base_model.model."  # of the keys in the files of peft
+INPUT_AXIS = {"Linear": 1, "Conv1D": 0}  # of the base weight
+# Options whose mathematics needs the whole base weight, or modules that are none of LoRA's matrices.
+PLAIN = {"use_dora": False, "lora_bias": False, "bias": "none"}
+EMPTY = ("modules_to_save", "target_parameters", "layer_replication", "trainable_token_indices")
+INITS = (True, False, "gaussian")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One LoRA matrix (A or B) of one layer, and how it is sharded.
+
+    Args:
+        key: in the files of peft.
+        parameter: name in the model.
+        shape: of the whole matrix.
+        directives: what divides it here, or sums its gradient.
+    """
+
+    key: str
+    parameter: str
+    shape: tuple[int, int]
+    directives: tuple[Directive, ...]
+
+
+def add_adapter(
+    model: Any, config: Any, name: str, inject: Callable[[], None], folder: Path | None = None
+) -> None:
+    """Let peft put its layers in, then give every rank its part of new or saved matrices.
+
+    Args:
+        model: scheduled.
+        config: a LoraConfig, the same on every rank.
+        name: of the adapter.
+        inject: makes the layers of peft, in sizes of the local weights.
+        folder: saved by peft or by `save_adapter`; None draws, alike for every layout.
+    """
+    together(model.mesh, STEP, lambda: _check_config(model, config))
+    matrices: list[Matrix] = []
+    with _undone_on_error(model, name), whole_sizes(model), held_here(model):
+        _inject(model, inject)
+        together(model.mesh, STEP, lambda: matrices.extend(_matrices(model, name)))
+        values = _beside(model, name) | _drawn(model, config, matrices)
+        wanted = {key for keys in together(model.mesh, STEP, lambda: list(values)) for key in keys}
+        if folder is not None:
+            together(model.mesh, STEP, lambda: _read(folder, values, wanted))
+    for matrix in matrices:
+        _place(model, matrix, values[matrix.key])
+    _set_dropouts(model, name)
+    rows = model._slapo.plan.tensors
+    model._slapo.adapters[name] = [replace(rows[m.parameter], name=m.key) for m in matrices]
+
+
+def _inject(model: Any, inject: Callable[[], None]) -> None:
+    """Put peft's layers in; refused where a stage has no target, as peft would know no adapter there."""
+    from peft.tuners.tuners_utils import NoMatchingPeftModuleError
+
+    def attempt() -> tuple[int, str]:
+        try:
+            inject()
+        except NoMatchingPeftModuleError as error:
+            return model.mesh.coord("pp"), str(error)
+        return model.mesh.coord("pp"), ""
+
+    if missing := {stage: text for stage, text in together(model.mesh, STEP, attempt) if text}:
+        found = f"stages {sorted(missing)} of pp={model.mesh.pp} hold none of them"
+        problem = found if len(missing) < model.mesh.pp else missing[0]
+        hint = (
+            "name modules that every stage has, or use fewer stages; print(model) shows the names"
+        )
+        raise agreed(SlapoError(STEP, "target_modules", problem, hint))
+
+
+def _beside(model: Any, name: str) -> dict[str, Tensor]:
+    """All tensors that peft saves of an adapter, by key in its files; on one process, else {}."""
+    from peft import get_peft_model_state_dict
+
+    if model.mesh.world_size > 1:
+        return {}
+    found = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    return {PREFIX + key: tensor for key, tensor in found.items()}
+
+
+def saved_config(folder: Path, is_trainable: bool) -> Any:
+    """Read the peft config of a saved adapter."""
+    from peft import PeftConfig
+
+    if not (folder / CONFIG).exists():
+        hint = "pass a folder that peft or save_adapter wrote"
+        raise SlapoError("load_adapter", str(folder), f"found no {CONFIG}", hint)
+    config = PeftConfig.from_pretrained(str(folder))
+    config.inference_mode = not is_trainable
+    return config
+
+
+def save_adapter(model: Any, folder: Path, name: str) -> None:
+    """Write what peft reads: adapter_config.json and adapter_model.safetensors, whole matrices."""
+    full = consolidated_adapter(model, name)
+    config = model.peft_config[name]
+    save_adapter_files(model.mesh, folder, full, config.save_pretrained)
+
+
+def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str, Tensor]:
+    """Whole matrices (or gradients) of an adapter by their keys in files, on rank 0; else {}."""
+    if name not in model._slapo.adapters:
+        known = ", ".join(model._slapo.adapters) or "none"
+        raise SlapoError("adapter", repr(name), f"no such adapter; found {known}", "add_adapter it")
+    if not grads and (whole := _beside(model, name)):
+        return {key: tensor.detach().contiguous() for key, tensor in whole.items()}
+    own = model._slapo.adapters[name]
+    specs = [spec for specs in together(model.mesh, "adapter", lambda: own) for spec in specs]
+    specs = list({spec.name: spec for spec in specs}.values())
+    tensors = dict(model.named_parameters())
+    local = {spec.name: tensors[parameter_of(spec.name, name)] for spec in own}
+    if grads:
+        local = {
+            key: p.new_zeros(p.shape) if p.grad is None else p.grad for key, p in local.items()
+        }
+    return consolidate.gather({k: t.detach() for k, t in local.items()}, specs, model.mesh)
+
+
+@contextmanager
+def whole_sizes(model: nn.Module) -> Iterator[None]:
+    """Context in which weights that dp ranks divide (`dp_shard=`) show their whole size, and hold nothing."""
+    shown: list[tuple[Any, str]] = []
+    for module in model.modules():
+        for leaf, p in module._parameters.items():
+            if hasattr(p, "whole_shape"):
+                module.__dict__[leaf] = p.new_empty(1).expand(p.whole_shape)  # pyright: ignore[reportOptionalMemberAccess]
+                shown.append((module, leaf))
+    try:
+        yield
+    finally:
+        for module, leaf in shown:
+            module.__dict__.pop(leaf, None)
+
+
+def parameter_of(key: str, name: str) -> str:
+    """Name in the model of the matrix that has a key in the files of an adapter."""
+    return key.removeprefix(PREFIX).removesuffix(".weight") + f".{name}.weight"
+
+
+def _check_config(model: Any, config: Any) -> None:
+    """Refuse what is not plain LoRA before anything is changed."""
+    from peft import LoraConfig
+
+    hint = "use LoraConfig(r=..., lora_alpha=..., target_modules=[...], lora_dropout=...)"
+    hint += (
+        "; or train it on one process; or merge it there (merge_and_unload of peft) and load that"
+    )
+    if not isinstance(config, LoraConfig):
+        problem = f"found {type(config).__name__}, expected a LoraConfig"
+        raise SlapoError(STEP, "adapter_config", problem, hint)
+    if model.mesh.world_size == 1:
+        return
+    strange = [
+        f"{k}={getattr(config, k)!r}" for k, v in PLAIN.items() if getattr(config, k, v) != v
+    ]
+    strange += [f"{k}={getattr(config, k)!r}" for k in EMPTY if getattr(config, k, None)]
+    if config.init_lora_weights not in INITS:
+        strange.append(f"init_lora_weights={config.init_lora_weights!r}")
+    if strange:
+        problem = f"not supported on a sharded model: {', '.join(strange)}"
+        raise SlapoError(STEP, "adapter_config", problem, hint)
+
+
+@contextmanager
+def _undone_on_error(model: Any, name: str) -> Iterator[None]:
+    """Take the layers of peft out again, and let train what trained before."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    trained = {id(p): p.requires_grad for p in model.parameters()}
+    was_loaded = model._hf_peft_config_loaded
+    try:
+        yield
+    except BaseException:
+        if was_loaded:
+            if name in model.peft_config:
+                model.delete_adapter(name)
+        else:
+            for path, module in list(model.named_modules()):
+                parent, _, leaf = path.rpartition(".")
+                if isinstance(module, BaseTunerLayer):
+                    setattr(model.get_submodule(parent), leaf, module.get_base_layer())
+                elif isinstance(module, AuxiliaryTrainingWrapper):
+                    setattr(model.get_submodule(parent), leaf, module.original_module)
+            model._hf_peft_config_loaded, model._slapo.peft_config = False, None
+        for p in model.parameters():
+            p.requires_grad_(trained.get(id(p), False))  # else of the adapter that is left out
+        raise
+
+
+def _layers(model: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield (path, peft layer) of one adapter."""
+    from peft.tuners.lora import LoraLayer
+
+    for path, module in model.named_modules():
+        if isinstance(module, LoraLayer) and name in module.r:
+            yield path, module
+
+
+def _matrices(model: Any, name: str) -> list[Matrix]:
+    """Both matrices of every layer, and how each is sharded."""
+    state: State = model.schedule.state
+    found = []
+    for path, layer in _layers(model, name):
+        base, rank = layer.get_base_layer(), layer.r[name]
+        kind = next((c.__name__ for c in type(base).__mro__ if c.__name__ in INPUT_AXIS), "")
+        if not kind:
+            raise _refusal(path, f"found a {type(base).__name__}, expected a Linear or Conv1D")
+        placed, axis = state.placed.get(f"{path}.weight"), INPUT_AXIS[kind]
+        row = state.plan.of(f"{path}.weight") if state.plan else None
+        if row is not None and row.sums(True, TIED):
+            raise _refusal(path, "an adapter beside a weight that stages share is not supported")
+        shape = placed.shape if placed else tuple(base.weight.shape)
+        of_a, of_b = _rule(path, state, placed, axis, _syncs(model, path))
+        _check_dropout(path, layer.lora_dropout[name], of_a, shape[axis], model.mesh)
+        for letter, size, directives in (
+            ("A", (rank, shape[axis]), of_a),
+            ("B", (shape[1 - axis], rank), of_b),
+        ):
+            parameter = f"{path}.lora_{letter}.{name}.weight"
+            key = PREFIX + parameter.replace(f".{name}.weight", ".weight")
+            found.append(Matrix(key, parameter, size, directives))
+    return found
+
+
+def _refusal(path: str, problem: str) -> SlapoError:
+    hint = "choose target_modules among the projections of attention and feed-forward"
+    return SlapoError(STEP, path, problem, hint)
+
+
+def _syncs(model: Any, path: str) -> list[Sync]:
+    """The collectives that the schedule put at a module itself."""
+    schedule = model.schedule
+    names = {path: type(schedule.state.modules[path]).__name__}
+    return [step for pattern, step in schedule.history
+            if isinstance(step, Sync) and select(pattern, names)]  # fmt: skip
+
+
+def _rule(
+    path: str, state: State, placed: Placed | None, input_axis: int, syncs: list[Sync]
+) -> tuple[tuple[Directive, ...], tuple[Directive, ...]]:
+    """Return the directives for A and for B beside a base weight."""
+    if state.mesh.tp == 1:
+        return (), ()
+    if placed is None:
+        row = plan_of(state).of(f"{path}.weight")
+        kinds = [one.if_tokens_sharded for one in row.sums(True, PARTIAL)] if row else []
+        sums = tuple(SumGradient("weight", sequence=tokens) for tokens in kinds)
+        return sums, sums
+    if placed.placement.pad or any(s.sync_op_or_fn != "all_reduce" for s in syncs):
+        raise _refusal(
+            path, "an adapter beside a sharded vocabulary, or such a sum, is not supported"
+        )
+    how = placed.directive
+    assert isinstance(how, Shard)  # noqa: S101 - only shard places tensors
+    mode = "bwd_post" if placed.placement.axis != input_axis else "fwd_post"
+    here = [replace(s, shared=False) for s in syncs if s.mode == mode]
+    in_tokens = (SumGradient("weight", sequence=True),)
+    tokens = in_tokens if any(s.sequence_axis is not None for s in here) else ()
+    if mode == "bwd_post":
+        part = replace(how, axis=0)
+        # Where the input of W itself is no copy whose gradients are summed, that of B is one.
+        return tokens if here else (SumGradient("weight"),), (part, *here)
+    if not here:
+        raise _refusal(path, "the schedule sums its product elsewhere, which is not supported")
+    return (replace(how, axis=1), *here), tokens
+
+
+def _check_dropout(
+    path: str, dropout: nn.Module, of_a: tuple[Directive, ...], size: int, mesh: Mesh
+) -> None:
+    """A mask over divided columns is cut in equal parts; heads that are not are refused."""
+    placements = [one.placement for one in of_a if isinstance(one, Shard)]
+    parts = [Placement(0)] if isinstance(dropout, nn.Dropout) else []
+    if any(p.runs(size, mesh.tp, r) != parts[0].runs(size, mesh.tp, r)
+           for p in placements if parts for r in range(mesh.tp)):  # fmt: skip
+        problem = f"lora_dropout on {size} columns that tp={mesh.tp} divides into unequal parts"
+        raise SlapoError(STEP, path, problem, "pass lora_dropout=0, or another tp")
+
+
+def _drawn(model: Any, config: Any, matrices: list[Matrix]) -> dict[str, Tensor]:
+    """New values as peft draws them, each from a generator of its own: the same on every layout.
+
+    Those that peft computes from the weights (PiSSA, on one process) are kept.
+    """
+    values = {}
+    if config.init_lora_weights not in INITS:
+        return {m.key: model.get_parameter(m.parameter).detach() for m in matrices}
+    seed = model.schedule.state.random.seed
+    for matrix in matrices:
+        values[matrix.key] = full = torch.zeros(matrix.shape)
+        own = torch.Generator().manual_seed(mix(seed, zlib.crc32(matrix.key.encode())))
+        if ".lora_A." in matrix.key and config.init_lora_weights == "gaussian":
+            full.normal_(std=1 / matrix.shape[0], generator=own)
+        elif ".lora_A." in matrix.key or config.init_lora_weights is False:
+            nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=own)
+    return values
+
+
+def _read(folder: Path, values: dict[str, Tensor], wanted: set[str]) -> None:
+    """Overwrite drawn values with saved ones."""
+    with open_adapter(folder) as files:
+        if unknown := sorted(set(files.keys()) - wanted):
+            problem = (
+                f"found {len(unknown)} tensors for which the model has no place: {unknown[:3]}"
+            )
+            raise SlapoError(str(folder), "adapter", problem, "is it an adapter of another model?")
+        targets = {key: Target(value, tuple(value.shape)) for key, value in values.items()}
+        load_tensors(targets, files, {key: key for key in targets}, Mesh())
+
+
+def _place(model: Any, matrix: Matrix, value: Tensor) -> None:
+    """Put a whole matrix in, then let the directives divide it."""
+    state: State = model.schedule.state
+    path = matrix.parameter.removesuffix(".weight")
+    module = model.get_submodule(path)
+    old = module.weight
+    module.weight = nn.Parameter(value.to(old), old.requires_grad)
+    state.modules[path] = module
+    state.owners[id(module.weight)] = [matrix.parameter]
+    site = Site(path, module, state)
+    for directive in matrix.directives:  # a sum asks whether what stands before it has sharded
+        directive.check(site)
+        directive.apply(site)
+    name, stage = matrix.parameter, (model.mesh.coord("pp"),)
+    spec = TensorSpec(name, tuple(matrix.shape), str(module.weight.dtype).removeprefix("torch."))
+    rows = planned_rows(state, {name: spec}, {name}, {}, lambda _name: stage)
+    state.plan = model._slapo.plan.having([replace(rows[name], adapter=matrix.key)])
+
+
+def _set_dropouts(model: Any, name: str) -> None:
+    """The dropout before A draws its part of the one mask that a single device would draw."""
+    state: State = model.schedule.state
+    for path, layer in _layers(model, name):
+        layer.train(model.training)  # peft makes new layers in training mode, whatever the model's
+        site_path = f"{path}.lora_dropout.{name}"
+        dropout, placed = layer.lora_dropout[name], state.placed.get(f"{path}.lora_A.{name}.weight")
+        state.modules[site_path] = dropout
+        directive = ForkRng(axis=-1, size=placed.shape[1]) if placed else ForkRng()
+        if isinstance(dropout, nn.Dropout):
+            directive.apply(Site(site_path, dropout, state))

@@ -1,0 +1,152 @@
+"""Go on from a training checkpoint: all of it is checked on all ranks before anything is changed."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from slapo_zoo.errors import WeightsError
+from slapo_zoo.model.checkpoints.current_specs import refresh_specs
+from slapo_zoo.model.checkpoints.training_checkpoint import (
+    LOAD,
+    Resumed,
+    device_of,
+    names_of,
+    refuse_adapters,
+    weights_of,
+)
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.ranks import background
+from slapo_zoo.parallel.ranks.agreement import together
+from slapo_zoo.parallel.ranks.process_group import rank_guard
+from slapo_zoo.weights import optimizer as optimizers
+from slapo_zoo.weights.checksums import damaged_tensors, raise_first
+from slapo_zoo.weights.encode import decode
+from slapo_zoo.weights.load import Target, check_targets, load_tensors
+from slapo_zoo.weights.random_state import restore_states
+from slapo_zoo.weights.snapshot import read_by_all
+from slapo_zoo.weights.training_folder import TrainingFolder, open_training
+from slapo_zoo.weights.training_state import FILE, OF_COPY, of_copies
+
+
+def load_checkpoint(
+    model: Any, folder: str | os.PathLike[str], optimizer: Any = None, scheduler: Any = None
+) -> Resumed:
+    """Go on where `save_checkpoint` was called, on this or any other (tp, pp, dp).
+
+    Weights, optimizer, scheduler and random generators are overwritten; all is read from one save,
+    and parsed, checked and compared with its checksums on all ranks, before anything is.
+
+    Args:
+        model: of AutoScheduledModel, of the saved architecture and size.
+        folder: what `save_checkpoint` wrote.
+        optimizer: of the saved class and groups, over this rank's parameters.
+        scheduler: of the saved class.
+    """
+    refuse_adapters(model, LOAD)
+    background.join()
+    load = _Load(model, Path(folder), optimizer, scheduler)
+    with rank_guard(LOAD):
+        refresh_specs(model, LOAD)
+        load.opened = read_by_all(
+            model.mesh, LOAD, load.path, load.open, TrainingFolder.identity, TrainingFolder.close
+        )
+        with load.opened:
+            together(model.mesh, LOAD, load.prepare)
+            together(model.mesh, LOAD, load.finish)
+    return _resumed(load.opened.state, model.mesh)
+
+
+def _resumed(state: dict[str, Any], mesh: Mesh) -> Resumed:
+    found = [tuple(of_copies(state, name)) for name in OF_COPY]
+    copy = mesh.coord("dp") if state["mesh"]["dp"] == mesh.dp else None
+    return Resumed(state["step"], *found, copy)
+
+
+class _Load:
+    """The steps of one load on one rank; only the last one changes anything."""
+
+    opened: TrainingFolder
+
+    def __init__(self, model: Any, path: Path, optimizer: Any, scheduler: Any):
+        self.model, self.path, self.scheduler = model, path, scheduler
+        self.whole = model._slapo.data_parallel.whole(model, optimizer)
+        self.optimizer = self.whole.optimizer
+        self.restored: optimizers.Restored | None = None
+        self.targets: dict[str, Target] = {}
+        self.source: dict[str, str] = {}
+
+    def open(self) -> TrainingFolder:
+        """Open the folder of the checkpoint: weights, optimizer and state."""
+        return open_training(self.path, with_optimizer=self.optimizer is not None)
+
+    def prepare(self) -> None:
+        """Check what was saved against what is asked for, and read the optimizer's tensors."""
+        state, opened, mesh = self.opened.state, self.opened, self.model.mesh
+        for name in ("optimizer", "scheduler"):
+            if getattr(self, name) is not None and state[name] is None:
+                problem = f"the checkpoint was saved without {name}"
+                hint = "leave it out, or begin anew"
+                raise WeightsError(str(self.path / FILE), name, problem, hint)
+        if self.scheduler is not None:
+            _check_scheduler(self.path, decode(state["scheduler"]), self.scheduler.state_dict())
+        self._check_integrity()
+        self.targets, self.source = weights_of(self.model, self.whole)
+        check_targets(self.targets, opened.model, self.source, mesh)
+        if self.optimizer is not None:
+            self._prepare_optimizer()
+
+    def _check_integrity(self) -> None:
+        """Compare the checksums of the files; every rank reads its share."""
+        kept, mesh = self.opened.kept, self.model.mesh
+        if kept is None:  # of an older version
+            return
+        folders = [one for one in (self.opened.model, self.opened.optimizer) if one is not None]
+        for folder in folders:
+            raise_first(damaged_tensors(folder, kept, mesh.rank, mesh.world_size))
+
+    def _prepare_optimizer(self) -> None:
+        runtime, record, opened = self.model._slapo, self.opened.state["optimizer"], self.opened
+        specs = {spec.name: spec for spec in runtime.keys.renamed(runtime.specs)}
+        names = names_of(self.model, self.whole)
+        self.restored = optimizers.Restored(self.optimizer, record, names, specs, self.model.mesh)
+        found = set(opened.optimizer.key_to_file) if opened.optimizer else set()
+        if wrong := found ^ optimizers.tensor_names(record):
+            where = str(self.path / FILE)
+            problem = f"{len(wrong)} tensors are in it or in the optimizer's files, but not in both"
+            raise WeightsError(where, min(wrong), problem, "is one of the files damaged?")
+        if (targets := self.restored.targets) and opened.optimizer is not None:
+            source = {key: key for key in targets}
+            load_tensors(targets, opened.optimizer, source, self.model.mesh)
+
+    def finish(self) -> None:
+        """Read the weights in place, then set all the rest."""
+        model, state = self.model, self.opened.state
+        load_tensors(self.targets, self.opened.model, self.source, model.mesh)
+        if self.restored is not None:
+            self.restored.apply()
+        self.whole.put_back()
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(decode(state["scheduler"]))
+        stream = model.schedule.state.random
+        stream.seed, stream.step = state["random"]["seed"], state["random"]["step"]
+        model._slapo.precision.restore(state.get("loss_scale"))
+        restore_states(state["torch_random"], Mesh(**state["mesh"]), model.mesh, device_of(model))
+
+
+def _check_scheduler(path: Path, saved: Any, own: dict[str, Any]) -> None:
+    """A saved scheduler has the fields of the given one, each of the same kind."""
+    for name in sorted(saved.keys() ^ own.keys(), key=str):
+        who = "the given one has it not" if name in saved else "the saved one has it not"
+        hint = "make the same scheduler as when saving"
+        raise WeightsError(str(path / FILE), f"scheduler.{name}", who, hint)
+    for name, value in saved.items():
+        kinds = _kind(value), _kind(own[name])
+        if None not in (value, own[name]) and kinds[0] != kinds[1]:
+            problem = f"found {value!r:.60}, expected a value like {own[name]!r:.60}"
+            hint = "make the same scheduler as when saving"
+            raise WeightsError(str(path / FILE), f"scheduler.{name}", problem, hint)
+
+
+def _kind(value: Any) -> Any:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return "number" if is_number else type(value)

@@ -1,0 +1,281 @@
+"""Training checkpoints: stop on one mesh, go on from another.
+
+The folder is the model as `save_pretrained` writes it, which plain `transformers` loads, and beside
+it the optimizer's tensors (`optimizer*.safetensors`) and the rest (`training_state.json`). All of it
+appears by one rename, and nothing in it is a pickle.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.errors import WeightsError
+from slapo_zoo.model.checkpoints.current_specs import refresh_specs
+from slapo_zoo.model.checkpoints.saved_configs import configs_of
+from slapo_zoo.model.dp.data_parallel import Whole
+from slapo_zoo.parallel import gather as consolidate
+from slapo_zoo.parallel.digests import digest, unlike
+from slapo_zoo.parallel.local_tensors import Rows, marked_as, rows_of
+from slapo_zoo.parallel.ranks import background
+from slapo_zoo.parallel.ranks.agreement import together
+from slapo_zoo.parallel.ranks.process_group import rank_guard
+from slapo_zoo.weights import optimizer as optimizers
+from slapo_zoo.weights.checksums import save_in
+from slapo_zoo.weights.encode import encode
+from slapo_zoo.weights.load import Target
+from slapo_zoo.weights.random_state import pack_states, states_here
+from slapo_zoo.weights.save import save_folder
+from slapo_zoo.weights.training_state import OF_COPY, by_copy, write_state
+
+SAVE, LOAD = "save_checkpoint", "load_checkpoint"
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Step, place in the data and extras of a checkpoint that was loaded.
+
+    Args:
+        step: number of finished optimizer steps.
+        data_positions: as given to `save_checkpoint`, one for each dp rank.
+        extras: as given to `save_checkpoint`: one for each dp rank, or a single one if they were equal.
+        copy: our dp coordinate; None on another number of dp ranks than was saved.
+    """
+
+    step: int = 0
+    data_positions: tuple[Any, ...] = (None,)
+    extras: tuple[Any, ...] = (None,)
+    copy: int | None = 0
+
+    @property
+    def data_position(self) -> Any:
+        """Return the value that this dp rank passed to `save_checkpoint`; WeightsError at another dp size."""
+        return self._own("data_position", self.data_positions)
+
+    @property
+    def extra(self) -> Any:
+        """Return the value that this dp rank passed to `save_checkpoint`; WeightsError at another dp size."""
+        return self._own("extra", self.extras)
+
+    def _own(self, name: str, values: tuple[Any, ...]) -> Any:
+        if len(values) == 1:
+            return values[0]
+        if self.copy is None:
+            problem = f"each of {len(values)} data-parallel ranks had its own; there are more or fewer now"
+            hint = f"make yours from all of them: resumed.{name}s; or resume with dp={len(values)}"
+            raise WeightsError(LOAD, name, problem, hint)
+        return values[self.copy]
+
+
+def save_checkpoint(
+    model: Any,
+    folder: str | os.PathLike[str],
+    optimizer: Any = None,
+    scheduler: Any = None,
+    step: int = 0,
+    data_position: Any = None,
+    extra: Any = None,
+    max_shard_size: int | str = "5GB",
+    texts: Mapping[str, str] | None = None,
+    check_finite: bool = True,
+) -> None:
+    """Write all that training needs to go on; a collective call on all ranks.
+
+    If it fails on one rank it raises on all of them, and the folder is as it was.
+
+    Args:
+        model: of AutoScheduledModel.
+        folder: on a file system that all ranks share.
+        optimizer: of torch, over this rank's parameters; its state must be of the size of the
+            parameters, or numbers.
+        scheduler: of torch.optim.lr_scheduler, the same on every rank.
+        step: number of finished optimizer steps.
+        data_position: where the data loader of this dp rank stands: numbers, texts, lists,
+            dictionaries; tp and pp peers pass the same.
+        extra: more of your own, likewise.
+        max_shard_size: largest file, "5GB" or bytes.
+        texts: name --> content of small files that belong into the folder.
+        check_finite: refuse to replace an older checkpoint by weights with NaN or infinity.
+    """
+    mine = {"step": step, "data_position": data_position, "extra": extra}
+    with rank_guard(SAVE):
+        save = _prepared(model, folder, optimizer, scheduler, mine)
+        save.texts, save.check_finite = texts or {}, check_finite
+        save.write(max_shard_size)
+
+
+def async_save_checkpoint(
+    model: Any,
+    folder: str | os.PathLike[str],
+    optimizer: Any = None,
+    scheduler: Any = None,
+    step: int = 0,
+    data_position: Any = None,
+    extra: Any = None,
+    max_shard_size: int | str = "5GB",
+) -> background.Saving:
+    """Save a checkpoint in a thread: training goes on while it writes the values of the moment of the call.
+
+    Until it is written, each rank holds a copy of its tensors in host memory. The next save or
+    load waits for it, and so does the end of the process group. The folder must be on a file
+    system that all ranks share, and appears by one rename as always.
+
+    Returns:
+        a Future, as `torch.distributed.checkpoint.async_save` does; its `result()` waits, and raises
+        what went wrong on any rank. An error that is not asked for is raised by the next save.
+    """
+    mine = {"step": step, "data_position": data_position, "extra": extra}
+    with rank_guard(SAVE):
+        save = _prepared(model, folder, optimizer, scheduler, mine)
+        together(model.mesh, SAVE, save.copy)
+        return background.start(lambda: save.write(max_shard_size))
+
+
+def _prepared(
+    model: Any, folder: Any, optimizer: Any, scheduler: Any, mine: dict[str, Any]
+) -> "_Save":
+    """All that a save will write is known, and the same on every rank."""
+    refuse_adapters(model, SAVE)
+    background.join()
+    refresh_specs(model, SAVE)
+    save = _Save(model, folder, optimizer, scheduler, mine)
+    save.merge(together(model.mesh, SAVE, save.describe))
+    return save
+
+
+def refuse_adapters(model: Any, step: str) -> None:
+    """A model with adapters has checkpoints of another kind."""
+    if model._slapo.adapters:
+        hint = "save the adapter by model.save_adapter, the optimizer by torch.save"
+        raise WeightsError(step, "model", "a model with adapters is not saved whole", hint)
+
+
+class _Save:
+    """The steps of one save on one rank."""
+
+    def __init__(
+        self, model: Any, folder: Any, optimizer: Any, scheduler: Any, mine: dict[str, Any]
+    ):  # fmt: skip
+        self.folder = folder
+        self.check_finite = True
+        self.model, self.scheduler, self.mine = model, scheduler, mine
+        self.whole = model._slapo.data_parallel.whole(model, optimizer)
+        self.optimizer = self.whole.optimizer
+        self.write_configs = configs_of(model, folder)
+        self.tensors: dict[str, Tensor] = {}
+        self.rows: dict[str, Rows | None] = {}
+        self.state: dict[str, Any] = {}
+        self.texts: Mapping[str, str] = {}
+
+    def describe(self) -> tuple[str, Any, dict[str, str], dict[str, Any]]:
+        """Return this rank's record: its optimizer, generators, and place in the data."""
+        mesh, record, keys = self.model.mesh, None, self.model._slapo.keys
+        specs = self.model._slapo.specs
+        local = consolidate.local_tensors(self.model, specs, mesh, rows=True)
+        if self.optimizer is not None:
+            names = names_of(self.model, self.whole)
+            record, self.tensors = optimizers.collect(self.optimizer, names)
+        self.tensors |= keys.to_files(local, specs, mesh)
+        self.rows = {name: rows_of(tensor, mesh) for name, tensor in self.tensors.items()}
+        stream = self.model.schedule.state.random
+        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
+        self.state = {
+            "mesh": {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.dp},
+            "random": {"seed": stream.seed, "step": stream.step},
+            "loss_scale": self.model._slapo.precision.state(),
+            "scheduler": encode(scheduler, "scheduler"),
+        }
+        own = {name: encode(value, name) for name, value in self.mine.items()}
+        is_first = mesh.coord("tp") == mesh.coord("dp") == 0
+        return (
+            digest(json.dumps(record)),
+            record if is_first else None,
+            states_here(device_of(self.model)),
+            own,
+        )
+
+    def merge(self, found: Sequence[tuple[str, Any, dict[str, str], dict[str, Any]]]) -> None:
+        """Merge the reports of all ranks into `state`, that of the whole training.
+
+        Args:
+            found: by rank: digest of its optimizer, the optimizer's record or None, random states by
+                device, and its own step, position and extras.
+        """
+        mesh = self.model.mesh
+        if differ := optimizers.disagreement([record for record, *_ in found], mesh):
+            problem = f"ranks {differ} have another one than the first rank of their stage"
+            raise WeightsError(SAVE, "optimizer", problem, "make it in the same way on every rank")
+        records = [record for _, record, *_ in found if record is not None]
+        if records and len(records) != mesh.pp:
+            raise WeightsError(SAVE, "optimizer", f"found on {len(records)} of {mesh.pp} stages")
+        self.state["optimizer"] = optimizers.merge(records) if records else None
+        self.state["torch_random"] = pack_states([states for _, _, states, _ in found])
+        own = [mine for *_, mine in found]
+        if differ := unlike([mine["step"] for mine in own]):
+            problem = f"rank {differ[0]} says {own[differ[0]]['step']}, rank 0 {own[0]['step']}"
+            raise WeightsError(SAVE, "step", problem, "all ranks save after the same step")
+        self.state["step"] = own[0]["step"]
+        for name in OF_COPY:
+            self.state[name] = by_copy(name, [mine[name] for mine in own], mesh, SAVE)
+
+    def copy(self) -> None:
+        """Copy the tensors that training changes from here on."""
+        self.tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.tensors.items()}
+
+    def write(self, max_shard_size: int | str) -> None:
+        """Write model, optimizer and state as one folder."""
+        runtime, mesh, record = self.model._slapo, self.model.mesh, self.state["optimizer"]
+        specs, keys, beside = runtime.specs, runtime.keys, []
+        if record is not None:
+            beside = optimizers.optimizer_specs(record, keys.renamed(specs))
+        save_folder(
+            self.folder, keys.file_specs(specs), self.tensors, mesh, write_extras=self._write_extras, max_shard_size=max_shard_size, rows=self.rows,
+            beside={"optimizer": beside} if beside else None, check_finite=self.check_finite,
+            stamp=json.dumps({k: v for k, v in self.state.items() if k != "mesh"}),
+        )  # fmt: skip
+
+    def _write_extras(self, folder: Path) -> None:
+        self.write_configs(folder)
+        write_state(folder, {"save": save_in(folder), **self.state})
+        for name, text in self.texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+
+
+def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, str]]:
+    """All parameters and persistent buffers of this rank, and the key of each."""
+    runtime = model._slapo
+    tensors, names = _held(model, whole)
+    own = {names[name]: marked_as(tensor.detach(), tensor) for name, tensor in tensors.items()}
+    views = runtime.keys.split(own, runtime.specs, model.mesh)
+    known = {spec.name: spec for spec in runtime.keys.read_specs(runtime.specs)}
+    targets = {
+        name: Target(view, known[name].shape, known[name].placement, rows_of(view, model.mesh))
+        for name, view in views.items()
+        if view.numel()
+    }
+    return targets, {name: runtime.keys.to_file(name) for name in targets}
+
+
+def _held(model: Any, whole: Whole) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """This rank's parameters and saved buffers, and the name of each in the whole model."""
+    runtime = model._slapo
+    saved = {spec.name for spec in runtime.specs}
+    parameters = {name for name, _ in model.named_parameters()}
+    tensors = {n: t for n, t in whole.tensors.items() if n in saved or n in parameters}
+    return tensors, {name: runtime.plan.saved_as(name) for name in tensors}
+
+
+def names_of(model: Any, whole: Whole) -> dict[int, str]:
+    """id of a parameter --> its name beside the model: the optimizer's tensors are in one piece."""
+    tensors, names = _held(model, whole)
+    return {id(tensor): model._slapo.keys.to_file(names[n]) for n, tensor in tensors.items()}
+
+
+def device_of(model: Any) -> torch.device:
+    """Return the device of this rank's parameters."""
+    return next(model.parameters()).device

@@ -1,0 +1,249 @@
+"""Whole weights, one bucket at a time: from any mesh to a rank that hands them on, and back.
+
+rewrite:  w_r [..., local_size(size, n, r), ...]  <-->  (key of a file, w [..., size, ...])
+"""
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.model.checkpoints.current_specs import refresh_specs
+from slapo_zoo.model.checkpoints.training_checkpoint import weights_of
+from slapo_zoo.parallel import gather as consolidate
+from slapo_zoo.parallel.local_tensors import Rows, runs_within
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.placement import Run, TensorSpec
+from slapo_zoo.parallel.ranks.process_group import rank_guard
+from slapo_zoo.weights.load import Target, parse_size
+from slapo_zoo.zoo.argument_values import to_dtype
+
+PIECE = 16 << 20  # bytes of one message
+Named = Iterator[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Some indices of an axis that one rank has: where they lie in the whole tensor, and in its own."""
+
+    rank: int
+    axis: int
+    start: int
+    offset: int
+    length: int
+
+
+def stream_weights(model: Any, dtype: Any, bucket: int | str, ranks: Collection[int]) -> Named:
+    """Hand out whole tensors one bucket at a time; arguments: `Scheduled.stream_weights`."""
+    mesh, most = model.mesh, parse_size(bucket, "bucket") or 0
+    wrong = [rank for rank in ranks if not 0 <= rank < mesh.world_size]
+    if wrong or not ranks:
+        problem = f"found ranks {list(ranks)}, expected some of 0..{mesh.world_size - 1}"
+        raise SlapoError("stream_weights", "ranks", problem, "e.g. ranks=(0,)")
+    cast = None if dtype is None else to_dtype(dtype)
+    with rank_guard("stream_weights"):
+        refresh_specs(model, "stream_weights")
+    runtime, local = model._slapo, _Held(model)
+    device = next(model.parameters()).device
+    for specs in _buckets(runtime.keys.file_specs(runtime.specs), cast, most):
+        with rank_guard("stream_weights"), torch.no_grad():
+            found = _collect(specs, local, mesh, cast, ranks, device)
+        while found:
+            yield found.pop(0)
+
+
+class _Held:
+    """This rank's tensors under the keys of files: where dp ranks divide them, whole one at a time."""
+
+    def __init__(self, model: Any):
+        self.model, runtime = model, model._slapo
+        self.held = consolidate.local_tensors(model, runtime.specs, model.mesh, rows=True)
+        self.source = {part.name: spec.name for spec in runtime.specs
+                       for part in runtime.keys.file_specs([spec])}  # fmt: skip
+        self._name, self._files = "", {}
+
+    def get(self, key: str) -> Tensor | None:
+        """Return this rank's part of a tensor; a collective call over the dp ranks of its stage."""
+        name, runtime = self.source[key], self.model._slapo
+        if name not in self.held or not runtime.data_parallel.gives(self.model.mesh):
+            return None
+        if name != self._name:
+            self._name, self._files = name, {}  # the one before is given up first
+            whole = runtime.data_parallel.whole_of(self.held[name], self.held[name])
+            self._files = runtime.keys.to_files({name: whole}, runtime.specs, self.model.mesh)
+        return self._files.get(key)
+
+
+def _buckets(
+    specs: Sequence[TensorSpec], cast: torch.dtype | None, most: int
+) -> Iterator[list[TensorSpec]]:
+    """Runs of tensors that take at most so many bytes together; a larger one goes alone.
+
+    The last of a run counts in the next one: who iterates still holds it.
+    """
+    run: list[TensorSpec] = []
+    size = nbytes = 0
+    for spec in specs:
+        last, nbytes = nbytes, math.prod(spec.shape) * _sent_as(spec, cast).itemsize
+        if run and size + nbytes > most:
+            yield run
+            run, size = [], last
+        run.append(spec)
+        size += nbytes
+    if run:
+        yield run
+
+
+def _sent_as(spec: TensorSpec, cast: torch.dtype | None) -> torch.dtype:
+    own: torch.dtype = getattr(torch, spec.dtype)
+    return cast if cast is not None and own.is_floating_point else own
+
+
+def _collect(
+    specs: Sequence[TensorSpec], local: _Held, mesh: Mesh, cast: torch.dtype | None,
+    ranks: Collection[int], device: torch.device,
+) -> list[tuple[str, Tensor]]:  # fmt: skip
+    """The whole tensors of a bucket on those ranks, none elsewhere."""
+    found = []
+    for spec in specs:
+        dtype, full, mine = _sent_as(spec, cast), None, local.get(spec.name)
+        if mesh.rank in ranks:
+            full = torch.empty(spec.shape, dtype=dtype, device=device)
+            found.append((spec.name, full))
+        for run in _runs(spec, mesh):
+            for to in sorted(ranks):
+                if mesh.rank in (run.rank, to):
+                    _send(run, mine, full, dtype, mesh.rank, to)
+    return found
+
+
+def _runs(spec: TensorSpec, mesh: Mesh) -> list[_Run]:
+    """Return which rank gives which rows; of several that hold the same, the first."""
+    owners = [mesh.at(tp=tp, dp=0, pp=spec.stage) for tp in range(mesh.tp)]
+    if spec.placement is None or not spec.shape:
+        return [_Run(owners[0], 0, 0, 0, spec.shape[0] if spec.shape else 1)]
+    axis, runs, seen = spec.placement.axis, [], set()
+    for r, rank in enumerate(owners):
+        offset = 0
+        for start, stop in spec.placement.runs(spec.shape[axis], mesh.tp, r):
+            if (start, stop) not in seen:
+                runs.append(_Run(rank, axis, start, offset, stop - start))
+            seen.add((start, stop))
+            offset += stop - start
+    return runs
+
+
+def _send(
+    run: _Run, mine: Tensor | None, full: Tensor | None, dtype: torch.dtype, rank: int, to: int
+) -> None:
+    """Send one run of rows, in messages of a bounded size."""
+    source = None if mine is None or rank != run.rank else _cut(mine, run.axis, run.offset, run.length)  # fmt: skip
+    target = None if full is None or rank != to else _cut(full, run.axis, run.start, run.length)
+    shaped = source if target is None else target
+    assert shaped is not None  # noqa: S101 - one of both is ours
+    for start, stop in _row_ranges(shaped, dtype):
+        part = None if source is None else source[start:stop].to(dtype)
+        if target is not None and part is not None:
+            target[start:stop].copy_(part)
+        elif part is not None:
+            dist.send(part.contiguous(), to)
+        elif target is not None:
+            piece = target[start:stop]
+            received = piece if piece.is_contiguous() else torch.empty_like(piece).contiguous()
+            dist.recv(received, run.rank)
+            if received is not piece:
+                piece.copy_(received)
+
+
+def _cut(tensor: Tensor, axis: int, start: int, length: int) -> Tensor:
+    return (tensor if tensor.ndim else tensor.view(1)).narrow(axis, start, length)
+
+
+def _row_ranges(tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+    """Ranges of axis 0, each of a piece's size."""
+    row = max(math.prod(tensor.shape[1:]) * dtype.itemsize, 1)
+    step = max(PIECE // row, 1)
+    for start in range(0, tensor.shape[0], step):
+        yield start, min(start + step, tensor.shape[0])
+
+
+def load_stream(model: Any, stream: Iterable[tuple[str, Tensor]] | None, rank: int) -> None:
+    """Fill the model from whole tensors; arguments: `Scheduled.load_stream`."""
+    with rank_guard("load_stream"), torch.no_grad():
+        refresh_specs(model, "load_stream")
+        whole = model._slapo.data_parallel.whole(model)
+        targets, keys = weights_of(model, whole)
+        by_key = {keys[name]: target for name, target in targets.items()}
+        shapes = {s.name: s.shape for s in model._slapo.keys.file_specs(model._slapo.specs)}
+        left = dict.fromkeys(shapes)
+        pairs = iter(stream or ()) if model.mesh.rank == rank else None
+        while (header := _next(pairs, model, rank)) is not None:
+            key, tensor, shape, dtype = header
+            if shapes.get(key) != shape:
+                expected = list(shapes[key]) if key in shapes else "no such key"
+                problem = f"found shape {list(shape)}, expected {expected}"
+                raise SlapoError("load_stream", key, problem, "pass what stream_weights gave")
+            left.pop(key, None)
+            _spread(by_key.get(key), tensor, shape, dtype, model, rank)
+        whole.put_back()
+        if left:
+            problem = f"{len(left)} tensors did not come; the others are loaded"
+            raise SlapoError("load_stream", next(iter(left)), problem, "pass all of them")
+
+
+def _next(pairs: Any, model: Any, rank: int) -> Any:
+    """Key, tensor (on the giving rank), shape and dtype of what comes next, on every rank."""
+    key, tensor = next(pairs, (None, None)) if pairs is not None else (None, None)
+    header = [None if tensor is None else (key, tuple(tensor.shape), tensor.dtype)]
+    if model.mesh.world_size > 1:
+        dist.broadcast_object_list(header, rank, device=next(model.parameters()).device)
+    if header[0] is None:
+        return None
+    key, shape, dtype = header[0]
+    return key, tensor, shape, dtype
+
+
+def _spread(
+    target: Target | None, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype,
+    model: Any, rank: int,
+) -> None:  # fmt: skip
+    """Every rank sees the rows in turn, and takes its own part of them."""
+    device = next(model.parameters()).device
+    rows = torch.empty(shape or (1,), dtype=dtype, device="meta")
+    source = None if tensor is None else tensor.detach().reshape(rows.shape)
+    for start, stop in _row_ranges(rows, dtype):
+        if source is not None:
+            piece = source[start:stop].to(device).contiguous()
+        else:
+            piece = torch.empty((stop - start, *rows.shape[1:]), dtype=dtype, device=device)
+        if model.mesh.world_size > 1:
+            dist.broadcast(piece, rank)
+        if target is not None:
+            _take(target, piece, start, model.mesh)
+
+
+def _take(target: Target, piece: Tensor, first: int, mesh: Mesh) -> None:
+    """Copy this rank's part of a piece that begins at row `first` of the whole tensor."""
+    own = target.tensor if target.tensor.ndim else target.tensor.view(1)
+    axis, kept, runs = 0, target.rows or Rows(0, len(own)), [Run(0, piece.shape[0] + first)]
+    if target.placement is not None:
+        axis, dim = target.placement.axis, target.placement.mesh_dim
+        runs = target.placement.runs(target.shape[axis], mesh.size(dim), mesh.coord(dim))
+    if axis:  # rows of the piece that we have, and of them our columns
+        low, high = max(first, kept.first), min(first + len(piece), kept.first + kept.count)
+        if low >= high:
+            return
+        own, piece = own[low - kept.first : high - kept.first], piece[low - first : high - first]
+        first = 0
+    offset = 0
+    for start, stop in runs if axis else runs_within(runs, kept.first, kept.count):
+        low, high = max(start, first), min(stop, first + piece.shape[axis])
+        if low < high and piece.numel():
+            cut = piece.narrow(axis, low - first, high - low)
+            own.narrow(axis, offset + low - start, high - low).copy_(cut)
+        offset += stop - start

@@ -1,0 +1,224 @@
+"""ZeRO: parameters, gradients and optimizer states divided over dp, on plain local tensors.
+
+rewrite:  p [O, I]  -->  p [ceil(O/n), I], and a module reads all_gather(p) while a step runs
+
+The gather is differentiable: its backward sums gradients over dp and leaves each rank its rows, so an
+optimizer over `model.parameters()` keeps states for these rows alone. Source: arXiv:1910.02054.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo_zoo.errors import MeshError
+from slapo_zoo.hf.models import stays_wide
+from slapo_zoo.model.dp.data_parallel import DataParallel, use_engine
+from slapo_zoo.model.dp.gathered import Group, Shards
+from slapo_zoo.model.dp.whole_blocks import Blocks
+from slapo_zoo.parallel import gradient_buckets
+from slapo_zoo.parallel.local_tensors import is_divided
+from slapo_zoo.parallel.mesh import Mesh
+
+
+class Sharded(DataParallel):
+    """Sums over the ranks that divide the parameters happen in the backward; here the rest is done."""
+
+    def __init__(self, shards: Shards, groups: list[Group], blocks: Blocks):
+        self.shards, self.groups, self.blocks = shards, groups, blocks
+
+    def reads(
+        self, model: nn.Module, dtype: torch.dtype | None, in_own_loop: bool
+    ) -> Iterator[tuple[nn.Module, str, Tensor]]:
+        """Begin a forward; return (module, name, tensor) of what stays unsharded while a step runs."""
+        self.shards.averages = in_own_loop
+        self.blocks.forget()  # a backward that failed, or that of a block alone, left some
+        whole: dict[int, Tensor] = {}
+        for group in self.groups:
+            made = group.traced(group.dtype_of(dtype))
+            whole.update({id(p): x for p, x in zip(group.parameters, made, strict=True)})
+        read = [place for place in _parameters_of(model) if id(place[2]) in whole]
+        replaced = len({id(p) for *_, p in read}) < len(whole) or any(
+            module._parameters.get(name) is not block.groups[i].parameters[j]
+            for block in self.blocks.at.values()
+            for module, name, (i, j) in block.places
+        )
+        if replaced:
+            problem = "found others than those of which each rank keeps its rows"
+            hint = "write new values into them, and leave out functional_call and assign=True"
+            raise MeshError("forward", "the parameters of a model with dp_shard=", problem, hint)
+        for module, name, p in read:
+            yield module, name, whole[id(p)]
+
+    def new_gradients(self, parameters: list[nn.Parameter]) -> Any:
+        """Sums that a failed step has left waiting are dropped."""
+        for group in self.groups:
+            group.sums = [None] * len(group.sums)
+        return super().new_gradients(parameters)
+
+    @contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        """Stage 1 sums over dp after the last one."""
+        with super().micro_batch(is_last):
+            yield
+        if is_last:
+            self._sum_waiting()
+
+    def pipeline_step(self, *args: Any) -> Tensor:
+        """All micro-batches through the stages; this rank's share of the loss."""
+        loss = super().pipeline_step(*args)
+        self._sum_waiting()
+        return loss
+
+    def _sum_waiting(self) -> None:
+        for group in self.groups if self.shards.stage == 1 else ():
+            group.sum_waiting()
+
+    def own_backward_ended(self, parameters: list[nn.Parameter], mesh: Mesh, paused: bool) -> None:
+        """Average the gradients that are not sharded (adapters), and drop the gathered blocks."""
+        self.blocks.forget()
+        rest = [] if paused else [p for p in parameters if not is_divided(p)]
+        gradient_buckets.all_reduce_gradients(rest, mesh.group("dp") if rest else None, 1 / mesh.dp)
+
+    def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
+        """Over copies of the divided ones, and over dp of what is not sharded (adapters)."""
+        gradient_buckets.all_reduce_gradients(filter(is_divided, parameters), self.shards.copies)
+        rest = [p for p in parameters if not is_divided(p)]
+        gradient_buckets.all_reduce_gradients(rest, mesh.group("dp") if rest else None)
+
+    def tensors(self, model: Any, grads: bool = False) -> dict[str, Tensor]:
+        """Return parameters (or their gradients) and buffers, gathered over dp."""
+        found = super().tensors(model, grads)
+        named = dict(model.named_parameters(remove_duplicate=False))
+        whole: dict[int, Tensor] = {}
+        for name, p in named.items():
+            if id(p) not in whole:
+                whole[id(p)] = self.whole_of(p, found[name].detach())
+        return {n: whole[id(named[n])] if n in named else x for n, x in found.items()}
+
+    def whole_of(self, p: Any, value: Any) -> Any:
+        """A value of the size of a parameter's part (itself, a gradient, a state), whole over dp."""
+        if not (is_divided(p) and isinstance(value, Tensor) and value.shape == p.shape):
+            return value.clone() if isinstance(value, Tensor) else value
+        (found,) = self.shards.gather([value.detach()], [p.whole_shape], value.dtype)
+        is_padded = found.untyped_storage().nbytes() > found.nbytes
+        return found.clone() if is_padded else found  # a gather holds its buffers a moment longer
+
+    def gives(self, mesh: Mesh) -> bool:
+        """The first copy alone: another would gather for nobody."""
+        return mesh.coord("dp") < self.shards.size
+
+    def kept(self, model: Any) -> dict[str, Tensor]:
+        """Return the tensors that this rank writes: its own rows."""
+        return super().tensors(model)
+
+
+def shard_over_dp(model: Any, blocks: Sequence[str], shards: Shards) -> None:
+    """Leave each parameter of a scheduled model its rows, and let the model read whole ones.
+
+    Args:
+        model: of AutoScheduledModel, filled.
+        blocks: paths of the repeated blocks: what lies in one is gathered in one collective.
+        shards: over which ranks.
+    """
+    runtime, dp = model._slapo, model.mesh.dp
+    computes = runtime.precision.dtype
+    wide = {f"{path}.{name}" for path, module in model.named_modules() if computes is not None
+            and stays_wide(model, path, module, computes) for name in module._parameters}  # fmt: skip
+    units: dict[str, dict[Any, list[nn.Parameter]]] = {}
+    parts: dict[int, nn.Parameter] = {}
+    block_of = _block_of(model, blocks)
+    for name, p in list(model.named_parameters()):
+        if p.ndim == 0:
+            continue
+        part: Any = p
+        if not is_divided(p):  # else it was filled as a part
+            part = nn.Parameter(shards.part(p.detach()), p.requires_grad)
+            part.__dict__.update({k: v for k, v in p.__dict__.items() if k[0] != "_"})
+            shards.note(part, p.shape)
+        part.dp_copies, parts[id(p)] = dp // shards.size, part
+        unit = block_of.get(id(p)) or name.rpartition(".")[0]
+        kind = p.dtype, p.requires_grad, name in wide
+        units.setdefault(unit, {}).setdefault(kind, []).append(part)
+    for module, name, p in _parameters_of(model):
+        module._parameters[name] = parts.get(id(p), p)
+    _refuse_calls_beside(model, blocks)
+    groups = {unit: [Group(shards, held, kind[2]) for kind, held in kinds.items()]
+              for unit, kinds in units.items()}  # fmt: skip
+    alone = Blocks(computes, runtime.schedule.state.keeps)
+    for position, path in enumerate(blocks if shards.stage == 3 else ()):
+        if path in groups:
+            block, held = model.get_submodule(path), groups.pop(path)
+            alone.add(block, held, _places(block, held), position)
+    engine = Sharded(shards, [group for held in groups.values() for group in held], alone)
+    use_engine(model, engine)
+    runtime.precision.reads, runtime.precision.blocks = engine.reads, alone
+
+
+def _parameters_of(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """Return (module, name, parameter) of all modules, tied ones more than once."""
+    return [
+        (m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None
+    ]
+
+
+def _refuse_calls_beside(model: nn.Module, blocks: Sequence[str]) -> None:
+    """Hook all modules but blocks and what contains some: called alone, these gather what they read."""
+    gather = {path.rsplit(".", i)[0] for path in blocks for i in range(path.count(".") + 1)} | {""}
+    for path, module in model.named_modules():
+        if path not in gather:
+            module.register_forward_pre_hook(_require_whole)
+
+
+def _require_whole(module: nn.Module, _args: Any) -> None:
+    """MeshError where a module is called beside the forward of its model: it would compute with our rows."""
+    for m, name, p in _parameters_of(module):
+        if is_divided(p):
+            if name in m.__dict__:
+                return
+            problem = (
+                f"{type(module).__name__} is called alone, and this rank keeps some of its rows"
+            )
+            hint = (
+                "call the model or a whole block, which gather them, or load it without dp_shard="
+            )
+            raise MeshError("forward", "a module of a model with dp_shard=", problem, hint)
+
+
+def _block_of(model: nn.Module, blocks: Sequence[str]) -> dict[int, str]:
+    """Parameter --> the block that it lies in, where nothing else reads it."""
+    found: dict[int, set[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        block = next((b for b in blocks if name.startswith(f"{b}.")), "")
+        found.setdefault(id(p), set()).add(block)
+    return {key: next(iter(paths)) for key, paths in found.items() if len(paths) == 1}
+
+
+def _places(block: nn.Module, groups: Sequence[Group]) -> list[tuple[nn.Module, str, Any]]:
+    """Return (module, name, (group, index)) of all that reads a parameter of a block."""
+    at = {id(p): (i, j) for i, group in enumerate(groups) for j, p in enumerate(group.parameters)}
+    return [(module, name, at[id(p)]) for module in block.modules()
+            for name, p in module._parameters.items() if id(p) in at]  # fmt: skip
+
+
+def check_dp_shard(mesh: Mesh, size: int, target: Any, options: Any, stage: int = 3) -> None:
+    """Refuse a number that does not divide dp, and engines that divide parameters themselves."""
+    if size == 1:
+        if stage != 3:  # the default
+            problem = "nothing is sharded over dp at dp_shard=1"
+            raise MeshError(
+                "from_pretrained", f"zero_stage={stage}", problem, "pass dp_shard=N too"
+            )
+        return
+    if mesh.dp % size:
+        near = min(
+            (n for n in range(1, mesh.dp + 1) if mesh.dp % n == 0), key=lambda n: abs(n - size)
+        )
+        problem = f"it does not divide dp={mesh.dp}"
+        raise MeshError("from_pretrained", f"dp_shard={size}", problem, f"the nearest is {near}")
+    if target not in (None, "torch") or options:
+        problem = "an engine divides parameters in a way of its own"
+        hint = "leave out dp_shard=, or target= and target_options="
+        raise MeshError("from_pretrained", f"dp_shard={size}", problem, hint)

@@ -1,0 +1,155 @@
+"""What a call of a model leaves for its backward, and when that backward begins and ends.
+
+A backward that arrives at an output of a call runs as in that call: what recomputes sees the same padding
+and tokens, and draws the same dropout. At its end gradients are complete, and looked at.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_zoo.errors import MeshError
+from slapo_zoo.language.directive import ForwardContext
+from slapo_zoo.model.gradients import of_models, optimizers, step_guard
+from slapo_zoo.model.gradients.batch_check import check_peers
+from slapo_zoo.model.gradients.gradient_reducer import GradientReducer
+from slapo_zoo.model.gradients.input_gradients import nodes_of, trained_inputs
+from slapo_zoo.model.gradients.module_changes import require_known_weights
+from slapo_zoo.model.gradients.parameter_hooks import take_over
+from slapo_zoo.model.gradients.step_guard import StepGuard
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS
+
+
+class Calls:
+    """The calls of one model.
+
+    Attributes:
+        reducer: sums the gradients.
+        guard: looks at complete gradients before an optimizer steps.
+        divided_parameters: an engine keeps parameters that no hook can be put on.
+        named: trained parameters by name; not what `functional_call` puts in their place.
+        outside: what held before a backward took up what its call had set up.
+        count: of calls in loops by hand, in training.
+    """
+
+    def __init__(self, runtime: Any, mesh: Mesh) -> None:
+        self.runtime, self.mesh = runtime, mesh
+        self.reducer, self.guard = GradientReducer(runtime, mesh), StepGuard(mesh)
+        optimizers.watch_steps()
+        step_guard.watch_steps()
+        self.divided_parameters, self.count = False, 0
+        self.named: list[tuple[str, nn.Parameter]] = []
+        self.trained: list[int] = []
+        self.task = -1
+        self.outside: ForwardContext | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Calls":
+        """Copy for a copied model: a call of its own looks at its parameters anew."""
+        memo[id(self)] = new = Calls(memo.get(id(self.runtime), self.runtime), self.mesh)
+        new.reducer = copy.deepcopy(self.reducer, memo)
+        new.divided_parameters = self.divided_parameters
+        return new
+
+    def prepare(self, model: Any, own_loop: bool = False) -> None:
+        """Hook the parameters that a model has now: at the load, and before each forward that is trained on.
+
+        In a loop of one's own (`own_loop`) the backward is not that of `train_step`.
+        """
+        if torch._C._current_graph_task_id() < 0:  # a backward that failed has not come to its end
+            self.abandon()
+        self.task = -1
+        every = list(model.named_parameters())
+        of_models.note(self.runtime, every)
+        partial = self._partial()
+        if self.divided_parameters and own_loop and partial:
+            problem = f"the engine divides parameters, and nothing sums {min(partial)} over tp"
+            raise MeshError("backward", "a loop of your own", problem, "call train_step(batch)")
+        if self.divided_parameters or (self.mesh.world_size == 1 and own_loop):
+            return
+        trained = [(name, p) for name, p in every if p.requires_grad]
+        self.named = [(name, p) for name, p in trained if p.is_leaf]
+        if self.mesh.world_size > 1:
+            self.guard.interval, self.guard.device = model.input_check_interval, model.device
+            if [id(p) for _, p in trained] != self.trained:
+                require_known_weights(model, "forward")
+                self.trained = [id(p) for _, p in trained]
+            self.reducer.attach((n, p) for n, p in every if self.reducer.over_dp or n in partial)
+        take_over(self.reducer, self.named)
+
+    def _partial(self) -> set[str]:
+        """Names of parameters whose gradient may be a part of a sum over tp."""
+        rows = self.runtime.plan.tensors.values() if self.mesh.tp > 1 else ()
+        return {row.name for row in rows if row.sums(True, PARTIAL, REPLICAS)}
+
+    def begin(self, model: Any, batch: Mapping[str, Any], trains: bool) -> None:
+        """A call of a model or of a part in a loop by hand: dp averages what its inputs are made of, too."""
+        if not torch.is_grad_enabled():
+            return
+        self.prepare(model, own_loop=True)
+        if trains:
+            self.count += 1
+            number = self.runtime.schedule.state.random.step
+            check_peers(self.mesh, batch, self.count, model.input_check_interval, number)
+        if self.mesh.world_size > 1:
+            for p in trained_inputs(self.mesh, batch, self.reducer.beyond):
+                self.reducer.hook("", p)
+
+    def watch(self, output: Any) -> None:
+        """Notice when a backward arrives at an output of the call that ends now."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        state, reducer = self.runtime.schedule.state, self.reducer
+        sharded = reducer.tokens_sharded = state.forward.tokens_divided
+        call = state.forward, state.random.position()
+        for node in nodes_of(output):
+            node.register_prehook(lambda _grads: self._arrived(*call))
+        if (
+            self.mesh.tp > 1 and not reducer.in_step
+        ):  # there a loss is seen: `weight_terms.count_once`
+            rows = [(self.runtime.plan.of(name), p) for name, p in self.named]
+            summed = {id(p) for row, p in rows if row and row.sums(sharded, PARTIAL, REPLICAS)}
+            reducer.uses.note(output, summed)
+
+    def _arrived(self, forward: ForwardContext, position: tuple[int, int, int]) -> None:
+        """A backward begins at an output of a call: what recomputes in it runs as in that call."""
+        if self.task != torch._C._current_graph_task_id():
+            self.open()
+        self.reducer.token_modes.add(forward.tokens_divided)
+        state = self.runtime.schedule.state
+        self.outside = self.outside or state.forward
+        state.forward, state.random.again = forward, position
+
+    def open(self) -> None:
+        """A backward begins."""
+        self.reducer.open()
+        take_over(self.reducer, self.named)
+        self.task = torch._C._current_graph_task_id()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _end(self) -> None:
+        """A backward has come to its end."""
+        self.task = -1
+        try:
+            averaged = self.reducer.close()
+        finally:
+            self._leave()
+        if not self.reducer.in_step and self.mesh.world_size > 1:
+            engine, named = self.runtime.data_parallel, dict(self.named)
+            engine.own_backward_ended(list(named.values()), self.mesh, self.reducer.paused)
+            self.guard.complete(named, self.runtime.plan, averaged)
+
+    def _leave(self) -> None:
+        """What runs now is no backward of a call."""
+        state = self.runtime.schedule.state
+        state.forward, state.random.again = self.outside or state.forward, None
+        self.outside = None
+
+    def abandon(self) -> None:
+        """A backward has failed, or none runs."""
+        self._leave()
+        self.reducer.forget()
+        self.reducer.uses.found.clear()

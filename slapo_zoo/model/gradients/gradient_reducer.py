@@ -1,0 +1,244 @@
+"""After any backward each rank's `.grad` is its slice of the true gradient.
+
+One rule: a gradient is summed over what its row of the plan says (`sum_over`). One hook, at each parameter,
+tells that one comes: over tp it is summed before it is added to `.grad`, so that hooks of a user see the
+sum; over dp `.grad` is averaged as DDP does it, bucket by bucket while the backward goes on.
+
+`train_step` adds up micro-batches first: it averages in the last backward, and sums the rest after it.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from slapo_zoo.errors import MeshError
+from slapo_zoo.model.gradients.weight_terms import Uses
+from slapo_zoo.parallel.collectives import all_reduce_, summed
+from slapo_zoo.parallel.gradient_buckets import Bucket, all_reduce_gradients, buckets
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.once import refuse_graph
+from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS, TIED
+
+_OWN_GRADIENTS = "it returns the gradients of this dp rank's rows, not their average over dp"
+_OWN_HINT = "call backward(); or, within model.no_sync(), average them: all_reduce over model.mesh.group('dp')"
+
+
+class GradientReducer:
+    """The sums of one model's gradients, and how far the backward that runs now has come with them.
+
+    Attributes:
+        over_dp: gradients are averaged over dp here; an engine does it itself.
+        at_once: other sums are taken as gradients come; else by `finish`, at the end of a step.
+        paused: within `no_sync`.
+        tokens_sharded: in the call that ended last.
+        beyond: parameters of no model that inputs were made of (a soft prompt), numbered.
+        missed: whether a parameter had no gradient here in the last step, and a device knows if others do.
+        asks_hosts: some dp rank `missed`; all of them then ask each other in this step, past the device.
+    """
+
+    def __init__(self, runtime: Any, mesh: Mesh) -> None:
+        self.runtime, self.mesh, self.uses = runtime, mesh, Uses()
+        self.over_dp, self.at_once, self.averaged = self.mesh.dp > 1, True, False
+        self.paused = self.in_step = self.tokens_sharded = self.missed = self.asks_hosts = False
+        self.parameters: list[nn.Parameter] = []
+        self.hooked, self.beyond = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+        self.forget()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GradientReducer":
+        """Copy for a copied model: a parameter's copy has no hooks yet."""
+        runtime = memo.get(id(self.runtime), self.runtime)
+        memo[id(self)] = new = GradientReducer(runtime, self.mesh)
+        new.over_dp = self.over_dp
+        return new
+
+    def forget(self) -> None:
+        """No backward is under way."""
+        self.buckets: list[Bucket] = []
+        self.waiting: list[Bucket] = []  # those whose sum has not begun
+        self.bucket_of: dict[int, Bucket] = {}
+        self.reached: dict[int, nn.Parameter] = {}  # of `beyond`
+        self.replaced: set[str] = set()  # summed at a tensor in the place of the parameter
+        self.token_modes: set[bool] = set()  # of the calls that this backward goes through
+        self.is_open, self.latest = False, None
+        self.stored: bool | None = None  # whether a gradient that has come is in `.grad`
+
+    def attach(self, named: Iterable[tuple[str, Any]]) -> None:
+        """Hook the parameters of a forward for good: their backward may come after another forward."""
+        hooked = [self.hook(name, p) for name, p in named]
+        self.parameters = [p for p in hooked if p.is_leaf]
+
+    def hook(self, name: str, p: Any) -> Any:
+        """Put on the one kind of hook; weak, since the collector does not see all that torch keeps."""
+        if p in self.hooked or not p.is_floating_point() or p.is_inference():
+            return p
+        mine, parameter, is_leaf, trains = ref(self), ref(p), p.is_leaf, p.requires_grad
+
+        def hook(grad: Tensor | None) -> Tensor | None:
+            reducer = mine()
+            if reducer is None or grad is None:  # the model is gone, its parameter lives on
+                return None
+            found = reducer.gradient(name, parameter(), grad, is_leaf)
+            return None if found is grad else found
+
+        hook.__torch_unserializable__ = True  # torch.save says nothing of it  # pyright: ignore[reportFunctionMemberAccess]
+        p.requires_grad_()  # a frozen one may be trained later, by a call of one module
+        p.register_hook(hook)
+        p.requires_grad_(trains)
+        self.hooked[p] = True
+        return p
+
+    def open(self) -> None:
+        """A backward begins, maybe within another one: make the buckets that it fills."""
+        self._settle()
+        for bucket in self.buckets:
+            bucket.wait()
+        before = self.stored
+        self.forget()
+        self.is_open, self.stored = True, before or None
+        wanted = [p for p in reversed(self.parameters) if p.requires_grad and not is_taken(p)]
+        for each in buckets(wanted) if self.over_dp else ():
+            self.buckets.append(Bucket(each, self.mesh.group("dp"), 1.0 / self.mesh.dp))
+            self.bucket_of |= dict.fromkeys(map(id, each), self.buckets[-1])
+        self.waiting = list(self.buckets)
+
+    def gradient(self, name: str, p: Any, grad: Tensor, is_leaf: bool) -> Tensor:
+        """Sum a gradient on its way to `.grad`, or to what the tensor in a parameter's place is made of."""
+        if not self.is_open:
+            self.runtime.calls.open()
+        self._settle()
+        groups = self._groups(name) if self.at_once and name not in self.replaced else []
+        grad, term = self.uses.split(p, grad) if groups and not self.in_step else (grad, None)
+        for group in groups:
+            refuse_graph()
+            grad = summed(grad, group)
+        grad = grad if term is None else grad + term
+        if not is_leaf:
+            self.replaced.add(name)
+        averages = self.mesh.dp > 1 and not self.in_step if p in self.beyond else self.over_dp
+        return self._over_dp(p, grad, is_leaf) if averages and not self.paused else grad
+
+    def _groups(self, name: str) -> list[Any]:
+        """The ranks beside dp over which a gradient is summed as it comes."""
+        row = self.runtime.plan.of(name)
+        sums = row.sums(True, REPLICAS, PARTIAL) if row else []
+        if len(self.token_modes) > 1 and any(one.if_tokens_sharded for one in sums):
+            problem = "it goes through one forward that divides its tokens and one that does not"
+            hint = "pad both batches to a multiple of tp (pad_to_multiple_of of the tokenizer)"
+            raise MeshError("backward", "sequence_parallel=True", problem, hint)
+        sharded = next(iter(self.token_modes), self.tokens_sharded)
+        taken = [self.runtime.group(one) for one in sums if sharded or not one.if_tokens_sharded]
+        return [group for group in taken if group is not None]
+
+    def _over_dp(self, p: Any, grad: Tensor, is_leaf: bool) -> Tensor:
+        """Let `.grad` be averaged once it is there; at once what goes elsewhere, or is taken from there."""
+        bucket = self.bucket_of.get(id(p))
+        if is_leaf and not is_taken(p) and (bucket or p in self.beyond):
+            if bucket and bucket.work is not None:  # what is under way must not be written to
+                bucket.wait()
+                self.waiting.append(bucket)
+            self.latest = p, p.grad, p.grad is not None and p.grad._version
+            self.stored = bool(self.stored)
+            return grad
+        group, factor = self.mesh.group("dp"), 1.0 / self.mesh.dp
+        refuse_graph()
+        if is_leaf and p.grad is not None:  # of backwards within `no_sync`
+            all_reduce_(p.grad.mul_(factor), group)
+        return summed(grad * factor, group)
+
+    def _settle(self) -> None:
+        """The gradient that came last is in `.grad` by now: sums of full buckets begin."""
+        if self.latest is None:
+            return
+        (p, before, version), self.latest = self.latest, None
+        if p.grad is before and (before is None or before._version == version):
+            return  # torch.autograd.grad has it
+        self.stored = True
+        if p in self.beyond:
+            self.reached[self.beyond[p]] = p
+            return
+        self.bucket_of[id(p)].missing.discard(id(p))
+        while self.waiting and not self.waiting[0].missing:
+            self.waiting.pop(0).start()
+
+    def close(self) -> bool:
+        """The backward has come to its end; return whether all dp ranks have met in it."""
+        self._settle()
+        if self.stored is False and not self.in_step:
+            where = "torch.autograd.grad with dp > 1"
+            raise MeshError("backward", where, _OWN_GRADIENTS, _OWN_HINT)
+        if met := bool(self.stored):
+            for bucket in self.waiting:  # in the same order on every rank
+                bucket.start()
+            somewhere = self._somewhere([p for bucket in self.buckets for p in bucket.parameters])
+            for bucket in self.buckets:
+                bucket.wait(somewhere)
+        reached = [p for _, p in sorted(self.reached.items())]
+        all_reduce_gradients(reached, self.mesh.group("dp"), 1.0 / self.mesh.dp)
+        self.averaged = self.averaged or met
+        self.forget()
+        return met
+
+    def _somewhere(self, parameters: list[nn.Parameter]) -> set[int] | None:
+        """Ids of those with a gradient on some dp rank; asked while all sums are under way, or None."""
+        here = [p.grad is not None for p in parameters]
+        self.missed = not all(here) and parameters[0].device.type != "cpu"
+        asks, self.asks_hosts = self.asks_hosts and self.in_step, False
+        if not asks:
+            return None
+        held = torch.tensor(here, dtype=torch.int32)
+        dist.all_reduce(held, dist.ReduceOp.MAX, self.mesh.group_of_hosts("dp"))
+        return {id(p) for p, some in zip(parameters, held.tolist(), strict=True) if some}
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, a backward averages nothing over dp: the next one outside does, for all."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+    def last_backward(self, _outputs: Any) -> None:
+        """Let the last backward of a stage within `no_sync` average over dp."""
+        self.paused = False
+
+    @contextmanager
+    def one_step(self, at_once: bool) -> Iterator[None]:
+        """Around the micro-batches of a step; `at_once`: a hook takes gradients before the step ends."""
+        before, self.at_once, self.in_step, self.averaged = self.at_once, at_once, True, False
+        try:
+            yield
+        except BaseException:
+            self.runtime.calls.abandon()
+            raise
+        finally:
+            self.at_once, self.in_step = before, False
+
+    def average(self) -> None:
+        """Average over dp what the backwards of a step have not."""
+        if self.over_dp and not self.averaged:
+            self.open()
+            self.stored = True
+            self.close()
+
+    def finish(self, named: Mapping[str, nn.Parameter]) -> None:
+        """All-reduce the gradients of a step over every mesh dim but dp, once, after its last backward.
+
+        Args:
+            named: parameters by name.
+        """
+        sharded, plan = self.runtime.schedule.state.forward.tokens_divided, self.runtime.plan
+        sums = plan.sums_of(named, TIED, REPLICAS, PARTIAL, tokens_sharded=sharded)
+        for one, names in () if self.at_once else sums.items():
+            all_reduce_gradients([named[name] for name in names], self.runtime.group(one))
+
+
+def is_taken(p: Any) -> bool:
+    """Return whether hooks of a user take the gradient as soon as it is in `.grad`."""
+    return bool(p._post_accumulate_grad_hooks)

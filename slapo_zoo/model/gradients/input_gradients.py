@@ -1,0 +1,157 @@
+"""Gradients of tensors beside a model: a soft prompt before `inputs_embeds`, a head of one's own in a loss.
+
+Every rank makes the inputs, and one stage reads them: their gradient is summed over the stages, and that
+of the parameters which they are made of is averaged over dp, in `train_step` and in a loop by hand. A
+head that `loss_fn` applies is summed over both in `train_step`.
+A leaf that is no `nn.Parameter` (a perturbation of some rows) keeps the gradient of its rank.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.model.gradients.batch_check import check_trained_inputs
+from slapo_zoo.model.gradients.of_models import runtime_of
+from slapo_zoo.parallel.collectives import all_reduce_
+from slapo_zoo.parallel.mesh import Mesh
+
+
+class InputGradients:
+    """The tensors of a batch that ask for a gradient; with stages, leaves take their place in it.
+
+    Args:
+        mesh: of all ranks.
+        tensors: the batch.
+        known: see `trained_inputs`.
+        loss_fn: of `train_step`; the parameters of a module are trained with it.
+        scale: what the engine multiplies a loss by before its backward.
+    """
+
+    def __init__(
+        self, mesh: Mesh, tensors: dict[str, Tensor], known: Any, loss_fn: Any, scale: float
+    ):
+        self.mesh, self.known, self.loss_fn, self.scale = mesh, known, loss_fn, scale
+        self.given = {name: x for name, x in tensors.items() if x.requires_grad}
+        self.beyond = trained_inputs(mesh, self.given, known)
+        held = self.given if mesh.pp > 1 else {}
+        self.leaves = {name: x.detach().requires_grad_() for name, x in held.items()}
+        tensors.update(self.leaves)
+        self.before = {id(p): p.grad for p in self.beyond}
+        self.in_loss: list[nn.Parameter] = []
+        if isinstance(loss_fn, nn.Module):
+            own = (p for p in loss_fn.parameters() if p.requires_grad and runtime_of(p) is None)
+            self._meet([p for p in own if id(p) not in self.before])
+
+    def see(self, loss: Tensor, output: Any) -> None:
+        """A loss of one's own before its backward: what it was made of beside the model is trained too."""
+        if self.loss_fn is None or self.mesh.world_size == 1:
+            return
+        known = {id(p) for p in (*self.beyond, *self.in_loss)}
+        new = [p for p in _made_of([loss], nodes_of(output)) if id(p) not in known]
+        if new and self.mesh.pp > 1:
+            shapes = ", ".join(str(list(p.shape)) for p in new[:3])
+            problem = (
+                f"it trains {shapes} of its own, and with pp > 1 the other stages do not know them"
+            )
+            hint = "pass an nn.Module that holds them as loss_fn, on all ranks"
+            raise SlapoError("train_step", "loss_fn", problem, hint)
+        self._meet(new)
+
+    def held(self) -> list[Tensor]:
+        """Return the tensors that got a gradient: the inputs themselves where there are stages."""
+        return [*(self.leaves.values() or self.beyond), *self.in_loss]
+
+    def _meet(self, new: list[nn.Parameter]) -> None:
+        require_alike(self.mesh, new, self.known)
+        self.before |= {id(p): p.grad for p in new}
+        self.in_loss += new
+        for p in new:
+            p.grad = None
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Around a step: parameters beyond the model get their gradient of the whole step."""
+        for p in self.beyond:
+            p.grad = None
+        try:
+            yield
+        except BaseException:
+            for p in (*self.in_loss, *self.beyond):
+                p.grad = self.before[id(p)]
+            raise
+        for leaf in self.leaves.values():
+            leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            all_reduce_(leaf.grad, self.mesh.group("pp"))
+        if self.leaves:
+            grads = [leaf.grad for leaf in self.leaves.values()]
+            torch.autograd.backward([self.given[name] for name in self.leaves], grads)
+        for i, p in enumerate((*self.in_loss, *self.beyond)):
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            if i < len(self.in_loss):  # by the last stage alone
+                all_reduce_(grad, self.mesh.group("pp"))
+            all_reduce_(grad.mul_(1.0 / self.scale), self.mesh.group("dp"))
+            old = self.before[id(p)]
+            p.grad = grad if old is None else old.add_(grad)
+
+
+def trained_inputs(mesh: Mesh, batch: Any, known: Any) -> list[nn.Parameter]:
+    """The parameters of no model that a batch is made of; new ones must be alike on all ranks.
+
+    Args:
+        mesh: of all ranks, which meet where some are new.
+        batch: tensors, in containers and caches of transformers too.
+        known: those that were met before, by their number; it grows.
+    """
+    asking = list(_asking(batch))
+    found = _made_of(asking) if asking else []
+    require_alike(mesh, found, known)
+    return found
+
+
+def require_alike(mesh: Mesh, parameters: Iterable[nn.Parameter], known: Any) -> None:
+    """MeshError on all ranks where a parameter that was not met before has other values; see above."""
+    if new := [p for p in parameters if p not in known]:
+        check_trained_inputs(mesh, new)
+        for p in new:
+            known[p] = len(known)
+
+
+def _asking(value: Any) -> Iterator[Tensor]:
+    """The tensors in it that ask for a gradient."""
+    for x in tree_leaves(value):
+        if isinstance(x, Tensor):
+            if x.requires_grad:
+                yield x
+        elif type(x).__module__ == "transformers.cache_utils":  # a learnt prefix of keys and values
+            yield from _asking(list(vars(x).values()))
+
+
+def nodes_of(output: Any) -> list[Any]:
+    """Where a backward arrives at an output of a model."""
+    leaves = tree_leaves(dict(output) if hasattr(output, "keys") else output)
+    # logits on demand: of which they are made, too
+    tensors = [each for x in leaves for each in (x, getattr(x, "rows", None))]
+    return [x.grad_fn for x in tensors if isinstance(x, Tensor) and x.grad_fn is not None]
+
+
+def reached(nodes: Iterable[Any], goes_on: Callable[[Any], bool] = bool) -> list[Any]:
+    """The nodes of a graph that are reached from some, in the order of a walk."""
+    seen = dict.fromkeys(nodes)
+    for node in (waiting := list(seen)):
+        new = [e for e, _ in node.next_functions if e is not None and e not in seen and goes_on(e)]
+        seen.update(dict.fromkeys(new))
+        waiting += dict.fromkeys(new)
+    return waiting
+
+
+def _made_of(tensors: Iterable[Tensor], ends: Iterable[Any] = ()) -> list[nn.Parameter]:
+    """The parameters that tensors were made of, in the order in which their graph is walked up to its ends."""
+    ends = {None, *ends}
+    nodes = reached((x.grad_fn for x in tensors if x.grad_fn not in ends), lambda e: e not in ends)
+    leaves = [getattr(node, "variable", None) for node in nodes]
+    return [p for p in leaves if isinstance(p, nn.Parameter) and runtime_of(p) is None]

@@ -1,0 +1,152 @@
+"""Optimizers that look at a whole matrix, on parameters of which a rank holds a part.
+
+Most optimizers work element by element: a part of a matrix is all they need. Adafactor factors a matrix
+and Muon orthogonalises it: for their step each sharded parameter is put together, and its part kept.
+
+rewrite:  p [O/n, I], p.grad, state [as p]  -->  [O, I] while `step()` runs  -->  this rank's part again
+"""
+
+import functools
+import warnings
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.model.gradients.of_models import parameters_of, place_of
+from slapo_zoo.parallel.local_tensors import part_of, put_part
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.rank_plan import TensorPlan
+
+ELEMENTWISE = {
+    "SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "ASGD", "Rprop",
+    "Lion", "FusedAdam", "DeepSpeedCPUAdam",
+}  # fmt: skip
+WHOLE_MODEL = (
+    "LBFGS",
+    "Prodigy",
+    "DAdapt",
+)  # how names of those begin that look at all parameters at once
+MATRIX_WISE = {"Adafactor": True, "Muon": False}  # whether the step reads the weights too
+
+
+class OptimizerWarning(UserWarning):
+    """An optimizer may need whole matrices, and sees parts of them."""
+
+
+_ASKED: "WeakSet[Any]" = WeakSet()
+_WARNED: "WeakSet[Any]" = WeakSet()
+# (parameter, its row, mesh, local tensor, its gradient) of what a step has replaced by whole ones
+_RUNNING: "WeakKeyDictionary[Any, list[tuple[Any, TensorPlan, Mesh, Tensor, Any]]]" = (
+    WeakKeyDictionary()
+)
+
+
+def whole_matrices(optimizer: Any) -> Any:
+    """Let an optimizer see every sharded parameter, its gradient and its state as a whole.
+
+    Adafactor and Muon (of torch and of transformers) are treated so without being asked. It is for LAMB,
+    Shampoo and others that look at more than one element. Each step, a rank receives the other ranks'
+    parts of the weight, the gradient and each state tensor of that size.
+
+    Args:
+        optimizer: of torch, over parameters of a scheduled model.
+
+    Returns:
+        the same optimizer.
+    """
+    _ASKED.add(optimizer)
+    return optimizer
+
+
+@functools.cache
+def watch_steps() -> None:
+    """Look at every step of an optimizer from now on."""
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
+
+
+def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
+    name = type(optimizer).__name__
+    if any(cls.__name__ in ELEMENTWISE for cls in type(optimizer).__mro__):
+        return
+    places = {p: place for p in parameters_of(optimizer) if (place := place_of(p))}
+    meshes = [plan.mesh for plan, _ in places.values()]
+    if name.startswith(WHOLE_MODEL) and any(mesh.tp * mesh.pp > 1 for mesh in meshes):
+        problem = "its step is made of dot products over all parameters, and this rank holds a part of them"
+        hint = "use tp=1 and pp=1 (dp is fine), or an optimizer that works element by element"
+        raise SlapoError(f"{name}.step", "optimizer", problem, hint)
+    if any(row.row_shards > 1 for plan, n in places.values() if (row := plan.of(n))):
+        problem = "it is not known to work element by element, and each dp rank holds some rows"
+        raise SlapoError(f"{name}.step", "dp_shard=", problem, "use AdamW, or leave dp_shard= out")
+    parts = ((p, plan.sharded(n), plan.mesh) for p, (plan, n) in places.items())
+    held = {p: (row, mesh) for p, row, mesh in parts if row}
+    if name not in MATRIX_WISE and optimizer not in _ASKED:
+        if held and optimizer not in _WARNED:
+            _WARNED.add(optimizer)
+            warnings.warn(
+                f"{name} is not known to work element by element, and sees parts of {len(held)} "
+                "sharded parameters: slapo_zoo.whole_matrices(optimizer) lets it see them whole",
+                OptimizerWarning,
+                stacklevel=4,
+            )
+        return
+    divided = {p: place for p, place in held.items() if p.grad is not None}
+    closures = [value for value in (*args[1:], kwargs.get("closure")) if value is not None]
+    if divided and closures:
+        problem = "it would run the model while its parameters are whole"
+        raise SlapoError(f"{name}.step", "closure", problem, "call step() without one")
+    _RUNNING[optimizer] = [(p, *place, p.data, p.grad) for p, place in divided.items()]
+    for p, place in divided.items():
+        _enlarge(optimizer, p, *place)
+
+
+def _enlarge(optimizer: Any, p: Any, row: Any, mesh: Mesh) -> None:
+    """Put the whole parameter, gradient and state where the parts were."""
+    for key, value in optimizer.state[p].items() if p in optimizer.state else ():
+        if isinstance(value, Tensor) and value.shape == p.shape and value.ndim:
+            optimizer.state[p][key] = whole(value, row, mesh)
+    reads = MATRIX_WISE.get(type(optimizer).__name__, True)
+    if reads:
+        full = whole(p.data, row, mesh)
+    else:  # nothing is sent
+        cut, empty = row.placement, p.new_zeros(row.shape)
+        full = put_part(empty, p.data, cut, *mesh.place(cut.mesh_dim))
+    gradient = whole(p.grad, row, mesh)
+    p.grad = None
+    p.data = full
+    p.grad = gradient
+
+
+def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for p, row, mesh, local, grad in _RUNNING.pop(optimizer, ()):
+        full, p.grad = p.data, None
+        local.copy_(part_of(full, row, mesh))
+        p.data = local
+        p.grad = grad
+        for key, value in optimizer.state[p].items():
+            if isinstance(value, Tensor) and value.ndim and value.shape == full.shape:
+                optimizer.state[p][key] = part_of(value, row, mesh)
+
+
+def whole(local: Tensor, row: TensorPlan, mesh: Mesh) -> Tensor:
+    """The whole tensor of which every rank of a mesh dim holds a part; a collective call over it."""
+    placement: Any = row.placement
+    n, group = mesh.size(placement.mesh_dim), mesh.group(placement.mesh_dim)
+    shapes = [placement.local_shape(row.shape, n, r) for r in range(n)]
+    longest = max(torch.Size(shape).numel() for shape in shapes)
+    mine = local.new_zeros(longest)
+    mine[: local.numel()] = local.reshape(-1)
+    parts = [torch.empty_like(mine) for _ in range(n)]
+    dist.all_gather(parts, mine, group=group)
+    full = local.new_empty(row.shape)
+    for r, (shape, part) in enumerate(zip(shapes, parts, strict=True)):
+        put_part(full, part[: torch.Size(shape).numel()].view(shape), placement, n, r)
+    return full

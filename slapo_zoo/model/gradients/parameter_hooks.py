@@ -1,0 +1,93 @@
+"""Hooks of a user on parameters: they are given gradients of whole tensors, as in the plain model.
+
+In `train_step` each runs once, on the gradient of the whole batch. In a loop by hand it runs in every
+backward, after the sums over tp; over dp before the average, as with torch's DDP (with `dp_shard=` after).
+Ranks that hold parts gather the gradient and keep their part of what a hook returns: all have the hook.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from slapo_zoo.errors import MeshError
+from slapo_zoo.model.gradients.optimizers import whole
+from slapo_zoo.parallel.local_tensors import is_divided, part_of
+
+
+class OnWhole:
+    """Call a user's gradient hook, where the user registered it, with the gradient of the whole tensor."""
+
+    def __init__(self, reducer: Any, name: str, parameter: nn.Parameter, hook: Any):
+        self.reducer, self.parameter = ref(reducer), ref(parameter)
+        self.name, self.hook = name, hook
+
+    def __call__(self, grad: Tensor) -> Any:
+        """Run the hook now; within `train_step` nothing, since the gradient is not whole before the end of the step."""
+        reducer = self.reducer()
+        if reducer is None:  # the model is gone, its parameter lives on
+            return self.hook(grad)
+        return self.on(grad) if reducer.at_once else None
+
+    def on(self, grad: Tensor) -> Tensor:
+        """Return this rank's gradient after the hook."""
+        runtime, p = self.reducer().runtime, self.parameter()  # pyright: ignore[reportOptionalMemberAccess]
+        mesh, rows = runtime.schedule.mesh, is_divided(p)
+        full, placed = grad, runtime.plan.sharded(self.name)
+        full = runtime.data_parallel.whole_of(p, full) if rows else full
+        full = whole(full, placed, mesh) if placed else full
+        if full is grad:
+            found = self.hook(grad)
+            return grad if found is None else found
+        found = self._called(full)
+        found = part_of(found, placed, mesh) if placed else found
+        found = found.narrow(0, p.first_row, len(p)) if rows else found  # pyright: ignore[reportOptionalMemberAccess]
+        return torch.empty_like(grad).copy_(found)
+
+    def _called(self, full: Tensor) -> Tensor:
+        try:
+            found = self.hook(full)
+            if found is not None and found.shape != full.shape:
+                raise IndexError(f"it returned a tensor {list(found.shape)}")
+        except (RuntimeError, IndexError) as error:
+            problem = f"it failed on the gradient of the whole tensor {list(full.shape)}: {error}"
+            hint = "make masks of the whole shape, or change this rank's .grad after the backward"
+            raise MeshError("backward", f"a hook on {self.name}", problem, hint) from error
+        return full if found is None else found
+
+
+def on_parts(model: Any) -> int:
+    """Count the hooks of a user on parameters of which this rank holds a part."""
+    plan = model._slapo.plan
+    parts = (p for name, p in model.named_parameters() if is_divided(p) or plan.sharded(name))
+    hooks = (hook for p in parts for hook in (p._backward_hooks or {}).values())
+    return sum(isinstance(hook, OnWhole) or _is_foreign(hook) for hook in hooks)
+
+
+def take_over(reducer: Any, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Take over hooks that were registered since; those that sum come before them."""
+    for name, p in named:
+        hooks: Any = p._backward_hooks
+        if p.is_leaf and hooks and any(map(_is_foreign, hooks.values())):
+            made = {key: OnWhole(reducer, name, p, hook) if _is_foreign(hook) else hook
+                    for key, hook in hooks.items()}  # fmt: skip
+            hooks.clear()  # the same dict, which torch holds
+            hooks.update(sorted(made.items(), key=lambda each: isinstance(each[1], OnWhole)))
+
+
+def run_later(reducer: Any, parameters: Iterable[nn.Parameter], scale: float) -> None:
+    """Run the hooks that have waited for a step's whole gradients, unless they ran in the backward.
+
+    Hooks see gradients without the loss scale of fp16; an infinite one that a hook makes is an overflow.
+    """
+    for p in parameters if not reducer.at_once else ():
+        for hook in list((p._backward_hooks or {}).values()):
+            if isinstance(hook, OnWhole) and p.grad is not None:
+                with torch.no_grad():
+                    p.grad.copy_(hook.on(p.grad / scale) * scale)
+
+
+def _is_foreign(hook: Any) -> bool:
+    return not str(getattr(hook, "__module__", "")).startswith("slapo_zoo.")

@@ -1,0 +1,293 @@
+"""Before an optimizer steps: do ranks that hold the same have the same gradients, and did all do the same to them?
+
+`torch.nn.utils.clip_grad_norm_` sees one rank's part of the model and takes its norm for the global one;
+torch's GradScaler sees an overflow in one rank's part only. Both would let ranks come apart in silence.
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from slapo_zoo.errors import MeshError, agreed
+from slapo_zoo.model.gradients.of_models import parameters_of, runtime_of
+from slapo_zoo.model.gradients.scaler import GradScaler
+from slapo_zoo.parallel.local_tensors import is_divided
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.rank_plan import RankPlan
+from slapo_zoo.parallel.ranks.heartbeat import names_of
+from slapo_zoo.parallel.ranks.patience import meet
+from slapo_zoo.parallel.ranks.process_group import rank_guard
+
+PROBES, ELEMENTS, ALIKE = 8, 64, 1e-4
+FEWEST = 4  # elements that tell a common factor from one that clipping by value leaves behind
+COPIES = 1e-6  # of replicas that take the same steps
+LOOSELY = 1e-3  # rounding of kernels that add in any order
+ALWAYS = 16  # the first steps are all looked at, then one in `input_check_interval`
+
+GRAD_SCALER = inspect.getfile(torch.amp.GradScaler)
+
+
+class StepGuard:
+    """Remembers a few elements of complete gradients; compares what became of them over all ranks.
+
+    It takes one all-gather of 36 numbers and one wait of the host.
+
+    Attributes:
+        interval: steps between looks, after the first; 0: none.
+        divides: whether ranks hold different gradients: over tp, pp or rows of `dp_shard=`.
+        needed: False where an engine clips and steps by itself, rank by rank.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self.mesh, self.interval, self.steps, self.looks, self.backwards = mesh, ALWAYS, 0, 0, 0
+        self.device = torch.device("cpu")
+        self.probes: list[tuple[nn.Parameter, Tensor]] = []
+        self.marks: dict[str, Tensor] = {}  # of gradients of what each tp rank holds whole
+        self.trained: Tensor | None = None  # ranks that have something to train; None: all
+        self.fresh, self.needed, self.divides = False, True, mesh.tp * mesh.pp > 1
+
+    def complete(
+        self,
+        named: Mapping[str, nn.Parameter],
+        plan: RankPlan,
+        averaged: bool,
+        trained: Tensor | None = None,
+    ) -> None:
+        """Note that gradients are complete now; `averaged`: all dp ranks have met in this backward."""
+        if not self.needed:
+            return
+        parameters = list(named.values())
+        held = [p for p in parameters if p.grad is not None and not hasattr(p.grad, "full_tensor")]
+        self.divides = self.mesh.tp * self.mesh.pp > 1 or any(is_divided(p) for p in held)
+        some = held[:: max(1, len(held) // PROBES)][:PROBES]
+        self.probes = [(p, _sample(p)) for p in some]
+        self.marks = self._marks_of(named, plan) if self._is_due(self.steps + 1) else {}
+        self.trained, self.fresh = trained, True
+        if averaged and self.mesh.dp > 1 and not any(is_divided(p) for p in parameters):
+            self._look_at_copies(parameters[:: max(1, len(parameters) // PROBES)][:PROBES])
+
+    def _look_at_copies(self, some: list[nn.Parameter]) -> None:
+        """Raise MeshError on the dp ranks whose weights came apart."""
+        self.backwards += 1
+        if not some or not self._is_due(self.backwards):
+            return
+        mine = torch.stack([p.detach().reshape(-1)[:ELEMENTS].double().norm() for p in some])
+        rows = [torch.empty_like(mine) for _ in range(self.mesh.dp)]
+        dist.all_gather(rows, mine, group=self.mesh.group("dp"))
+        found = torch.stack(rows)
+        if ((found - found[0]).abs() > COPIES * found.abs().amax(0)).any():
+            problem = (
+                "dp ranks hold other weights: they took other steps, or steps of other gradients"
+            )
+            hint = (
+                "step on all ranks or on none, and average over dp what torch.autograd.grad returns"
+            )
+            raise agreed(MeshError("backward", "copies of the model", problem, hint))
+
+    def _is_due(self, step: int) -> bool:
+        return self.interval >= 1 and (step <= ALWAYS or not step % self.interval)
+
+    def _marks_of(self, named: Mapping[str, nn.Parameter], plan: RankPlan) -> dict[str, Tensor]:
+        """Name --> [2]: a number that tells gradients apart, and their size; a missing one is 0."""
+        if self.mesh.tp == 1:
+            return {}
+        rows = {name: plan.of(name) for name, p in named.items() if not is_divided(p)}
+        whole = {name: named[name] for name, row in rows.items() if not (row and row.placement)}
+        grads = [p.new_zeros(1) if p.grad is None else p.grad.detach().reshape(-1)[:ELEMENTS]
+                 for p in whole.values()]  # fmt: skip
+        if not grads:
+            return {}
+        padded = pad_sequence([x.float() for x in grads], batch_first=True).double()
+        places = torch.arange(1, padded.shape[1] + 1, device=padded.device, dtype=torch.float64)
+        found = torch.stack([padded @ places.cos(), padded.norm(dim=1)], 1)
+        return dict(zip(whole, found, strict=True))
+
+    def before_step(self) -> None:
+        """MeshError on all ranks where they scaled their gradients by different factors."""
+        if not self.fresh:
+            return
+        self.fresh, self.steps = False, self.steps + 1
+        if not self._is_due(self.steps):
+            return
+        if self.trained is not None and int(self.trained) < self.mesh.pp * self.mesh.dp:
+            return  # a stage without a trained parameter has no optimizer that would ask
+        mine = self._factors()
+        each = [torch.empty_like(mine) for _ in range(self.mesh.world_size)]
+        with rank_guard("optimizer.step, which all ranks take or none"):
+            if gone := meet("optimizer.step", range(self.mesh.world_size)):
+                raise _alone(gone)
+            dist.all_gather(each, mine)
+        rows = torch.stack(each).tolist()
+        alike = max(row[PROBES][0] for row in rows)
+        self._require_same(rows, LOOSELY * alike / ALIKE)
+        found = [[f if is_one else None for f, is_one, *_ in row[:PROBES]] for row in rows]
+        if listed := self._unlike(found, alike):
+            problem = f"the ranks scaled their gradients by {listed}: by norms of their own parts"
+            hint = "call model.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_"
+            raise MeshError("optimizer.step", "gradients", problem, hint)
+
+    def _require_same(self, rows: Sequence[Sequence[Sequence[float]]], loosely: float) -> None:
+        """MeshError on all ranks where tp ranks have other gradients of what each of them holds whole."""
+        tp = self.mesh.tp
+        blocks = [rows[i : i + tp] for i in range(0, len(rows), tp)]
+        if not any(
+            _apart([row[i][2:] for row in block], loosely)
+            for block in blocks
+            for i in range(PROBES)
+        ):
+            return
+        none = torch.zeros(0, 2, dtype=torch.float64, device=self.device)
+        mine = torch.stack([*self.marks.values()]) if self.marks else none
+        each = [torch.empty_like(mine) for _ in range(tp)]
+        dist.all_gather(each, mine, group=self.mesh.group("tp"))
+        every = torch.stack(each, 1).tolist()  # [parameters, tp, 2]
+        named = zip(self.marks, every, strict=True)
+        names = [name for name, marks in named if _apart(marks, loosely)]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        problem = "it is replicated over tp, and its gradient differs between the ranks"
+        hint = (
+            "sum over tp what each rank has a part of: sum_gradient; slapo-zoo verify tells where"
+        )
+        what = f"{names[0]}{more}" if names else "parameters of another stage"
+        raise agreed(MeshError("optimizer.step", what, problem, hint))
+
+    def look_beside(self, parameters: list[nn.Parameter]) -> None:
+        """MeshError on the ranks of a stage where what no model has (a head) got unlike gradients.
+
+        Two all-gathers of a few numbers, where an optimizer has such parameters: in the first steps alone.
+        """
+        beside = [p for p in parameters
+                  if runtime_of(p) is None and p.requires_grad and not hasattr(p, "full_tensor")]  # fmt: skip
+        self.looks += 1
+        if not (beside and self.needed and self.interval) or self.looks > ALWAYS:
+            return
+        pairs = ((p, torch.zeros_like(p) if p.grad is None else p.grad) for p in beside)
+        each = [x.detach().double() for pair in pairs for x in pair]
+        mine = torch.stack([torch.stack([x.norm(), x.sum() / x.numel() ** 0.5]) for x in each])
+        for mesh_dim in ("tp", "dp"):
+            if self.mesh.size(mesh_dim) == 1:
+                continue
+            rows = [torch.empty_like(mine) for _ in range(self.mesh.size(mesh_dim))]
+            dist.all_gather(rows, mine, group=self.mesh.group(mesh_dim))
+            found = torch.stack(rows)
+            if ((found - found[0]).abs() > LOOSELY * found[..., :1].amax(0)).any():
+                raise _unlike_beside(beside, mesh_dim)
+
+    def _factors(self) -> Tensor:
+        """[PROBES + 1, 4]: by which factor each probe was scaled, and whether it is one for its elements;
+        beside it the sums of every eighth of `marks`.
+
+        The last row says how much rounding of the gradients' dtype may change a factor.
+        """
+        found = torch.zeros(PROBES + 1, 4, dtype=torch.float64, device=self.device)
+        for i, mark in enumerate(self.marks.values()):
+            found[i % PROBES, 2:] += mark
+        alike = max([ALIKE, *(4 * torch.finfo(p.dtype).eps for p, _ in self.probes)])
+        found[PROBES] = alike
+        for i, (p, then) in enumerate(self.probes):
+            now = then if p.grad is None else _sample(p)
+            if p.grad is None or then.shape != now.shape:
+                continue
+            factor = (then * now).sum() / (then * then).sum()
+            rest = (now - factor * then).norm()
+            is_one = (rest <= alike * now.norm()) & (factor > 0) & torch.isfinite(factor)
+            is_one &= (then != 0).sum() >= FEWEST
+            found[i, :2] = torch.stack([torch.where(is_one, factor, 0.0), is_one.double()])
+        return found
+
+    def _unlike(self, found: list[list[float | None]], alike: float) -> str:
+        """The factors that should be one and are not; empty where none differ.
+
+        Ranks of one stage hold parts of the same parameters, so each probe is compared with its like.
+        Stages hold others: they are compared where a rank scaled all that it has by one factor.
+        """
+        stages = [rank // (self.mesh.tp * self.mesh.dp) for rank in range(self.mesh.world_size)]
+        groups = [[row[i] for row, s in zip(found, stages, strict=True) if s == stage]
+                  for stage in set(stages) for i in range(PROBES)]  # fmt: skip
+        for group in (*groups, [_one_of(row, alike) for row in found]):
+            factors = [factor for factor in group if factor is not None]
+            if len(factors) == len(group) and max(factors) - min(factors) > alike * max(factors):
+                return ", ".join(f"{factor:.4g}" for factor in factors)
+        return ""
+
+
+def _one_of(row: list[float | None], alike: float) -> float | None:
+    """Return the factor that scaled all probes of a rank, the same within the relative `alike`, or None."""
+    known = [factor for factor in row if factor is not None]
+    return known[0] if known and max(known) - min(known) <= alike * max(known) else None
+
+
+def _apart(marks: Sequence[Sequence[float]], loosely: float) -> bool:
+    """Whether gradients of these marks differ by more than rounding; those that overflow do not count."""
+    values, sizes = zip(*marks, strict=True)
+    return max(values) - min(values) > loosely * max(sizes)
+
+
+def _sample(p: nn.Parameter) -> Tensor:
+    assert p.grad is not None  # noqa: S101 - asked for before
+    return p.grad.detach().reshape(-1)[:ELEMENTS].double()
+
+
+def _alone(gone: Sequence[int]) -> MeshError:
+    problem = f"{names_of(gone)} went on without a step: their weights are others from here on"
+    hint = (
+        "step on all ranks or on none: let them agree on a number, e.g. torch.distributed.all_reduce of "
+        "whether the loss is finite; slapo_zoo.GradScaler does it"
+    )
+    return MeshError("optimizer.step", "taken by some ranks", problem, hint)
+
+
+def _unlike_beside(parameters: list[nn.Parameter], mesh_dim: str) -> MeshError:
+    shapes = ", ".join(str(list(p.shape)) for p in parameters[:3])
+    problem = (
+        f"{mesh_dim} ranks have other values or gradients of what is not the model's: {shapes}"
+    )
+    hint = (
+        "make it alike on all ranks and apply it in the loss_fn of train_step, or wrap it: "
+        "DistributedDataParallel(head, process_group=model.mesh.group('dp'))"
+    )
+    return MeshError("optimizer.step", "parameters beside the model", problem, hint)
+
+
+@functools.cache
+def watch_steps() -> None:
+    """Look at every step of an optimizer from now on."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    parameters = parameters_of(optimizer)
+    runtime = next((found for p in parameters if (found := runtime_of(p))), None)
+    if runtime is None or runtime.schedule.mesh.world_size == 1:
+        return
+    guard: StepGuard = runtime.calls.guard
+    guard.look_beside(parameters)
+    if guard.divides:
+        _require_own_scaler()
+        guard.before_step()
+
+
+def _require_own_scaler() -> None:
+    """torch's own skips the step of one rank; the ranks that go on are the ones who can tell."""
+    frame: Any = sys._getframe(1)
+    for _ in range(12):
+        if frame is None:
+            return
+        # asking any other frame would leave a copy of its locals in it, which keeps them alive
+        is_theirs = frame.f_code.co_filename == GRAD_SCALER
+        scaler = frame.f_locals.get("self") if is_theirs else None
+        if isinstance(scaler, torch.amp.GradScaler):
+            if not isinstance(scaler, GradScaler):
+                problem = "an overflow in one rank's part lets that rank alone skip the step"
+                hint = "take slapo_zoo.GradScaler(model), which tells all ranks"
+                raise MeshError("optimizer.step", "torch.amp.GradScaler", problem, hint)
+            return
+        frame = frame.f_back

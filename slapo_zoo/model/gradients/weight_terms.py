@@ -1,0 +1,124 @@
+"""Terms on weights (L2-SP, EWC, FedProx): each rank has their whole gradient, which is summed with no other.
+
+rewrite:  loss = f(output) + g(p)  -->  over tp the gradient of f is summed, that of g is not
+
+`train_step` sees what `loss_fn` made, and scales the gradient of g by what the sums will multiply it with.
+A loop by hand makes its loss later: there the uses of p in the model are noted, and g is what is beyond them.
+"""
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.errors import MeshError
+from slapo_zoo.model.gradients.input_gradients import nodes_of, reached
+from slapo_zoo.model.gradients.of_models import runtime_of
+from slapo_zoo.parallel.collectives import group_size
+from slapo_zoo.parallel.local_tensors import is_divided
+from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS, TIED
+
+Place = tuple[Any, int, Any]  # a node, which of its edges leads to a parameter, and the parameter
+# On numbers these add up and scale; on tensors those look beyond one element.
+ADDING = {"Add", "Sub", "Mul", "Div", "Neg", "Sum", "Dot", "Stack", "Cat", "View", "Select", "Index", "Unbind", "Expand",
+          "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias"}  # fmt: skip
+MIXING = ("Sum", "Mean", "Linalg", "Norm", "ForeachNorm", "Mm", "Bmm", "Mv", "Max", "Min", "Amax", "Amin", "Std", "Var",
+          "Softmax", "LogSoftmax", "Logsumexp", "Cum", "Sort", "Topk")  # fmt: skip
+
+
+def newest() -> int:
+    """The number of the newest node that autograd has made here."""
+    return torch.zeros((), requires_grad=True).clone().grad_fn._sequence_nr()  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def count_once(runtime: Any, loss: Tensor, began: int) -> None:
+    """Let terms on weights count once in a loss of `train_step`, of which all nodes after `began` were made."""
+    mesh = runtime.schedule.mesh
+    if mesh.world_size == 1:
+        return
+    names = {id(p): name for name, p in runtime.calls.named}
+    numbers = _numbers(loss, began)
+    mixed = next((node.name() for node in numbers if _mixes(node)), "")
+    for node, index, p in (place for place in _leaves(numbers) if runtime_of(place[2])):
+        name = names.get(id(p), "")
+        row = runtime.plan.of(name)
+        if mixed and (is_divided(p) or runtime.plan.sharded(name)):
+            problem = f"{mixed} looks at a whole weight ({name}), of which this rank holds a part"
+            hint = "add up numbers of single elements: p.square().sum() / number of all elements"
+            raise MeshError("train_step", "loss_fn", problem, hint)
+        if mesh.pp > 1 and not (row and row.sums(True, TIED)):
+            problem = f"it has a term on weights ({name}), and other stages hold the others"
+            hint = "after train_step add its gradient to p.grad, for p of model.parameters()"
+            raise MeshError("train_step", "loss_fn", problem, hint)
+        factor = _factor(runtime, row, p)
+        if factor != 1:
+            node.register_hook(partial(_scaled, index, factor))
+
+
+def _factor(runtime: Any, row: Any, p: Any) -> float:
+    """Return the factor that makes up for the sums over ranks that a gradient will, or will not, go through."""
+    mesh, divided = runtime.schedule.mesh, runtime.schedule.state.forward.tokens_divided
+    factor = mesh.dp // p.dp_copies if is_divided(p) else 1.0
+    for one in row.sums(divided, PARTIAL, REPLICAS) if row else ():
+        factor /= group_size(runtime.group(one))
+    return factor
+
+
+def _scaled(index: int, factor: float, grads: Any, _outputs: Any) -> Any:
+    return tuple(g * factor if i == index and g is not None else g for i, g in enumerate(grads))
+
+
+def _numbers(loss: Tensor, began: int) -> set[Any]:
+    """The nodes of numbers that are made of parameters alone; logits are made late too, of rows of before."""
+    alone: set[Any] = set()
+    made = reached(
+        [loss.grad_fn], lambda e: not hasattr(e, "variable") and e._sequence_nr() > began
+    )
+    for node in sorted(made, key=lambda each: each._sequence_nr()):  # made of older ones
+        if all(e is None or e in alone or hasattr(e, "variable") for e, _ in node.next_functions):
+            alone.add(node)
+    tops = [node for node in alone if torch.Size(node._input_metadata[0].shape).numel() == 1]
+    return set(reached(tops, lambda e: e in alone))
+
+
+def _mixes(node: Any) -> bool:
+    """Return whether what it computes of a part of a tensor is no part of a sum over the whole."""
+    name = node.name().partition("Backward")[0]
+    if hasattr(node, "_saved_reduction"):
+        return node._saved_reduction == 1  # a mean
+    if torch.Size(node._input_metadata[0].shape).numel() > 1:
+        return name.startswith(MIXING)
+    edges = sum(each is not None for each, _ in node.next_functions)
+    return name not in ADDING or (name in ("Mul", "Div") and edges > 1)
+
+
+def _leaves(nodes: Iterable[Any]) -> Iterator[Place]:
+    for node in nodes:
+        for index, (each, _) in enumerate(node.next_functions):
+            if hasattr(each, "variable"):
+                yield node, index, each.variable
+
+
+class Uses:
+    """The gradients that come of a model's own uses of its parameters, in loops by hand."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, list[Tensor]] = {}
+
+    def note(self, output: Any, wanted: set[int]) -> None:
+        """Follow the uses that an output is made of, of parameters with these ids."""
+        for node, index, p in _leaves(reached(nodes_of(output)) if wanted else ()):
+            if id(p) in wanted:
+                node.register_hook(partial(self._came, id(p), index))
+
+    def _came(self, key: int, index: int, grads: Any, _outputs: Any) -> None:
+        if grads[index] is not None:
+            self.found.setdefault(key, []).append(grads[index])
+
+    def split(self, parameter: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A gradient --> what came of the uses, and the rest, which is whole on each rank."""
+        came = self.found.pop(id(parameter), [grad])
+        own = came[0] if len(came) == 1 else sum(came[1:], came[0])
+        return own, None if own.data_ptr() == grad.data_ptr() else grad - own

@@ -1,0 +1,98 @@
+"""Engines that run a scheduled model; one file and one line here per engine."""
+
+import importlib.util
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from slapo_zoo.errors import ScheduleError
+
+Engine = Callable[..., Any]
+HOMES = {  # an engine is imported when it is asked for
+    "torch": "slapo_zoo.model.integrations.dialects.torch",
+    "deepspeed": "slapo_zoo.model.integrations.dialects.deepspeed",
+    "megatron": "slapo_zoo.model.integrations.dialects.megatron",
+}
+DIALECTS: dict[str, dict[str, Any]] = {"runtime_engine": {}, "log_parser": {}}
+
+
+def register_dialect(cls_type: str, target: str) -> Callable[[Any], Any]:
+    """Register a class or function as the `cls_type` of a framework."""
+
+    def register(cls: Any) -> Any:
+        DIALECTS.setdefault(cls_type, {})[target] = cls
+        return cls
+
+    return register
+
+
+def get_dialect_cls(cls_type: str, target: str, allow_none: bool = False) -> Any:
+    """The class of a framework for one job ("runtime_engine", "log_parser").
+
+    Args:
+        cls_type: the job.
+        target: the framework.
+        allow_none: return None for an unknown framework instead of an error.
+    """
+    if target in HOMES:
+        importlib.import_module(HOMES[target])
+    known = DIALECTS.get(cls_type)
+    if known is None:
+        problem = f"found {cls_type!r}, expected one of {sorted(DIALECTS)}"
+        raise ScheduleError("dialects", "cls_type", problem, "name such a job")
+    if target not in known and not allow_none:
+        hint = f"known: {sorted(HOMES.keys() | known.keys())}"
+        raise ScheduleError("dialects", f"target={target!r}", f"no {cls_type} for it", hint)
+    return known.get(target)
+
+
+def init_target_engine(sch: Any, target: str | None, **kwargs: Any) -> tuple[Any, Any]:
+    """Put a scheduled model into the engine of a framework; return (engine, optimizer).
+
+    Args:
+        sch: a schedule, or a model of AutoScheduledModel.
+        target: the framework; None means "torch".
+        **kwargs: for the engine.
+    """
+    return get_dialect_cls("runtime_engine", target or "torch")(sch, **kwargs)
+
+
+def check_target(where: str, target: str | None, options: Any) -> None:
+    """Refuse an engine that is unknown or not installed, or options it does not take or lacks.
+
+    Called before anything is read; SlapoError says what to write instead.
+    """
+    name = target or "torch"
+    what, found = f"target={name!r}", DIALECTS["runtime_engine"]
+    if name not in HOMES and name not in found:
+        problem = f"found no such engine, expected one of {sorted(HOMES.keys() | found.keys())}"
+        raise ScheduleError(where, what, problem, "choose one of them")
+    if name in HOMES and importlib.util.find_spec(name) is None:
+        hint = f"pip install slapo-zoo[{name}]"
+        raise ScheduleError(where, what, f"the package {name} is not installed", hint)
+    if not isinstance(options, Mapping | None):
+        problem = f"found {type(options).__name__}, expected a dict"
+        raise ScheduleError(where, "target_options", problem, 'e.g. {"optimizer": AdamW}')
+    takes = inspect.signature(get_dialect_cls("runtime_engine", name)).parameters
+    _check_options(where, name, dict(options or {}), list(takes.values())[1:])
+
+
+def _check_options(where: str, name: str, options: dict[str, Any], takes: list[Any]) -> None:
+    """`takes` are the parameters of the engine's function after the schedule."""
+    named = [p for p in takes if p.kind is not p.VAR_KEYWORD]
+    needed = [p.name for p in named if p.default is p.empty and p.name not in options]
+    if needed:
+        problem = f"found {sorted(options)}, but {name} needs {needed[0]!r}"
+        hint = f'target_options={{"{needed[0]}": ...}}, as init_target_engine takes it'
+        raise ScheduleError(where, "target_options", problem, hint)
+    unknown = sorted(options.keys() - {p.name for p in named})
+    if unknown and len(named) == len(takes):
+        problem = f"found {unknown[0]!r}, expected some of {[p.name for p in named]}"
+        raise ScheduleError(where, "target_options", problem, "leave it out")
+
+
+def in_target(model: Any, target: str | None, options: Mapping[str, Any] | None) -> Any:
+    """The engine around a model; under torch without options the model trains as it is."""
+    if target in (None, "torch") and not options:
+        return model
+    return init_target_engine(model, target, **dict(options or {}))[0]

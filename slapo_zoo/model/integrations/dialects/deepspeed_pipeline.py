@@ -1,0 +1,189 @@
+"""Our stages in DeepSpeed's own pipeline: one layer per stage, tied weights as TiedLayerSpec.
+
+DeepSpeed orders the micro-batches (1F1B), sends what crosses a cut, sums tied gradients, clips and
+steps. Each stage runs the model's own forward on its part, as in our pipeline.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.model.dp.data_parallel import sum_partial_gradients_in_backward, use_engine
+from slapo_zoo.model.integrations.dialects.engine import TargetEngine, made_optimizer
+from slapo_zoo.model.integrations.dialects.zero_state import Zero, whole_parameters
+from slapo_zoo.parallel.rank_plan import TIED
+from slapo_zoo.pipeline.pipeline_runtime import ROWS, Pipeline
+from slapo_zoo.pipeline.stages import StageDone
+
+
+def pipeline_engine(
+    deepspeed: Any, model: Any, settings: dict[str, Any], optimizer: Any, options: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Return (engine, optimizer) of a model whose stages lie on the pp ranks."""
+    pipeline: Pipeline = model._slapo.pipeline
+    if pipeline.places.num_stages != model.mesh.pp:
+        problem = f"found {pipeline.places.num_stages} stages on pp={model.mesh.pp} ranks"
+        hint = "DeepSpeed runs one stage per rank, as 1F1B: leave stages_per_rank out"
+        raise MeshError("target='deepspeed'", "stages_per_rank", problem, hint)
+    sum_partial_gradients_in_backward(model)
+    step = Step()
+    module = _module(deepspeed, model, step)
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    made = made_optimizer(optimizer, parameters)
+    groups = [list(g["params"]) for g in made.param_groups] if made else [parameters]
+    native, ds_optimizer, *_ = deepspeed.initialize(
+        model=module, optimizer=made, model_parameters=None if made else parameters,
+        config=settings, dist_init_required=False, **options,
+    )  # fmt: skip
+    use_engine(model, _ZeroPipeline(native, step, groups))
+    return PipelineTarget(model, native, ds_optimizer), ds_optimizer
+
+
+class PipelineTarget(TargetEngine):
+    """`native` is DeepSpeed's PipelineEngine, which knows no step without its optimizer's."""
+
+    def update(self, batch: Any, micro_batches: int | None = None) -> Tensor:
+        count = self.native.gradient_accumulation_steps()
+        if micro_batches not in (None, count):
+            problem = f"found {micro_batches}, but the config has {count}"
+            hint = "set gradient_accumulation_steps in the config"
+            raise SlapoError("target='deepspeed'", "micro_batches", problem, hint)
+        return self.model.train_step(batch, count)
+
+    train_step = update
+
+    @property
+    def grad_norm(self) -> float:
+        norm = self.native.get_global_grad_norm()
+        return float("nan") if norm is None else float(norm)
+
+
+class Step:
+    """State of the running step that the stage layer reads."""
+
+    run: Callable[..., Any]
+    parts: list[dict[str, Tensor]]
+    others: dict[str, Any]
+    plan: Any
+    loss_scale: float
+
+
+def _module(deepspeed: Any, model: Any, step: Step) -> Any:
+    """The PipelineModule: for every stage its tied weights, then the stage."""
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    mesh, layers = model.mesh, []
+    ties, mine = _ties(model)
+    for stage in range(mesh.pp):
+        for key, stages in ties.items():
+            tied = TiedLayerSpec(
+                key, TiedWeight, mine.get(key), forward_fn=_pass, tied_weight_attr=["weight"]
+            )
+            layers.append(tied if stage in stages else LayerSpec(nn.Identity))
+        layers.append(LayerSpec(StageLayer, model, step))
+    topology = PipeModelDataParallelTopology(num_pp=mesh.pp, num_mp=mesh.tp, num_dp=mesh.dp)
+    return PipelineModule(
+        layers, topology=topology, loss_fn=_loss, partition_method="uniform",
+        activation_checkpoint_interval=0,
+    )  # fmt: skip
+
+
+def _ties(model: Any) -> tuple[dict[str, list[int]], dict[str, nn.Parameter]]:
+    """Tied weight --> the stages that hold it, the same on all ranks; and ours by the same name."""
+    plan, named = model._slapo.plan, dict(model.named_parameters())
+    tied = {row.name: row for row in plan.tensors.values() if row.sums(True, TIED)}
+    keys = {name: (row.tied_to or name).replace(".", "_") for name, row in tied.items()}
+    stages = {keys[name]: list(tied[name].stages) for name in sorted(tied, key=keys.__getitem__)}
+    return stages, {keys[name]: p for name, p in named.items() if name in tied}
+
+
+class TiedWeight(nn.Module):
+    """The parameter that a stage shares with others; the stage itself uses it."""
+
+    def __init__(self, weight: nn.Parameter):
+        super().__init__()
+        self.weight = weight
+
+
+def _pass(module: nn.Module, inputs: Any) -> Any:
+    return inputs
+
+
+def _loss(output: Tensor, number: Tensor) -> Tensor:
+    return output
+
+
+class StageLayer(nn.Module):
+    """Layer that DeepSpeed calls for one micro-batch of this stage.
+
+    rewrite:  (what crosses the cut before us, number)  -->  (what crosses the next, number), or loss
+    """
+
+    def __init__(self, model: Any, step: Step):
+        super().__init__()
+        self.model, self.step = model, step
+
+    def forward(self, received: Any) -> Any:
+        """`received` ends with the number of the micro-batch, whose tensors every stage has."""
+        *crossing, number = received if isinstance(received, tuple) else (received,)
+        step, cursor = self.step, self.model._slapo.pipeline.cursor
+        part = dict(step.parts[int(number)])
+        rows = part.pop(ROWS)
+        cursor.begin(step.plan, crossing, next(iter(part.values())).device)
+        try:
+            loss = step.run({**part, **step.others}, rows)
+            return loss * step.loss_scale
+        except StageDone:
+            return (*(_with_gradient(x) for x in cursor.outgoing()), number)
+        finally:
+            cursor.end()
+
+
+def _with_gradient(x: Tensor) -> Tensor:
+    """DeepSpeed sends a gradient back for every floating tensor that it has sent on."""
+    return x if x.requires_grad or not x.is_floating_point() else x.detach().requires_grad_()
+
+
+class _ZeroPipeline(Zero):
+    """DeepSpeed's pipeline with ZeRO: DeepSpeed runs the whole optimizer step."""
+
+    clips_itself = True
+
+    def __init__(self, native: Any, step: Step, groups: list[list[nn.Parameter]]):
+        super().__init__(native, groups)
+        self.step = step
+
+    def pipeline_step(
+        self, pipeline: Pipeline, run: Callable[..., Any], tensors: dict[str, Tensor],
+        others: dict[str, Any], count: int,
+    ) -> Tensor:  # fmt: skip
+        """Forward, backward and optimizer step; this rank's share of the loss."""
+        mesh, step = pipeline.schedule.mesh, self.step
+        first = {k: v.tensor_split(count)[0] for k, v in tensors.items() if k != ROWS}
+        (step.plan,) = pipeline.plans({**first, **others}).values()
+        split = {name: tensor.tensor_split(count) for name, tensor in tensors.items()}
+        step.parts = [{name: parts[i] for name, parts in split.items()} for i in range(count)]
+        step.run, step.others, step.loss_scale = run, others, float(mesh.dp * count)
+        self.native.reset_activation_shape()  # another batch may have another length
+        loss = self.native.train_batch(_numbers(count))
+        return loss.detach().reshape(()) / (mesh.pp * mesh.dp)
+
+    def clip_grad_norm_(self, model: Any, max_norm: float) -> Tensor:
+        hint = 'set "gradient_clipping" in the config'
+        raise SlapoError("target='deepspeed'", "clip_grad_norm_", "DeepSpeed has stepped", hint)
+
+    def tensors(self, model: Any, grads: bool = False) -> dict[str, Tensor]:
+        if grads:
+            hint = "compare weights or losses, or use target='torch'"
+            raise SlapoError("target='deepspeed'", "grads", "its pipeline clears them", hint)
+        return whole_parameters(model) | dict(model.named_buffers(remove_duplicate=False))
+
+
+def _numbers(count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return (input, label) of each micro-batch: its number, by which a stage finds the tensors."""
+    numbers = [torch.tensor([i]) for i in range(count)]
+    return iter([((number,), number) for number in numbers])  # pyright: ignore[reportReturnType]

@@ -1,0 +1,99 @@
+"""Base of all engines: one call per optimizer step, and checkpoints that every engine reads."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.model.checkpoints.resume import load_checkpoint
+from slapo_zoo.model.checkpoints.training_checkpoint import Resumed, save_checkpoint
+
+MakeOptimizer = Callable[[Iterable[Any]], Any]
+OF_MODEL = (
+    "config", "mesh", "schedule", "ledger", "parameters", "named_parameters", "train_step",
+    "clip_grad_norm_", "consolidated_state_dict", "save_pretrained", "push_to_hub", "generate",
+)  # fmt: skip
+
+
+class TargetEngine:
+    """A scheduled model in an engine; what is not defined here is the engine's own, or the model's.
+
+    The methods that a model of AutoScheduledModel has beyond its class, and its parameters under
+    their HuggingFace names, are those of the model, whatever the engine wraps around it.
+
+    Args:
+        model: of AutoScheduledModel.
+        native: the engine's own object around it.
+        optimizer: as the engine keeps it.
+        clip: largest global gradient norm of `update`; 0 does not clip.
+    """
+
+    def __init__(self, model: Any, native: Any, optimizer: Any, clip: float = 0.0):
+        self.model, self.native, self.optimizer, self.clip = model, native, optimizer, clip
+        self._norm = float("nan")
+
+    def update(
+        self, batch: Mapping[str, Any], micro_batches: int | None = None, loss_fn: Any = None
+    ) -> Tensor:
+        """One optimizer step: forward, backward, clipping, step, no gradients left.
+
+        Args:
+            batch: this dp rank's rows with labels; tp and pp peers pass the same ones.
+            micro_batches: how many equal parts the rows are divided into.
+            loss_fn: as of `train_step`; under torch alone.
+
+        Returns:
+            the mean loss over the batch of all dp ranks, a scalar on every rank.
+        """
+        loss = self.model.train_step(batch, micro_batches, loss_fn=loss_fn)
+        self._norm = float(self.model.clip_grad_norm_(self.clip or float("inf")))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    @property
+    def grad_norm(self) -> float:
+        """The global gradient norm of the last `update`; nan where the engine does not tell."""
+        return self._norm
+
+    def save_checkpoint(self, folder: Any, **options: Any) -> None:
+        """Save a checkpoint from which any engine on any mesh resumes (see `slapo_zoo.save_checkpoint`)."""
+        save_checkpoint(self.model, folder, self.optimizer, **options)
+
+    def load_checkpoint(self, folder: Any, scheduler: Any = None) -> Resumed:
+        """Go on from a checkpoint of any engine: see `slapo_zoo.load_checkpoint`."""
+        return load_checkpoint(self.model, folder, self.optimizer, scheduler)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.native(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        native, model = self.__dict__["native"], self.__dict__["model"]
+        if name in OF_MODEL:
+            return getattr(model, name)
+        try:
+            return getattr(native, name)
+        except AttributeError:
+            if not hasattr(model, name):
+                raise
+        return getattr(model, name)
+
+
+def is_scheduled(sch: Any) -> bool:
+    """Return whether it is a model of AutoScheduledModel, and no bare schedule."""
+    return hasattr(sch, "_slapo")
+
+
+def require_scheduled(sch: Any, target: str) -> Any:
+    """Return the model if it is one of AutoScheduledModel; SlapoError for anything else."""
+    if not is_scheduled(sch):
+        problem = f"found {type(sch).__name__}, expected a model of AutoScheduledModel"
+        raise SlapoError(f"target={target!r}", "sch", problem, "or run the model as it is")
+    return sch
+
+
+def made_optimizer(optimizer: Any, parameters: Iterable[Any]) -> Any:
+    """The optimizer itself, or what a function makes of the parameters as the engine holds them."""
+    is_maker = callable(optimizer) and not hasattr(optimizer, "param_groups")
+    return optimizer(parameters) if is_maker else optimizer

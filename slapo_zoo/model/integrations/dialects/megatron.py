@@ -1,0 +1,208 @@
+"""megatron-core beside a scheduled model: its process groups, its marks, its tp layers, its logs.
+
+Sources: arXiv:1909.08053; megatron-core 0.16, `parallel_state` and `tensor_parallel.layers`. Its DDP
+and optimizer are in megatron_ddp.py; README.md says what is proven.
+"""
+
+import os
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.model.integrations.dialects import register_dialect
+from slapo_zoo.model.integrations.dialects.engine import (
+    TargetEngine,
+    made_optimizer,
+    require_scheduled,
+)
+from slapo_zoo.model.integrations.dialects.megatron_ddp import is_config, with_ddp
+from slapo_zoo.parallel.mesh import MESH_DIMS, Mesh
+
+
+@register_dialect("runtime_engine", "megatron")
+def megatron_engine(
+    sch: Any, optimizer: Any = None, clip: float = 0.0, ddp: Mapping[str, Any] | None = None
+) -> tuple[Any, Any]:
+    """A scheduled model on Megatron's process groups: (engine, optimizer).
+
+    All later collectives of the model run in the groups of `megatron.core.parallel_state`, and its
+    parameters carry the marks that code of Megatron looks for.
+
+    Args:
+        sch: a model of AutoScheduledModel.
+        optimizer: of torch, or a function parameters --> optimizer; or an OptimizerConfig of
+            Megatron, for Megatron's own.
+        clip: largest global gradient norm of `update`; 0 does not clip.
+        ddp: fields of Megatron's DistributedDataParallelConfig: its DDP sums over dp, as it also
+            does under its optimizer. None sums after the last micro-batch without it.
+    """
+    model = require_scheduled(sch, "megatron")
+    if model.mesh.pp > 1:
+        problem = "our stages do not run in Megatron's pipeline, which needs CUDA"
+        raise MeshError("target='megatron'", f"pp={model.mesh.pp}", problem, "target='torch'")
+    take_groups(model.mesh)
+    mark_parameters(model)
+    native = model
+    if ddp is not None or is_config(optimizer):
+        native, optimizer = with_ddp(model, optimizer, ddp or {})
+    made = made_optimizer(optimizer, model.parameters())
+    return TargetEngine(model, native, made, clip), made
+
+
+def take_groups(mesh: Mesh) -> None:
+    """Make Megatron's groups, or check those that are there, and use them as our mesh's."""
+    state = import_megatron().parallel_state
+    if not dist.is_initialized():
+        hint = "start the processes with torchrun"
+        raise MeshError("target='megatron'", "dist", "there is no process group", hint)
+    if not state.model_parallel_is_initialized():
+        state.initialize_model_parallel(mesh.tp, mesh.pp, order="tp-cp-ep-dp-pp")
+    groups = {
+        "tp": state.get_tensor_model_parallel_group(),
+        "dp": state.get_data_parallel_group(),
+        "pp": state.get_pipeline_model_parallel_group(),
+    }
+    for mesh_dim, group in groups.items():
+        found, expected = dist.get_process_group_ranks(group), mesh.peers(mesh_dim)
+        if found != expected:
+            problem = f"Megatron's group has ranks {found}, ours {expected}"
+            hint = "initialize_model_parallel with the same tp and pp, order tp-cp-ep-dp-pp"
+            raise MeshError("target='megatron'", mesh_dim, problem, hint)
+    mesh.__dict__["_groups"] = {d: groups[d] for d in MESH_DIMS if mesh.size(d) > 1}
+
+
+def mark_parameters(model: Any) -> None:
+    """Set `tensor_model_parallel`, `partition_dim` and `partition_stride` as Megatron's layers do."""
+    plan = model._slapo.plan
+    for name, p in model.named_parameters():
+        row = plan.of(name) if model.mesh.tp > 1 else None
+        placement = row.placement if row else None
+        p.tensor_model_parallel = placement is not None
+        p.partition_dim = -1 if placement is None else placement.axis
+        p.partition_stride = 1
+
+
+def use_parallel_layers(sch: Schedule, column: Sequence[str], row: Sequence[str]) -> Schedule:
+    """Replace linear layers of a bare schedule by Megatron's, their weights divided over tp.
+
+    rewrite:  Linear(x)  -->  ColumnParallelLinear(x) [.., out/tp]  -->  RowParallelLinear [.., out]
+
+    Args:
+        sch: of any module, its mesh with the process groups.
+        column: patterns of layers whose output is sharded.
+        row: patterns of the layers that take it; their output is summed over tp.
+    """
+    take_groups(sch.mesh)
+    for patterns, make in ((column, ColumnParallel), (row, RowParallel)):
+        for pattern in patterns:
+            for path in sch.matching(pattern, "use_parallel_layers"):
+                linear: Any = sch.state.modules[path]
+                _check(path, linear, sch.mesh, make.axis)
+                sch[path].replace(make(linear, sch.mesh))
+    return sch
+
+
+def _check(path: str, linear: Any, mesh: Mesh, axis: int) -> None:
+    if not isinstance(linear, nn.Linear):
+        problem = f"found {type(linear).__name__}, expected Linear"
+        raise SlapoError(path, "use_parallel_layers", problem, "name linear layers")
+    if linear.weight.shape[axis] % mesh.tp:
+        problem = f"{linear.weight.shape[axis]} is not a multiple of tp={mesh.tp}"
+        raise SlapoError(path, "use_parallel_layers", problem, "Megatron divides evenly")
+
+
+class _Parallel(nn.Module):
+    """A layer of Megatron with one output, as the layer that it stands for."""
+
+    axis: int
+
+    def __init__(self, linear: nn.Linear, mesh: Mesh, kind: str, **options: Any):
+        super().__init__()
+        core = import_megatron()
+        self.layer = layer = getattr(core.tensor_parallel, kind)(
+            linear.in_features, linear.out_features, config=_config(core, linear, mesh),
+            tp_group=core.parallel_state.get_tensor_model_parallel_group(), init_method=_leave,
+            bias=linear.bias is not None, **options,
+        )  # fmt: skip
+        with torch.no_grad():
+            layer.weight.copy_(linear.weight.chunk(mesh.tp, self.axis)[mesh.coord("tp")])
+            if linear.bias is not None:
+                bias = (
+                    linear.bias.chunk(mesh.tp)[mesh.coord("tp")] if self.axis == 0 else linear.bias
+                )
+                layer.bias.copy_(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Megatron's layers return the bias too, when they were told not to add it."""
+        return self.layer(x)[0]
+
+
+class ColumnParallel(_Parallel):
+    """Megatron's column-parallel linear, whose output is this rank's columns."""
+
+    axis = 0
+
+    def __init__(self, linear: nn.Linear, mesh: Mesh):
+        super().__init__(linear, mesh, "ColumnParallelLinear", gather_output=False)
+
+
+class RowParallel(_Parallel):
+    """Its input is this rank's columns, its output the sum over tp; the bias is added once."""
+
+    axis = 1
+
+    def __init__(self, linear: nn.Linear, mesh: Mesh):
+        options = {"input_is_parallel": True, "skip_bias_add": False}
+        super().__init__(linear, mesh, "RowParallelLinear", **options)
+
+
+def _leave(weight: Tensor) -> Tensor:
+    return weight
+
+
+def _config(core: Any, linear: nn.Linear, mesh: Mesh) -> Any:
+    from megatron.core.model_parallel_config import ModelParallelConfig
+
+    return ModelParallelConfig(
+        tensor_model_parallel_size=mesh.tp, params_dtype=linear.weight.dtype,
+        use_cpu_initialization=linear.weight.device.type == "cpu", perform_initialization=False,
+        gradient_accumulation_fusion=False,
+    )  # fmt: skip
+
+
+def import_megatron() -> Any:
+    """Import megatron.core; SlapoError when it is not installed."""
+    try:
+        with warnings.catch_warnings():  # of kernels that are not installed
+            warnings.simplefilter("ignore")
+            import megatron.core
+            import megatron.core.parallel_state  # noqa: F401 - submodules of what is returned
+            import megatron.core.tensor_parallel  # noqa: F401
+    except ImportError as error:
+        hint = "pip install slapo-zoo[megatron]"
+        raise SlapoError("target='megatron'", "import", str(error), hint) from error
+    return megatron.core
+
+
+@register_dialect("log_parser", "megatron")
+def parse_log(path: str | os.PathLike[str]) -> tuple[float, float, float, int]:
+    """Parse a log of Megatron-LM: (parameters of a rank, samples/s, GB at most, error code).
+
+    A figure that it does not name is 0. Error codes: 0 none, 1 out of memory, 2 no throughput.
+    """
+    text = Path(path).read_text(errors="replace")
+    pattern = r"elapsed time per iteration \(ms\): ([\d.]+).*?global batch size:\s*(\d+)"
+    times = [(float(ms), int(size)) for ms, size in re.findall(pattern, text)]
+    memory = [float(mb) for mb in re.findall(r"max allocated: ([\d.]+)", text)]
+    counts = re.findall(r"number of parameters on \(tensor, pipeline\).*?: (\d+)", text)
+    code = 0 if times else 1 if "out of memory" in text else 2
+    rate = 1000.0 * times[-1][1] / times[-1][0] if times else 0.0
+    return max(map(float, counts), default=0.0), rate, max(memory, default=0.0) / 1024, code

@@ -1,0 +1,275 @@
+"""torch's own data parallelism around a scheduled model: DDP or FSDP2 over dp.
+
+Sources: arXiv:2006.15704 (DDP), arXiv:2304.11277 (FSDP); `torch.distributed.fsdp.fully_shard`.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.model.dp.data_parallel import DataParallel, Whole, scaled, use_engine, within_engine
+from slapo_zoo.model.integrations.dialects import register_dialect
+from slapo_zoo.model.integrations.dialects.engine import TargetEngine, is_scheduled, made_optimizer
+from slapo_zoo.parallel import compat
+from slapo_zoo.parallel.local_tensors import held_here, whole_over_dp
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.pipeline.pipeline_runtime import pipeline_step
+
+KINDS = (None, "ddp", "fsdp2")
+
+
+@register_dialect("runtime_engine", "torch")
+def torch_engine(
+    sch: Any,
+    optimizer: Any = None,
+    data_parallel: str | None = None,
+    clip: float = 0.0,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """A scheduled model under torch: (engine, optimizer); for a bare schedule (module, optimizer).
+
+    Args:
+        sch: a model of AutoScheduledModel, or a schedule.
+        optimizer: of torch; or a function parameters --> optimizer, which FSDP2 needs, since it
+            makes new parameters.
+        data_parallel: None averages gradients by our own hooks, "ddp" by torch's; "fsdp2" divides parameters, gradients and optimizer over dp as well. Under pp these two
+            take one stage per rank.
+        clip: largest global gradient norm of `update`; 0 does not clip.
+        **options: of DistributedDataParallel, or of fully_shard.
+    """
+    mesh = sch.mesh
+    _check(sch, mesh, optimizer, data_parallel)
+    model = sch if is_scheduled(sch) else sch.model
+    native, strategy = model, None
+    if data_parallel == "ddp" and mesh.dp > 1:
+        native = _ddp(model, mesh, options)
+        strategy = (_Ddp if mesh.pp == 1 else _DdpStages)(native, mesh)
+    elif data_parallel == "fsdp2" and mesh.dp > 1:
+        native = _fsdp2(model, mesh, options)
+        strategy = _Fsdp2(mesh) if mesh.pp == 1 else _Fsdp2Stages(native, mesh)
+    optimizer = made_optimizer(optimizer, model.parameters())
+    if not is_scheduled(sch):
+        return native, optimizer
+    if strategy is not None:
+        use_engine(model, strategy, divides=data_parallel == "fsdp2")
+    return TargetEngine(model, native, optimizer, clip), optimizer
+
+
+def _check(sch: Any, mesh: Mesh, optimizer: Any, kind: str | None) -> None:
+    what = f"data_parallel={kind!r}"
+    if kind not in KINDS:
+        raise SlapoError("target='torch'", what, f"expected one of {KINDS}", "choose one of them")
+    if kind == "fsdp2" and is_scheduled(sch) and sch._slapo.precision.dtype is not None:
+        problem = "FSDP2 gathers parameters in a precision of its own"
+        hint = "leave precision= out and pass mp_policy=MixedPrecisionPolicy(param_dtype=...)"
+        raise SlapoError("target='torch'", what, problem, hint)
+    if kind is not None and mesh.pp > 1:
+        _check_stages(sch, what)
+    if kind == "fsdp2" and hasattr(optimizer, "param_groups"):
+        problem = "it holds parameters that FSDP2 replaces"
+        hint = "pass a function: optimizer=lambda parameters: AdamW(parameters, lr=...)"
+        raise SlapoError("target='torch'", "optimizer", problem, hint)
+
+
+def _check_stages(model: Any, what: str) -> None:
+    """Both tell the last backward of a parameter by that of the only stage."""
+    places, pp = model._slapo.pipeline.places, model.mesh.pp
+    if places.num_stages != pp or places.custom is not None:
+        problem = (
+            f"found {places.num_stages} stages on pp={pp} ranks, in the order {places.order.name}"
+        )
+        hint = (
+            "choose 1f1b or gpipe; or leave data_parallel out: gradients are then summed at the end"
+        )
+        raise MeshError("target='torch'", what, problem, hint)
+
+
+def _ddp(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> nn.Module:
+    from torch.nn.parallel import DistributedDataParallel
+
+    options = {compat.DDP_BUFFERS: False, **options}  # buffers are alike by construction
+    return DistributedDataParallel(model, process_group=mesh.group("dp"), **options)
+
+
+def _fsdp2(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> nn.Module:
+    """Apply `fully_shard` to each block, then to the model, and return the model.
+
+    A block is gathered while it runs; parameters outside of the blocks stay gathered from forward to backward.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    kind = next(model.parameters()).device.type
+    group: Any = mesh.group("dp")
+    # torch keeps plans of DTensors by mesh: after a new init_process_group the same ranks may have a
+    # group of another name, which only the name of the mesh dim tells apart
+    over_dp = DeviceMesh.from_group(group, kind, mesh_dim_names=(f"dp_{group.group_name}",))
+    for block in _blocks(model):
+        fully_shard(block, mesh=over_dp, **options)
+    divided: Any = fully_shard(model, mesh=over_dp, **options)
+    return divided
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The repeated blocks: children of the outermost module lists."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from (block for block in child if next(block.parameters(), None) is not None)
+        else:
+            yield from _blocks(child)
+
+
+class _Ddp(DataParallel):
+    """Sums over dp while the backward of the last micro-batch runs."""
+
+    def __init__(self, native: Any, mesh: Mesh):
+        self.native, self.loss_scale = native, float(mesh.dp)
+
+    def run(self, model: Any, batch: dict[str, Any]) -> Any:
+        with within_engine(model):
+            return self.native(**batch)
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if is_last else self.native.no_sync()
+
+    def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
+        """Do nothing: the backward has averaged the gradients over dp."""
+
+
+class _DdpStages(DataParallel):
+    """Average the gradients of a pipeline stage with DDP's reducer, without DDP's forward.
+
+    Gradients of micro-batches add up in `.grad`; they are averaged in the backward of the last one, as in
+    `torch.distributed.pipelining`.
+    """
+
+    def __init__(self, native: Any, mesh: Mesh):
+        self.sums, self.loss_scale = native.reducer, float(mesh.dp)
+
+    def pipeline_step(
+        self, pipeline: Any, run: Callable[..., Any], tensors: dict[str, Tensor],
+        others: dict[str, Any], count: int,
+    ) -> Tensor:  # fmt: skip
+        """All micro-batches through the stages; this rank's share of the loss."""
+        self.sums._rebuild_buckets()  # once, in the order of the first backward
+        times = scaled(run, self.loss_scale)
+        loss = pipeline_step(pipeline, times, tensors, others, count, self._expect_gradients)
+        return loss / self.loss_scale
+
+    def _expect_gradients(self, outputs: Any) -> None:
+        found = [outputs] if isinstance(outputs, Tensor) else outputs
+        self.sums.prepare_for_backward([x for x in found if x.requires_grad])
+
+    def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
+        """Do nothing: the backward has averaged the gradients over dp."""
+
+
+class _Fsdp2(DataParallel):
+    """Parameters are DTensors, divided over dp; each backward leaves divided, summed gradients."""
+
+    def __init__(self, mesh: Mesh):
+        self.loss_scale = float(mesh.dp)
+
+    def run(self, model: Any, batch: dict[str, Any]) -> Any:
+        with within_engine(model), warnings.catch_warnings():
+            # it warns of in-place changes of a block's output; the parity tests look for their harm
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+            return model(**batch)
+
+    def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
+        """Do nothing: the backward has averaged the gradients over dp."""
+
+    def tensors(self, model: Any, grads: bool = False) -> dict[str, Tensor]:
+        found = super().tensors(model, grads)
+        whole = {id(tensor): whole_over_dp(tensor.detach()) for tensor in found.values()}
+        return {name: whole[id(tensor)] for name, tensor in found.items()}
+
+    def whole(self, model: Any, optimizer: Any = None) -> Whole:
+        return _WholeDTensors(model, optimizer)
+
+
+class _Fsdp2Stages(_Fsdp2):
+    """Keep the parameters outside the blocks gathered through the step of a stage.
+
+    A stage that is not the last leaves the model's forward in the middle, so the hook at its end,
+    which would gather those parameters again for the backward, is not called.
+    """
+
+    def __init__(self, native: Any, mesh: Mesh):
+        super().__init__(mesh)
+        self.native = native
+        native.set_reshard_after_backward(False, recurse=False)
+
+    def pipeline_step(
+        self, pipeline: Any, run: Callable[..., Any], tensors: dict[str, Tensor],
+        others: dict[str, Any], count: int,
+    ) -> Tensor:  # fmt: skip
+        """All micro-batches through the stages; this rank's share of the loss."""
+        try:
+            loss = pipeline_step(pipeline, scaled(run, self.loss_scale), tensors, others, count)
+        finally:
+            self.native.reshard()
+        return loss / self.loss_scale
+
+
+class _WholeDTensors(Whole):
+    """Whole copies of sharded parameters and of the optimizer's state."""
+
+    def __init__(self, model: Any, optimizer: Any):
+        self.divided = dict(model.named_parameters())
+        copies = {n: nn.Parameter(_copied(p), p.requires_grad) for n, p in self.divided.items()}
+        super().__init__({**copies, **dict(model.named_buffers())})
+        self.given = optimizer
+        if optimizer is not None:
+            self.optimizer = self._whole_optimizer(optimizer, copies)
+
+    def _whole_optimizer(self, optimizer: Any, copies: dict[str, nn.Parameter]) -> Any:
+        """An optimizer of the same class over the copies, with the same state."""
+        named = {id(p): copies[name] for name, p in self.divided.items()}
+        groups = [
+            {**g, "params": [named[id(p)] for p in g["params"]]} for g in optimizer.param_groups
+        ]
+        mine = copy.copy(optimizer)
+        mine.param_groups, mine.state = groups, copy.copy(optimizer.state)
+        mine.state.clear()
+        for p, remembered in optimizer.state.items():
+            mine.state[named[id(p)]] = {k: _copied(v) for k, v in remembered.items()}
+        return mine
+
+    def put_back(self) -> None:
+        back = {id(self.tensors[name]): p for name, p in self.divided.items()}
+        with torch.no_grad():
+            for name, p in self.divided.items():
+                held_here(p).copy_(held_here(_divided_like(p, self.tensors[name])))
+        if self.given is None:
+            return
+        for mine, group in zip(self.optimizer.param_groups, self.given.param_groups, strict=True):
+            group.update({k: v for k, v in mine.items() if k != "params"})
+        self.given.state.clear()
+        for p, remembered in self.optimizer.state.items():
+            divided = back[id(p)]
+            self.given.state[divided] = {
+                k: _divided_like(divided, v) if _is_like(v, p) else v for k, v in remembered.items()
+            }
+
+
+def _copied(value: Any) -> Any:
+    return whole_over_dp(value.detach()).clone() if isinstance(value, Tensor) else value
+
+
+def _is_like(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
+
+
+def _divided_like(divided: Any, whole: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, placed as a DTensor is; every rank holds the whole."""
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = divided.device_mesh, divided.placements
+    return distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)

@@ -1,0 +1,268 @@
+"""`transformers.Trainer` and Accelerate with a scheduled model: tp, pp and dp, on CPU and GPU.
+
+What the Trainer does that a sharded model cannot take is replaced here, and nothing else: which
+samples a rank reads, forward and backward, the gradient norm, what is gathered, and checkpoints.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.data_loader import prepare_data_loader
+from torch import Tensor
+from transformers import Trainer
+
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.model.checkpoints.resume import load_checkpoint
+from slapo_zoo.model.checkpoints.training_checkpoint import save_checkpoint
+from slapo_zoo.model.gradients.scaler import GradScaler
+from slapo_zoo.model.integrations.trainer_options import refuse_options
+from slapo_zoo.model.integrations.trl_head import take_back_forward
+from slapo_zoo.model.step.mixed_precision import FIRST_SCALE
+from slapo_zoo.parallel.losses.loss_means import count_targets
+from slapo_zoo.parallel.mesh import Mesh
+
+
+class ScheduledTrainer(Trainer):
+    """A Trainer whose model is one of AutoScheduledModel; everything else as in `transformers`.
+
+    `per_device_train_batch_size` counts the rows of a dp rank; its tp and pp peers read the same
+    ones. With gradient accumulation the mean is over all targets of a step, on all dp ranks.
+    A `compute_loss` of your own, `compute_loss_func` and label smoothing see whole logits; they need pp=1.
+    A model of `precision="fp16"` scales the loss, whoever computes it.
+    It goes in front of a Trainer of another library: `class Mine(ScheduledTrainer, DPOTrainer)`; an
+    adapter that it is given as `peft_config=` is sharded as by `model.add_adapter`.
+    A checkpoint can be resumed on another (tp, pp, dp), and `transformers` loads its weights.
+
+    Args:
+        model: of AutoScheduledModel.
+        args: TrainingArguments; `use_cpu=True` for the CPU.
+        **kwargs: of Trainer.
+
+    Raises:
+        SlapoError: the model is not scheduled, or an option cannot be honoured.
+    """
+
+    def __init__(self, model: Any = None, args: Any = None, **kwargs: Any):
+        if not hasattr(model, "_slapo"):
+            problem = f"found {type(model).__name__}, expected a model of AutoScheduledModel"
+            raise SlapoError("ScheduledTrainer", "model", problem, "or take transformers.Trainer")
+        self._own_loss = _own_loss(type(self), args, kwargs)
+        _add_adapter(type(self), model, kwargs)
+        refuse_options(model, args, self._own_loss)
+        for each in (model, kwargs.get("ref_model")):
+            if hasattr(each, "_slapo"):
+                each._is_accelerate_prepared = (
+                    True  # no DDP around it: it would average over tp as well
+                )
+        super().__init__(model=model, args=args, **kwargs)
+        if self._own_loss and model._slapo.precision.scales:  # train_step scales its own
+            self.accelerator.scaler = GradScaler(model, init_scale=FIRST_SCALE)
+        for each in (self.model, getattr(self, "ref_model", None)):
+            if hasattr(each, "_slapo"):
+                take_back_forward(each)
+        if not self._own_loss:
+            self.model_accepts_loss_kwargs = False  # our train_step divides by the global counts
+        # The Trainer took its gather_function before: with it, a short last batch would weigh less.
+        self.gather_function = gather_over_dp(self.accelerator, model.mesh)
+        self.accelerator.gather_for_metrics = self.gather_function  # pyright: ignore[reportAttributeAccessIssue]
+        self._targets: list[float | Tensor] | None = None  # a step of one batch counts its own
+        self._is_checkpoint = False
+
+    @property
+    def _scheduled(self) -> Any:
+        """The model; the Trainer's own annotation knows nothing of ours."""
+        return self.model
+
+    def get_tp_size(self) -> int:
+        """Return the number of ranks that read the same samples: tp * pp."""
+        mesh: Any = self._scheduled.mesh
+        return mesh.tp * mesh.pp
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        with _loaders_over_dp(self.accelerator, self._mesh):
+            return super()._get_dataloader(*args, **kwargs)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
+    ) -> tuple[list[Any], Any]:
+        """The batches of one optimizer step; their targets are counted together."""
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self._own_loss:
+            return batches, items
+        name = self._scheduled._slapo.head_name(self._scheduled)
+        counts = [count_targets(name, batch) for batch in batches]
+        self._targets = [sum(each) for each in zip(*counts, strict=True)] if counts[1:] else None
+        return batches, None
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward; the share of this batch in the loss of the step."""
+        if self._own_loss:
+            return super().training_step(model, inputs, num_items_in_batch)
+        self._scheduled.train()
+        if callable(switch := getattr(self.optimizer, "train", None)):  # one without a schedule
+            switch()
+        batch = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            return self._scheduled.train_step(batch, targets=self._targets)
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
+        """The autocast of `bf16=True`, which Accelerate would have put around a model it prepares."""
+        if not self.args.bf16:
+            return nullcontext()
+        kind, dtype = self.args.device.type, torch.bfloat16
+        return torch.autocast(kind, dtype=dtype, cache_enabled=cache_enabled)
+
+    def _unscale(self) -> None:
+        """Divide the gradients of the user's own loss by the fp16 loss scale, before anything reads them."""
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.unscale_(getattr(self.optimizer, "optimizer", self.optimizer))
+
+    def _clip_grad_norm(self, model: Any) -> Tensor:
+        self._unscale()
+        return self._scheduled.clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Tensor | None = None) -> Any:
+        if grad_norm is None:
+            self._unscale()
+            grad_norm = self._scheduled.clip_grad_norm_(float("inf"))
+        return grad_norm
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """All ranks write; the first one adds the tokenizer and the arguments."""
+        folder: Any = output_dir or self.args.output_dir
+        if self._is_checkpoint:
+            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+            save_checkpoint(
+                self.model, folder, optimizer, self.lr_scheduler, self.state.global_step
+            )
+        else:
+            self._scheduled.save_pretrained(folder)
+        if self.args.should_save:
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(folder)  # pyright: ignore[reportAttributeAccessIssue]
+            torch.save(self.args, Path(folder, "training_args.bin"))
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self._is_checkpoint = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._is_checkpoint = False
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Do nothing: `_save` has written optimizer, scheduler and random states."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Do nothing: `_save` has already written the RNG state."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Weights come with the optimizer, once there is one."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+            load_checkpoint(self.model, checkpoint, optimizer, self.lr_scheduler)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Do nothing: random states came with the weights, and the order of samples depends on seed and epoch alone."""
+
+    def _load_best_model(self) -> None:
+        best: Any = self.state.best_model_checkpoint
+        load_checkpoint(self.model, best)
+
+    @property
+    def _mesh(self) -> Mesh:
+        return self.model.mesh  # pyright: ignore[reportOptionalMemberAccess, reportReturnType, reportAttributeAccessIssue]
+
+
+def _own_loss(cls: type, args: Any, kwargs: dict[str, Any]) -> str:
+    """Return which option brings a loss other than the model's, or the empty string."""
+    owner = next(c for c in cls.__mro__ if "compute_loss" in vars(c))
+    if owner is not Trainer:
+        return f"{owner.__name__}.compute_loss"
+    if kwargs.get("compute_loss_func") is not None:
+        return "compute_loss_func"
+    return "label_smoothing_factor" if getattr(args, "label_smoothing_factor", 0) else ""
+
+
+def prepare(accelerator: Any, model: Any, optimizer: Any, *loaders: Any) -> tuple[Any, ...]:
+    """`accelerator.prepare` for a scheduled model on any mesh, in a loop of your own.
+
+    rewrite:  accelerator.backward(model(**batch).loss)  -->  loss = model.train_step(batch)
+
+    Args:
+        accelerator: of Accelerate.
+        model: of AutoScheduledModel; it is not wrapped, and clips by its own `clip_grad_norm_`.
+        optimizer: of torch.
+        *loaders: tp and pp peers get the same batches from them, dp peers different ones.
+    """
+    model._is_accelerate_prepared = True
+    prepared = accelerator.prepare(model, optimizer)
+    accelerator.gather_for_metrics = gather_over_dp(accelerator, model.mesh)
+    with _loaders_over_dp(accelerator, model.mesh):
+        return (*prepared, *(accelerator.prepare(loader) for loader in loaders))
+
+
+@contextmanager
+def _loaders_over_dp(accelerator: Any, mesh: Mesh) -> Iterator[None]:
+    """Context in which `accelerator.prepare(loader)` deals out to dp ranks instead of to all."""
+
+    def prepare_loader(loader: Any) -> Any:
+        prepared = prepare_data_loader(
+            loader, accelerator.device, num_processes=mesh.dp, process_index=mesh.coord("dp"),
+            split_batches=accelerator.split_batches, put_on_device=True,
+            rng_types=accelerator.rng_types.copy(), dispatch_batches=False,
+            even_batches=accelerator.even_batches,
+            use_seedable_sampler=accelerator.use_seedable_sampler,
+            data_seed=accelerator.dataloader_config.data_seed,
+            non_blocking=accelerator.non_blocking,
+        )  # fmt: skip
+        accelerator._dataloaders.append(prepared)
+        return prepared
+
+    accelerator.prepare = prepare_loader
+    try:
+        yield
+    finally:
+        del accelerator.prepare
+
+
+def _add_adapter(cls: type, model: Any, kwargs: dict[str, Any]) -> None:
+    """Give the adapter of TRL's `peft_config` to the model, sharded; TRL itself would wrap the model and shard nothing."""
+    config = kwargs.pop("peft_config", None)
+    if config is None:
+        return
+    takes = {n for base in cls.__mro__ for n in signature(base.__init__).parameters}
+    if "ref_model" in takes and kwargs.get("ref_model") is None:
+        problem = "the frozen reference would be the model that is trained"
+        hint = "pass ref_model=copy.deepcopy(model) too"
+        raise SlapoError(cls.__name__, "peft_config", problem, hint)
+    model.add_adapter(config)
+
+
+def gather_over_dp(accelerator: Any, mesh: Mesh) -> Callable[..., Any]:
+    """Make a `gather_for_metrics` that returns each row once, though tp and pp peers hold the same rows."""
+    from accelerate.utils import recursively_apply
+
+    firsts = [mesh.at(dp=i) for i in range(mesh.dp)]
+
+    def pick(tensor: Tensor) -> Tensor:
+        if tensor.ndim == 0:  # a number of one process
+            return tensor
+        parts = tensor.chunk(accelerator.num_processes)
+        mine = torch.cat([parts[rank] for rank in firsts])
+        state = accelerator.gradient_state
+        is_short = state.end_of_dataloader and state.remainder > 0
+        return mine[: state.remainder] if is_short else mine
+
+    def gather(data: Any, use_gather_object: bool = False) -> Any:
+        if use_gather_object:
+            problem = "objects of ranks that read the same samples cannot be distinguished"
+            raise SlapoError("gather_for_metrics", "use_gather_object", problem, "gather tensors")
+        return recursively_apply(pick, accelerator.gather(data))
+
+    return gather

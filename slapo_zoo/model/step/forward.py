@@ -1,0 +1,127 @@
+"""Forward of a scheduled model: that of its class, with an output that is whole on every rank."""
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.model.step.generation import refuse_cache, refuse_whole_heads, with_source
+from slapo_zoo.model.step.input_errors import explained
+from slapo_zoo.model.step.outputs import as_dict, refuse_outputs
+from slapo_zoo.model.step.own_loss import whole_output
+from slapo_zoo.model.step.runtime import (
+    Runtime,
+    calling,
+    count_rows,
+    refuse_divided,
+    takes_cache,
+    tokens_divide,
+)
+from slapo_zoo.model.step.together import require_together
+from slapo_zoo.parallel.ranks.process_group import rank_guard
+from slapo_zoo.pipeline.pipeline_runtime import pipeline_forward
+
+_TOLD: list[str] = []
+_DOCUMENTS = (
+    "position_ids: a row holds several sequences, and each sees its own tokens alone, as in train_step; plain "
+    "transformers lets them see each other unless use_cache=False. Pass use_cache= to choose"
+)
+
+
+def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The model's own forward; logits are full and every rank has the output."""
+    runtime: Runtime = model._slapo
+    if runtime.within_engine:
+        return runtime.own_forward(model, *args, **kwargs)
+    mesh = model.mesh
+    bound = inspect.signature(runtime.own_forward).bind_partial(model, *args)
+    batch = with_source({**dict(list(bound.arguments.items())[1:]), **kwargs})
+    stream, rows = runtime.schedule.state.random, count_rows(batch)
+    if model.training and runtime.schedule.state.checkpointed:
+        batch["use_cache"] = False  # a recomputation would append to the cache once more
+    _keep_documents_apart(model, batch)
+    divided = tokens_divide(model, batch)
+    refuse_divided(model, batch, pp=mesh.pp)
+    refuse_outputs(model, batch)
+    require_together(model)
+    wants_tuple, run = as_dict(model, batch), functools.partial(_run_own, model, runtime)
+    calls = runtime.calls
+    draws = stream.call(model.training, rows * mesh.coord("dp"), rows)
+    with calling(model, batch, divided), draws:
+        if runtime.pipeline is None:  # whoever calls backward finds complete gradients
+            if mesh.tp > 1 and batch.get("past_key_values") is not None:
+                refuse_whole_heads(model, batch)
+            calls.begin(model, batch, model.training)
+            output = run(batch)
+            calls.watch(output)
+        else:
+            output = _run_stages(model, run, batch)
+    return output.to_tuple() if wants_tuple else output
+
+
+def _keep_documents_apart(model: Any, batch: dict[str, Any]) -> None:
+    """Give `position_ids` the meaning that they have in `train_step`: with a cache the sequences of a row see each other."""
+    found = [batch[n] for n in ("position_ids", "decoder_position_ids") if batch.get(n) is not None]
+    chosen = batch.keys() & {"use_cache", "past_key_values"} or not takes_cache(model._slapo)
+    if chosen or not found or not (model.training or batch.get("labels") is not None):
+        return
+    batch["use_cache"] = False
+    masked = batch.get("attention_mask") is not None
+    if not masked and not _TOLD and any(bool((x.diff(dim=-1) != 1).any()) for x in found):
+        _TOLD.append("documents")
+        warnings.warn(_DOCUMENTS, stacklevel=4)
+
+
+@functools.cache
+def uncompiled() -> Callable[..., Any]:
+    """`forward_of` as it is, within a whole model that is compiled: compilers follow one rank's numbers, and ranks part."""
+    return torch.compiler.disable(_warned, reason="a model on several tp or pp ranks")
+
+
+def _warned(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    said = "torch.compile: a whole model on tp={} pp={} runs uncompiled; compile its blocks: block.compile()"
+    warnings.warn(said.format(model.mesh.tp, model.mesh.pp), stacklevel=2)
+    return forward_of(model, args, kwargs)
+
+
+def _run_stages(model: Any, run: Callable[..., Any], batch: dict[str, Any]) -> Any:
+    runtime: Runtime = model._slapo
+    refuse_cache(batch)
+    batch = {**batch, "use_cache": False} if takes_cache(runtime) else batch
+    with rank_guard("forward"):
+        output = pipeline_forward(runtime.pipeline, run, batch)
+    return _without_backward(model, output) if torch.is_grad_enabled() else output
+
+
+def _run_own(model: Any, runtime: Runtime, batch: Mapping[str, Any]) -> Any:
+    with explained(model, batch):
+        output = runtime.own_forward(model, **batch)
+    return whole_output(output)
+
+
+def _without_backward(model: Any, output: Any) -> Any:
+    """Return a pipeline's output with a backward that refuses in words: call train_step."""
+    asks = torch.zeros((), requires_grad=True), *model.parameters()
+    for name in list(output) if hasattr(output, "keys") else ():
+        x = output[name]
+        if isinstance(x, Tensor) and x.is_floating_point():
+            output[name] = _NoBackward.apply(x.clone() if x._is_view() else x, *asks)
+    return output
+
+
+class _NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *_asks: Tensor) -> Tensor:
+        ctx.mark_dirty(x)  # the tensor itself: logits are not copied, and may be changed in place
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        problem = "its layers are on several ranks, and this backward sees none of them"
+        hint = "call model.train_step(batch, loss_fn=...), which runs forward and backward of all stages"
+        raise SlapoError("backward", "the output of a model with pp > 1", problem, hint)

@@ -1,0 +1,88 @@
+"""A loss of one's own in `train_step`, and what it is given."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.model.gradients.weight_terms import count_once, newest
+from slapo_zoo.parallel.losses.vocab_parallel import VocabLogits
+from slapo_zoo.pipeline.pipeline_runtime import FOR_LOSS
+
+OPTIONS = {"output_hidden_states", "output_attentions", "shift_labels", "num_items_in_batch"}
+
+
+class OwnLoss:
+    """loss_fn(output, batch) of a micro-batch, as its share of the loss of the step.
+
+    Args:
+        loss_fn: returns a mean over the rows that it is given; with `targets` a sum.
+        divisor: micro-batches of all dp ranks; with `targets` their number.
+        runtime: of the model.
+    """
+
+    def __init__(
+        self, loss_fn: Callable[[Any, dict[str, Any]], Tensor], divisor: float, runtime: Any
+    ):  # fmt: skip
+        self.loss_fn, self.divisor, self.runtime = loss_fn, divisor, runtime
+
+    def __call__(self, output: Any, part: Mapping[str, Any]) -> Tensor:
+        """Compute the loss on the model's output for a micro-batch."""
+        given = {name.removeprefix(FOR_LOSS): value for name, value in part.items()}
+        output, began = whole_output(output), newest()
+        loss = self.loss_fn(output, given)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            found = type(loss).__name__
+            if isinstance(loss, Tensor):
+                one = loss.numel() == 1
+                found = "one without a gradient" if one else f"shape {tuple(loss.shape)}"
+            problem = f"found {found}, expected a tensor of one element with a gradient"
+            raise SlapoError("train_step", "loss_fn", problem, "return the mean over its rows")
+        loss = loss.reshape(()).float() / self.divisor
+        count_once(self.runtime, loss, began)
+        return loss
+
+
+def whole_output(output: Any) -> Any:
+    """Return the model's output with unsharded logits."""
+    for name in list(output) if hasattr(output, "keys") else ():
+        if isinstance(output[name], VocabLogits):
+            output[name] = output[name].gathered()
+    return output
+
+
+def for_loss_alone(forward: Callable[..., Any], batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the batch with other names for what the model's forward does not take."""
+    known = inspect.signature(forward).parameters.keys() | OPTIONS
+    return {name if name in known else FOR_LOSS + name: value for name, value in batch.items()}
+
+
+def of_model(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a batch that the model's forward takes."""
+    return {name: value for name, value in part.items() if not name.startswith(FOR_LOSS)}
+
+
+def divisor_of(targets: Sequence[Any] | None, totals: Sequence[float], parts: int) -> float:
+    """Return the divisor of a micro-batch's share of the step's loss.
+
+    Args:
+        targets: of `train_step`.
+        totals: the same, of all dp ranks.
+        parts: micro-batches of all dp ranks.
+    """
+    if targets is None:
+        return float(parts)
+    if len(targets) != 1:
+        problem = f"found {len(targets)} numbers, expected one: loss_fn is one term"
+        raise SlapoError("train_step", "targets", problem, "pass [how many loss_fn sums over]")
+    return totals[0]
+
+
+def require_gradients() -> None:
+    """Raise where gradients are switched off: a training step needs them."""
+    if not torch.is_grad_enabled():
+        problem = "gradients are switched off (torch.no_grad or inference_mode)"
+        raise SlapoError("train_step", "its backward", problem, "to evaluate call model(**batch)")

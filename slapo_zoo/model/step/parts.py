@@ -1,0 +1,77 @@
+"""A call of a part alone (`model.bert(...)`, an encoder, `get_image_features`) is a call: what it sets up ends with it.
+
+Its tokens are whole, its padding passes, its dropout draws for it, and gradients are complete after its backward.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_zoo.language.directive import ForwardContext
+from slapo_zoo.model.step.mixed_precision import computing_forward
+from slapo_zoo.model.step.runtime import count_rows
+from slapo_zoo.model.step.together import require_together
+
+FEATURES = re.compile(r"get_\w+_features")  # methods of CLIP and its kin that compute
+WHOLE = "_slapo_whole"  # of a part: what gives its model
+
+
+class Part:
+    """Mixed into the class of a module that contains blocks: users call it alone, too."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module as torch does; outside of another call it is a call of its own."""
+        own: Any = super()
+        return called(self.__dict__[WHOLE](), own.__call__, args, kwargs)
+
+
+def called(model: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run a part; its call is one of its own if no call of the model is running."""
+    calls, state = model._slapo.calls, model.schedule.state
+    if state.forward.is_call or (torch.compiler.is_compiling() and not model.training):
+        return run(*args, **kwargs)
+    if torch.compiler.is_compiling():  # a graph would draw the same masks for ever
+        return torch.compiler.disable(called, recursive=False)(model, run, args, kwargs)
+    require_together(model)
+    batch = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
+    rows = count_rows(batch)
+    draws = state.random.call(False, rows * model.mesh.coord("dp"), rows)
+    compute = computing_forward(lambda _model, *args, **kwargs: run(*args, **kwargs))
+    with state.within(ForwardContext(is_call=True)), draws:
+        calls.begin(model, batch, model.training)
+        output = compute(model, *args, **kwargs)
+        calls.watch(output)
+    return output
+
+
+def call_parts_alone(model: Any, blocks: Iterable[str] = (), blocks_too: bool = False) -> None:
+    """Let the modules around the blocks of a model, or those of a copy, be called alone.
+
+    `blocks_too`: a block alone is a call as well: it reads what ranks keep rows of, or has whole tokens.
+    """
+    first = 0 if blocks_too else 1
+    parts = {path.rsplit(".", i)[0] for path in blocks for i in range(first, path.count(".") + 1)}
+    for module in map(model.get_submodule, sorted(parts)):
+        cls = type(module)
+        if cls.forward is not nn.ModuleList.forward:
+            module.__class__ = type(cls.__name__, (Part, cls), {"__module__": cls.__module__})
+    for module in model.modules():
+        if isinstance(module, Part):
+            module.__dict__[WHOLE] = lambda: model  # a copy of the part alone has it too
+
+
+def features_alone(cls: type) -> dict[str, Callable[..., Any]]:
+    """The methods of a model's class that compute with a part of it, as calls."""
+
+    def alone(method: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.wraps(method)(
+            lambda self, *args, **kwargs: called(
+                self, functools.partial(method, self), args, kwargs
+            )
+        )
+
+    return {name: alone(getattr(cls, name)) for name in dir(cls) if FEATURES.fullmatch(name)}

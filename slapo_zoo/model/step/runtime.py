@@ -1,0 +1,169 @@
+"""State of a scheduled model, and its questions about a batch."""
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slapo_zoo.errors import MeshError
+from slapo_zoo.language.directive import ForwardContext
+from slapo_zoo.language.planned_rows import plan_of
+from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.model.dp.data_parallel import DataParallel
+from slapo_zoo.model.gradients.calls import Calls
+from slapo_zoo.model.gradients.input_gradients import nodes_of
+from slapo_zoo.model.gradients.module_changes import require_known_order
+from slapo_zoo.model.step.mixed_precision import MixedPrecision
+from slapo_zoo.model.step.outputs import shows_layers
+from slapo_zoo.parallel.known import known
+from slapo_zoo.parallel.losses.heads import SHIFTED
+from slapo_zoo.parallel.placement import TensorSpec
+from slapo_zoo.parallel.rank_plan import RankPlan, Sum, TensorPlan
+from slapo_zoo.pipeline.pipeline_runtime import MAIN_INPUTS, Pipeline, split_batch
+from slapo_zoo.weights.keys import KeyMap
+from slapo_zoo.weights.ledger import Ledger
+from slapo_zoo.zoo.table import Table
+
+
+@dataclass
+class Runtime:
+    """What a scheduled model needs to run: schedule, stages, data parallelism, options.
+
+    Args:
+        schedule: the program that made it.
+        own_forward: of the model's own class.
+        table: of its family.
+        pipeline: the stages, or None without.
+        keys: names that the family's files use.
+        adapters: the matrices of each adapter, by its name, that this stage holds.
+        peft_config: what peft keeps at a model.
+        groups: ranks of a part of a mesh dim --> their process group: see `RankPlan.groups`.
+        source: the folder that was loaded.
+        micro_batches: default of `train_step`.
+        data_parallel: how it runs and sums over dp; an engine puts its own here.
+        calls: what calls leave for their backwards, whose gradients are summed.
+        within_engine: a call of the model comes from the engine around it.
+        generates: `generate` runs.
+        evaluated: calls in eval mode.
+        recomputed: layers that `gradient_checkpointing_enable` lets recompute.
+        precision: in which it computes.
+    """
+
+    schedule: Schedule
+    own_forward: Callable[..., Any]
+    table: Table
+    pipeline: Pipeline | None = None
+    keys: KeyMap = field(default_factory=KeyMap)
+    ledger: Ledger = field(default_factory=Ledger)
+    adapters: dict[str, list[TensorSpec]] = field(default_factory=dict)
+    peft_config: Any = None
+    groups: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    source: Path | None = None
+    micro_batches: int | None = None
+    data_parallel: DataParallel = field(default_factory=DataParallel)
+    calls: Calls = field(init=False)
+    within_engine: bool = False
+    generates: bool = False
+    evaluated: int = 0
+    recomputed: list[str] = field(default_factory=list)
+    precision: MixedPrecision = field(default_factory=MixedPrecision)
+
+    @property
+    def plan(self) -> RankPlan:
+        """Plan of this rank: where each tensor lies, and over which ranks its gradient is summed."""
+        return plan_of(self.schedule.state)
+
+    @property
+    def specs(self) -> list[TensorPlan]:
+        """Every tensor that a checkpoint of the whole model holds, in the order of its state dict."""
+        return self.plan.saved
+
+    def group(self, one: Sum) -> Any:
+        """The process group of a sum of gradients, or None where this rank sums with no other."""
+        mesh = self.schedule.mesh
+        return self.groups.get(one.ranks(mesh)) if one.parts else mesh.group(one.mesh_dim)
+
+    def head_name(self, model: Any) -> str:
+        """A class name that tells whether labels are shifted: the model's own, or what was found."""
+        if self.table.shifts_labels is None:
+            return model.unscheduled_class.__name__
+        return SHIFTED if self.table.shifts_labels else ""
+
+
+def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
+    """Return whether the tokens of a batch can be sharded over tp, where the schedule asks for it.
+
+    Every stack (encoder, decoder) must divide; otherwise this forward runs without sequence
+    parallelism, with the same result.
+    """
+    runtime: Runtime = model._slapo
+    if runtime.schedule.state.sequence_parallel and model.mesh.pp == 1:  # stages refuse any change
+        require_known_order(model)
+    if not runtime.schedule.state.sequence_parallel or shows_layers(model, batch):
+        return False
+    if nodes_of(
+        batch.get("encoder_outputs")
+    ):  # the backward goes on through a call that had whole tokens
+        return False
+    count = runtime.table.num_tokens
+    lengths = [count(model.config)] if count else []
+    names = {
+        "input_ids": -1,
+        "inputs_embeds": -2,
+        "decoder_input_ids": -1,
+        "decoder_inputs_embeds": -2,
+    }
+    if model.config.is_encoder_decoder:
+        names["labels"] = -1
+    given = {name: batch.get(name) for name in names}
+    given = {name: x for name, x in given.items() if x is not None and x.ndim > 1}  # not a class
+    lengths += [x.shape[names[name]] for name, x in given.items()]
+    divide = bool(lengths) and all(length % model.mesh.tp == 0 for length in lengths)
+    if not divide and model.training:
+        warnings.warn(
+            f"{lengths} tokens are not a multiple of tp={model.mesh.tp}: this step runs without "
+            "sequence parallelism; pad to a multiple (pad_to_multiple_of of the tokenizer)",
+            stacklevel=5,
+        )
+    return divide
+
+
+def calling(model: Any, batch: Mapping[str, Any], divided: bool) -> AbstractContextManager[None]:
+    """Context in which directives know of the forward that runs: are its tokens divided, which ones are real?"""
+    real = None if known().real is None else batch["attention_mask"].bool()
+    return model._slapo.schedule.state.within(ForwardContext(divided, real, is_call=True))
+
+
+def takes_cache(runtime: Runtime) -> bool:
+    """Return whether the model's own forward has a use_cache argument."""
+    return "use_cache" in inspect.signature(runtime.own_forward).parameters
+
+
+def count_rows(batch: Mapping[str, Any]) -> int:
+    """Return the number of rows of a batch, by its main input."""
+    tensors, _ = split_batch(batch)
+    for name in MAIN_INPUTS:
+        if name in tensors:
+            return len(tensors[name])
+    return len(next(iter(tensors.values()))) if tensors else 0
+
+
+def refuse_divided(model: Any, options: Mapping[str, Any], **parts: int) -> None:
+    """MeshError for an option whose loss is no mean over rows where the batch is sharded."""
+    divided = [f"{name}={count}" for name, count in parts.items() if count > 1]
+    table = model._slapo.table
+    if table.is_undivided(model.unscheduled_class) and any(
+        not part.startswith("pp=") for part in divided
+    ):
+        problem = f"parts of a batch do not add up to it, found {', '.join(divided)}"
+        raise MeshError("the model", "its loss", problem, "pass micro_batches=1 and use dp=1")
+    for name in table.whole_batch if divided else ():
+        given = options.get(name)
+        if getattr(model.config, name, False) if given is None else given:
+            problem = f"its loss needs the whole batch in one piece, found {', '.join(divided)}"
+            raise MeshError(
+                "the model", f"{name}=True", problem, f"pass {name}=False, or use tp only"
+            )

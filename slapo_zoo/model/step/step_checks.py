@@ -1,0 +1,136 @@
+"""What `train_step` cannot train on is refused in words before a rank waits for another."""
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.model.gradients.gradient_reducer import is_taken
+from slapo_zoo.model.step.runtime import Runtime
+from slapo_zoo.parallel.losses.loss_means import LABELS
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.rank_plan import TIED
+from slapo_zoo.pipeline.pipeline_runtime import FOR_LOSS, Pipeline
+
+SAMPLED, SAME = 1024, 1e-9  # elements of a copy that are compared; rounding of their sum
+
+
+def no_rows(batch: Mapping[str, Any], mesh: Mesh) -> SlapoError:
+    """The error for a batch of no tensors, or of tensors without rows."""
+    names = [name for name, value in batch.items() if isinstance(value, Tensor) and value.ndim]
+    if not names:
+        problem = f"found no tensor with rows among {list(batch)}"
+        return SlapoError("train_step", "batch", problem, "pass input_ids and labels")
+    problem = f"found 0 rows in {names} on dp rank {mesh.coord('dp')}, expected at least 1"
+    hint = "leave out the short last batch (drop_last=True), or add a row whose labels are all -100"
+    return SlapoError("train_step", "batch", problem, hint)
+
+
+def require_head(cls: Any, batch: Mapping[str, Any]) -> None:
+    """A model without a head would swallow the labels among its **kwargs."""
+    if "labels" in batch and "labels" not in inspect.signature(cls.forward).parameters:
+        problem = f"{cls.__name__} has no head: its forward takes no labels, so there is no loss"
+        hint = 'name a class that has one when loading, e.g. auto_class="AutoModelForCausalLM"'
+        raise SlapoError("train_step", "labels", problem, hint)
+
+
+def require_labels(tensors: Mapping[str, Tensor], whole: Mapping[str, Any]) -> None:
+    """Without a loss of one's own: a stage would learn only late that there is none."""
+    if not (any(name in tensors for name in LABELS) or whole.get("return_loss")):
+        raise no_loss(f"found no labels among {list(tensors)}")
+
+
+def no_loss(problem: str) -> SlapoError:
+    """The error for a step whose backward would have nothing to begin at."""
+    return SlapoError("train_step", "batch", f"no loss: {problem}", "put labels into the batch")
+
+
+def count_micro_batches(runtime: Runtime, mesh: Mesh, rows: int, asked: int | None) -> int:
+    """Return the number of equal parts into which the rows are divided: as asked for, or the default."""
+    count = runtime.micro_batches if asked is None else asked
+    if count is None and runtime.table.batch_statistics and mesh.pp > 1:
+        warnings.warn(
+            "BatchNorm takes its statistics per micro-batch: one is used, as in one process, and the "
+            f"{mesh.pp} stages take turns; pass micro_batches= to let them overlap",
+            stacklevel=5,
+        )
+        count = 1
+    count = _default_micro_batches(rows, runtime.pipeline) if count is None else count
+    legal = [i for i in range(1, rows + 1) if rows % i == 0]
+    if count not in legal:
+        problem = f"{rows} rows cannot be divided into {count} equal micro-batches"
+        raise MeshError("train_step", "micro_batches", problem, f"legal numbers: {legal}")
+    return count
+
+
+def _default_micro_batches(rows: int, pipeline: Pipeline | None) -> int:
+    """One without a pipeline; else the first number that keeps all stages busy in its order."""
+    if pipeline is None:
+        return 1
+    places = pipeline.places
+    if places.custom is not None:
+        return places.custom.micro_batches
+    legal = [i for i in range(1, rows + 1) if rows % i == 0 and places.admits(i)]
+    return next((i for i in legal if i >= 2 * places.pp), legal[-1] if legal else rows)
+
+
+def require_rows(tensors: dict[str, Tensor], whole: dict, rows: int, count: int) -> None:
+    """Refuse tensors that have no row for each row of the batch; several images per row are allowed."""
+    other = [f"{n.removeprefix(FOR_LOSS)} {list(x.shape)}" for n, x in tensors.items()
+             if len(x) % rows or (x.ndim == 1 and len(x) != rows)]  # fmt: skip
+    other += [n for n in ("encoder_outputs", "past_key_values") if whole.get(n) is not None]
+    if count > 1 and other:
+        problem = f"{rows} rows go into {count} micro-batches, but not {', '.join(other)}"
+        hint = "give each row its own, leave to loss_fn what is of no row, or pass micro_batches=1"
+        raise SlapoError("train_step", "batch", problem, hint)
+
+
+def require_trained(trains: bool) -> None:
+    """Refuse a step without a trained parameter: what peft trains beside a model (prompt tuning) is none of its parameters."""
+    if not trains:
+        problem = "no parameter takes a gradient, and no input asks for one"
+        hint = "unfreeze some; a soft prompt of your own goes into inputs_embeds (docs/your_own_loop.md)"
+        raise SlapoError("train_step", "parameters", problem, hint)
+
+
+def require_whole_step(mesh: Mesh, parameters: Mapping[str, nn.Parameter], count: int) -> None:
+    """A hook of someone else takes a gradient in the first backward that makes it."""
+    if mesh.pp * count > 1 and any(is_taken(p) for p in parameters.values()):
+        found = f"pp={mesh.pp}, {count} micro-batches"
+        problem = f"{found}: it would step before the gradient is complete"
+        hint = "step after train_step, or use pp=1 and micro_batches=1"
+        raise SlapoError("train_step", "a hook that takes gradients", problem, hint)
+
+
+def agree_on_frozen_ties(runtime: Runtime, device: torch.device) -> None:
+    """Freeze a weight that stages share on all of them where one has it frozen; compare its copies.
+
+    One all-reduce of three numbers per weight and group, and one wait: none is unfrozen, since an
+    optimizer was made by then.
+    """
+    named = dict(runtime.schedule.model.named_parameters())
+    for one, names in runtime.plan.sums_of(named, TIED).items():
+        held = [_state_of_copy(named[name]).to(device) for name in names]
+        found = torch.stack(held)
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=runtime.group(one))
+        for name, (trained, least, most) in zip(names, found.tolist(), strict=True):
+            if least + most < -SAME * least:
+                problem = (
+                    f"the stages that share it hold copies that differ: {least:.6g}, {-most:.6g}"
+                )
+                hint = "change and step it alike on all ranks; load the last checkpoint again"
+                raise MeshError("train_step", name, problem, hint)
+            if not trained:
+                named[name].requires_grad_(False).grad = None
+
+
+def _state_of_copy(p: nn.Parameter) -> Tensor:
+    """Return whether it is trained, how large some of its elements are, and minus that."""
+    sample = p.detach().reshape(-1)
+    size = sample[:: max(1, len(sample) // SAMPLED)].double().abs().sum()
+    return torch.stack([torch.full_like(size, p.requires_grad), size, -size])

@@ -1,0 +1,130 @@
+"""Counts that a training step reads from its batch, all at once: the only wait of the host in a step."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.model.step.unpadding import WORTH_UNPADDING, may_unpad
+from slapo_zoo.parallel.collectives import all_gather
+from slapo_zoo.parallel.known import IGNORED, Known
+from slapo_zoo.parallel.losses.loss_means import shifted
+from slapo_zoo.parallel.mesh import Mesh
+
+MASKS = ("attention_mask", "decoder_attention_mask")
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """Counts of one step: targets over all dp ranks, targets per row, padding, missed gradients.
+
+    Args:
+        totals: targets of each loss term, on all dp ranks together.
+        first: number of our first row among those of all dp ranks.
+        padded: whether a mask hides a token; None without a mask.
+        targets: labels that count, of each of our rows; None where labels are no tokens.
+        real: real tokens of each of our rows, where the others may be left out.
+        packed: whether a row of positions holds more than one sequence.
+        missed: whether a dp rank missed a gradient in the last step.
+    """
+
+    totals: list[float]
+    first: int
+    padded: bool | None = None
+    targets: list[int] | None = None
+    real: list[int] | None = None
+    packed: bool | None = None
+    missed: bool = False
+
+    def rows(self, count: int) -> Tensor:
+        """Return the indices of this rank's rows among those of all dp ranks, on the CPU."""
+        return torch.arange(self.first, self.first + count)
+
+    def of_rows(self, start: int, rows: int, own_loss: bool = False, shown: bool = False) -> Known:
+        """Return the counts of this rank's rows from number `start`.
+
+        A loss of one's own has its own targets, and an output that somebody sees all its tokens.
+        """
+        part = slice(start, start + rows)
+        targets = None if self.targets is None or own_loss else sum(self.targets[part])
+        real = None if self.real is None or own_loss or shown else tuple(self.real[part])
+        return Known(self.padded, targets, real, self.packed)
+
+
+def ask(
+    model: Any, tensors: Mapping[str, Tensor], counts: Sequence[float | Tensor], rows: int,
+    whole: Mapping[str, Any],
+) -> StepCounts:  # fmt: skip
+    """Read the counts of a step: one tensor, one collective over dp, one wait.
+
+    dp ranks may hold different numbers of rows. The tensor is on the batch's device: nccl serves no
+    other. `whole` names inputs that are not divided.
+    """
+    mesh: Mesh = model.mesh
+    device = next(iter(tensors.values())).device
+    missed = float(model._slapo.calls.reducer.missed)
+    summed = [_number(n, device) for n in (*counts, missed, rows)]
+    masks = [tensors[name] for name in MASKS if name in tensors and tensors[name].ndim == 2]
+    if mesh.dp == 1 and not masks and not any(isinstance(n, Tensor) for n in counts):
+        packed = None if _positions(tensors, whole) else False
+        return StepCounts([float(n) for n in counts], 0, packed=packed)  # nothing to ask: no wait
+    own = _of_rows(model, tensors, masks, whole)
+    each = all_gather(torch.stack(summed)[None], 0, mesh.group("dp"))
+    mine = [x.to(torch.float64) for x in own.values()]
+    flat = torch.cat([each.flatten(), *mine]).tolist()
+    every, flat = flat[: each.numel()], flat[each.numel() :]
+    width = len(summed)
+    by_rank = [every[i : i + width] for i in range(0, len(every), width)]
+    *totals, missing, _ = [sum(column) for column in zip(*by_rank, strict=True)]
+    first = int(sum(numbers[-1] for numbers in by_rank[: mesh.coord("dp")]))
+    found = {}
+    for name, x in own.items():
+        found[name], flat = [int(n) for n in flat[: len(x)]], flat[len(x) :]
+    others = _positions(tensors, whole) - {"position_ids"} or "packed" not in found
+    packed = None if _positions(tensors, whole) and others else any(found.get("packed", ()))
+    return StepCounts(totals, first, *_read(found, tensors), packed, missing > 0)
+
+
+def _positions(*batch: Iterable[str]) -> set[str]:
+    """Inputs that may hold several sequences in a row: of a decoder, or one row for all, too."""
+    return {name for part in batch for name in part if name.endswith("position_ids")}
+
+
+def _number(n: float | Tensor, device: torch.device) -> Tensor:
+    if isinstance(n, Tensor):
+        return n.to(device, torch.float64).reshape(())
+    return torch.full((), n, dtype=torch.float64, device=device)
+
+
+def _of_rows(
+    model: Any, tensors: Mapping[str, Tensor], masks: Sequence[Tensor], whole: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Numbers of our own rows, by what they count."""
+    found, positions = {}, tensors.get("position_ids")
+    if positions is not None and positions.ndim == 2:
+        found["packed"] = (positions.diff(dim=1) != 1).any()[None]
+    if masks:
+        found["hidden"] = torch.stack([(mask == 0).any() for mask in masks]).any()[None]
+    labels = tensors.get("labels")
+    if labels is None or labels.ndim != 2 or labels.is_floating_point():
+        return found
+    name = model._slapo.head_name(model)
+    found["targets"] = (shifted(name, labels) != IGNORED).sum(1)
+    if may_unpad(model, {**tensors, **whole}):
+        real = tensors["attention_mask"].bool()
+        found["real"] = real.sum(1)
+        found["ignored"] = ((labels == IGNORED) | real).all()[None]
+    return found
+
+
+def _read(
+    found: Mapping[str, list[int]], tensors: Mapping[str, Tensor]
+) -> tuple[bool | None, list[int] | None, list[int] | None]:
+    padded = bool(found["hidden"][0]) if "hidden" in found else None
+    real = found.get("real")
+    if real is not None:
+        tokens = WORTH_UNPADDING * tensors["attention_mask"].numel()
+        real = real if found["ignored"][0] and min(real) and sum(real) <= tokens else None
+    return padded, found.get("targets"), real

@@ -1,0 +1,42 @@
+"""Ranks that compute a model together call it together: one that evaluates alone is told so, not left waiting."""
+
+from typing import Any
+
+import torch
+
+from slapo_zoo.errors import MeshError
+from slapo_zoo.model.dp.dp_shard import Sharded
+from slapo_zoo.model.gradients.step_guard import ALWAYS
+from slapo_zoo.parallel.ranks.heartbeat import names_of
+from slapo_zoo.parallel.ranks.patience import meet
+from slapo_zoo.parallel.ranks.process_group import rank_guard
+
+
+def require_together(model: Any) -> None:
+    """MeshError where some of the ranks that a call in eval mode needs have gone on without it.
+
+    They meet in the first calls, and then once in `input_check_interval`.
+    """
+    runtime, interval = model._slapo, model.input_check_interval
+    if model.training or torch.compiler.is_compiling() or not interval:
+        return
+    runtime.evaluated += 1
+    if runtime.evaluated > ALWAYS and runtime.evaluated % interval:
+        return
+    ranks = computing_with(model)
+    if len(ranks) == 1:
+        return
+    with rank_guard("forward"):
+        if gone := meet("forward", ranks):
+            problem = f"{names_of(gone)} went on without, and each rank computes a part of it"
+            hint = "call it on all ranks, each gets the whole output, and print or write on one"
+            raise MeshError("forward", "a model that is called on some ranks", problem, hint)
+
+
+def computing_with(model: Any) -> list[int]:
+    """Return the ranks that a forward of a model talks to, ours among them."""
+    mesh, engine = model.mesh, model._slapo.data_parallel
+    size = engine.shards.size if isinstance(engine, Sharded) else 1
+    first = mesh.coord("dp") // size * size
+    return sorted(mesh.at(pp=pp, tp=tp, dp=first + i)
+                  for pp in range(mesh.pp) for tp in range(mesh.tp) for i in range(size))  # fmt: skip

@@ -1,0 +1,281 @@
+"""One training step on any mesh, in five phases: check, split, run, reduce, share."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slapo_zoo.language.directive import ForwardContext
+from slapo_zoo.model.dp.data_parallel import DataParallel
+from slapo_zoo.model.dp.dp_shard import Sharded
+from slapo_zoo.model.gradients.batch_check import check_batch
+from slapo_zoo.model.gradients.input_gradients import InputGradients
+from slapo_zoo.model.gradients.parameter_hooks import on_parts, run_later
+from slapo_zoo.model.step import own_loss, step_checks
+from slapo_zoo.model.step.input_errors import explained
+from slapo_zoo.model.step.outputs import as_dict, refuse_outputs
+from slapo_zoo.model.step.runtime import (
+    Runtime,
+    calling,
+    count_rows,
+    refuse_divided,
+    takes_cache,
+    tokens_divide,
+)
+from slapo_zoo.model.step.step_counts import StepCounts, ask
+from slapo_zoo.parallel.known import knowing
+from slapo_zoo.parallel.losses.loss_means import GlobalMeans, count_targets, targets_of
+from slapo_zoo.parallel.losses.vocab_parallel import VocabLogits
+from slapo_zoo.pipeline.pipeline_runtime import ROWS, Pipeline, share_output, split_batch
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How one batch is trained on: see `Scheduled.train_step`."""
+
+    micro_batches: int | None = None
+    return_logits: bool = False
+    targets: Sequence[float | Tensor] | None = None
+    loss_fn: Callable[[Any, dict[str, Any]], Tensor] | None = None
+    scaler: Any = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One batch, divided over dp ranks and micro-batches.
+
+    Args:
+        model: of AutoScheduledModel.
+        tensors: what is divided by rows, then the numbers of the rows.
+        whole: what all rows share.
+        count: of micro-batches.
+        parameters: the trained ones by name.
+        number: of the step: its dropout is drawn for it.
+        asked: counts of the batch on all dp ranks.
+        means: makes the model's loss of a micro-batch a share of that of all; None: it is the whole one.
+        own: the caller's loss, or None for that of the model.
+        beside: tensors beside the model that take gradients.
+        scaler: a GradScaler, or None.
+        kept: the logits, if they are asked for.
+    """
+
+    model: Any
+    tensors: dict[str, Tensor]
+    whole: dict[str, Any]
+    count: int
+    parameters: dict[str, nn.Parameter]
+    number: int
+    asked: StepCounts
+    means: GlobalMeans | None
+    own: own_loss.OwnLoss | None
+    beside: InputGradients
+    scaler: Any
+    kept: "LogitsKept | None"
+
+    @property
+    def runtime(self) -> Runtime:
+        """State of the model."""
+        return self.model._slapo
+
+    @property
+    def trains(self) -> bool:
+        """Whether something takes a gradient here."""
+        return bool(self.parameters or self.beside.given or self.own)
+
+    def loss_of(self, part: Mapping[str, Any], rows: Tensor) -> Tensor:
+        """The loss of one micro-batch, its means taken over the whole batch."""
+        model, runtime = self.model, self.runtime
+        state, first, inputs = runtime.schedule.state, int(rows[0]), own_loss.of_model(part)
+        numbers = self.asked.of_rows(
+            first - self.asked.first, len(rows), self.own is not None, self.kept is not None
+        )
+        draws = state.random.at(self.number, first, len(rows))
+        labels = targets_of(runtime.head_name(model), part)
+        means = nullcontext() if self.means is None else self.means.over(model, labels)
+        divided = state.forward.tokens_divided
+        with explained(model, inputs), draws, means, knowing(numbers), calling(model, inputs, divided):  # fmt: skip
+            output = runtime.data_parallel.run(model, inputs)
+            runtime.calls.watch(output)
+        if self.kept is not None:
+            self.kept.add(first, output)
+        loss = (self.own or _loss)(output, part) * runtime.precision.scale
+        self.beside.see(loss, output)
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+
+def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> Any:
+    """Forward and backward of one batch: see `Scheduled.train_step`."""
+    step = split(model, options, *check(model, batch, options))
+    parameters = list(step.parameters.values())
+    with step.runtime.data_parallel.new_gradients(parameters), step.beside.averaged():
+        loss = run(step)
+        reduce(step)
+    return share(step, loss)
+
+
+def check(
+    model: Any, batch: Mapping[str, Any], options: StepOptions
+) -> tuple[dict[str, Tensor], dict[str, Any], int, int]:
+    """Refuse what cannot be trained on; return what is divided, what is not, rows and micro-batches."""
+    runtime, mesh = model._slapo, model.mesh
+    own_loss.require_gradients()
+    if options.loss_fn is not None:
+        batch = own_loss.for_loss_alone(runtime.own_forward, batch)
+    tensors, whole = split_batch(batch)
+    if takes_cache(runtime):
+        whole["use_cache"] = False
+    rows = count_rows(tensors)
+    if not rows:
+        raise step_checks.no_rows(batch, mesh)
+    refuse_outputs(model, whole)
+    as_dict(model, whole)
+    step_checks.require_head(model.unscheduled_class, batch)
+    if options.loss_fn is None and mesh.pp > 1:
+        step_checks.require_labels(tensors, whole)
+    count = step_checks.count_micro_batches(runtime, mesh, rows, options.micro_batches)
+    refuse_divided(model, whole, micro_batches=count, pp=mesh.pp, dp=mesh.dp)
+    step_checks.require_rows(tensors, whole, rows, count)
+    return tensors, whole, rows, count
+
+
+def split(
+    model: Any, options: StepOptions, tensors: dict[str, Tensor], whole: dict[str, Any], rows: int, count: int
+) -> Step:  # fmt: skip
+    """Count the batch on all dp ranks, number its rows, and say of which mean each loss is a share."""
+    runtime, mesh, parts = model._slapo, model.mesh, count * model.mesh.dp
+    state, reducer = runtime.schedule.state, runtime.calls.reducer
+    parameters = _trained(model, count, next(iter(tensors.values())).device)
+    said, counts = _targets(model, options, tensors, whole, parts)
+    divided = tokens_divide(model, own_loss.of_model({**tensors, **whole}))
+    state.forward = ForwardContext(divided, is_call=True)
+    asked, number = ask(model, tensors, counts, rows, whole), state.random.step + 1
+    reducer.asks_hosts = asked.missed
+    check_batch(mesh, tensors, number, model.input_check_interval, partial(on_parts, model))
+    tensors[ROWS] = asked.rows(rows)  # last: the pipeline's device is the first's
+    own, means = options.loss_fn, None
+    if own is not None:
+        own = own_loss.OwnLoss(own, own_loss.divisor_of(said, asked.totals, parts), runtime)
+    elif parts > 1 or said is not None:
+        counted = targets_of(runtime.head_name(model), tensors) if said is None else None
+        means = GlobalMeans(asked.totals, counted, mesh.group("dp"))
+    times = runtime.data_parallel.loss_scale
+    beside = InputGradients(mesh, tensors, reducer.beyond, options.loss_fn, times)
+    kept = LogitsKept() if options.return_logits else None
+    return Step(model, tensors, whole, count, parameters, number, asked, means, own, beside, options.scaler, kept)  # fmt: skip
+
+
+def _targets(
+    model: Any, options: StepOptions, tensors: Mapping[str, Tensor], whole: dict[str, Any], parts: int
+) -> tuple[Any, Sequence[Any]]:  # fmt: skip
+    """What the caller says of the numbers of targets, and those that dp ranks add up."""
+    said = options.targets
+    if options.loss_fn is None:
+        items = whole.pop("num_items_in_batch", None)  # of transformers: on all dp ranks
+        said = [items / model.mesh.dp] if items is not None and said is None else said
+    if said is not None or options.loss_fn is not None or parts == 1:
+        return said, said or []
+    return None, count_targets(model._slapo.head_name(model), tensors)
+
+
+def run(step: Step) -> Tensor:
+    """Forward and backward of all micro-batches; this rank's share of the loss."""
+    runtime = step.runtime
+    engine, pipeline = runtime.data_parallel, runtime.pipeline
+    step_checks.require_trained(step.trains or step.model.mesh.pp > 1)  # another stage may
+    given = step.tensors, step.whole, step.count
+    if pipeline is None:
+        loss = _accumulate(engine, step.loss_of, *given)
+    else:
+        loss = engine.pipeline_step(pipeline, step.loss_of, *given)
+    loss = loss / runtime.precision.scale
+    return loss if step.scaler is None else loss / step.scaler.scale(torch.ones_like(loss))
+
+
+def reduce(step: Step) -> None:
+    """Complete the gradients: their sums, the hooks of a user that waited for these, the scale of fp16."""
+    runtime, mesh, named = step.runtime, step.model.mesh, step.parameters
+    parameters, reducer = list(named.values()), runtime.calls.reducer
+    runtime.data_parallel.sum_over_dp(parameters, mesh)
+    reducer.finish(named)
+    run_later(reducer, parameters, runtime.precision.scale)
+    runtime.precision.unscale([*parameters, *step.beside.held()], mesh)
+
+
+def share(step: Step, loss: Tensor) -> Any:
+    """The loss of the whole batch, and the logits, on every rank."""
+    runtime, mesh, named = step.runtime, step.model.mesh, step.parameters
+    both = torch.stack([loss.detach(), torch.full_like(loss.detach(), float(bool(named)))])
+    for mesh_dim in ("pp", "dp"):  # terms of all micro-batches were divided by global counts
+        if mesh.size(mesh_dim) > 1:
+            dist.all_reduce(both, group=mesh.group(mesh_dim))
+    loss, trained = both  # `trained`: ranks of pp and dp that have something to train
+    step_checks.require_trained(step.trains or bool(trained))
+    averaged = not runtime.calls.reducer.paused
+    runtime.calls.guard.complete(named, runtime.plan, averaged, trained)
+    runtime.schedule.state.random.step = step.number  # a step that failed has drawn nothing
+    return loss if step.kept is None else step.kept.output(loss, runtime.pipeline)
+
+
+def _trained(model: Any, count: int, device: torch.device) -> dict[str, nn.Parameter]:
+    """The parameters that take gradients in this step, hooked and found fit for it."""
+    runtime: Runtime = model._slapo
+    if type(runtime.data_parallel) in (DataParallel, Sharded):
+        step_checks.agree_on_frozen_ties(runtime, device)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    runtime.calls.prepare(model)
+    if type(runtime.data_parallel) is DataParallel:  # an engine's hooks are its own affair
+        step_checks.require_whole_step(model.mesh, parameters, count)
+    return parameters
+
+
+def _loss(output: Any, _part: Any) -> Tensor:
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        raise step_checks.no_loss("the model returned none")
+    return loss.float()
+
+
+def _accumulate(
+    engine: DataParallel, run: Callable, tensors: dict[str, Tensor], others: dict, count: int
+) -> Tensor:
+    """Micro-batches one after the other, without a pipeline."""
+    total: Any = 0.0
+    for i in range(count):
+        part = {k: v.tensor_split(count)[i] for k, v in tensors.items()}
+        rows = part.pop(ROWS)
+        with engine.micro_batch(is_last=i == count - 1):
+            loss = run({**part, **others}, rows)
+            engine.backward(loss)
+        total = total + loss.detach()
+    return total
+
+
+class LogitsKept:
+    """The logits of all micro-batches, on the rank of the last stage.
+
+    rewrite:  logits of micro-batch 0, 1, ...  -->  logits of the batch, on every pp and tp rank
+    """
+
+    def __init__(self) -> None:
+        self.cls: Any = None
+        self.parts: dict[int, dict[str, Tensor]] = {}
+
+    def add(self, first_row: int, output: Any) -> None:
+        """Keep what a head returned for the rows from `first_row`."""
+        self.cls = type(output)
+        found = {k: v for k, v in output.items() if k.endswith("logits") and v is not None}
+        whole = {k: v.gathered() if isinstance(v, VocabLogits) else v for k, v in found.items()}
+        self.parts[first_row] = {k: v.detach() for k, v in whole.items()}
+
+    def output(self, loss: Tensor, pipeline: Pipeline | None) -> Any:
+        """The model's own output object with the loss and the logits of all rows."""
+        parts = [self.parts[row] for row in sorted(self.parts)]
+        names = parts[0] if parts else ()
+        whole = {name: torch.cat([part[name] for part in parts]) for name in names}
+        here = self.cls(loss=loss, **whole) if self.cls else None
+        return here if pipeline is None else share_output(pipeline, here, loss.device)

@@ -1,0 +1,196 @@
+"""Loss means that stay exact when a batch is divided into micro-batches and over dp ranks."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as fn
+from torch.overrides import TorchFunctionMode
+
+from slapo_zoo.errors import MeshError
+from slapo_zoo.parallel.collectives import all_gather
+from slapo_zoo.parallel.known import IGNORED
+from slapo_zoo.parallel.losses.heads import head_of
+
+# In the order in which the heads of `transformers` compute their terms.
+LABELS = (
+    "mc_labels", "labels", "next_sentence_label", "sentence_order_label", "start_positions",
+    "end_positions", "bool_masked_pos",
+)  # fmt: skip
+MEANS = (fn.cross_entropy, fn.mse_loss, fn.binary_cross_entropy_with_logits)
+BY_CLASS, BCE = (fn.cross_entropy, fn.nll_loss), (MEANS[2], fn.binary_cross_entropy)
+OF_OWN = {*MEANS, *BY_CLASS, *BCE, fn.l1_loss, fn.smooth_l1_loss, fn.huber_loss}
+_SUMS = {"add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__isub__"}
+_FACTORS = {"mul", "mul_", "__mul__", "__rmul__", "__imul__"}
+_QUOTIENTS = {"div", "div_", "true_divide", "__truediv__", "__itruediv__"}
+_SAME = {"neg", "__neg__", "float", "double", "to", "clone", "squeeze", "reshape", "mean", "sum"}
+_SHARE = "_is_share"  # of a tensor made in a loss_function: whether it is a sum of such means
+
+
+def count_targets(class_name: str, batch: Mapping[str, Any]) -> list[Tensor]:
+    """Return how many targets each loss term of a head averages over, in the order of its terms.
+
+    Each is a tensor beside its labels: to read them together costs one wait for the device.
+
+    Args:
+        class_name: of the head, which tells whether it shifts its labels.
+        batch: the keyword arguments of its forward.
+    """
+    mask = batch.get("attention_mask") if head_of(class_name).over_real_tokens else None
+    targets = targets_of(class_name, batch)
+    return [_count(*each, batch) if mask is None else (mask == 1).sum() for each in targets.items()]
+
+
+def targets_of(class_name: str, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Map the name of each loss term's labels to what the term compares with."""
+    found = {name: batch[name] for name in LABELS if batch.get(name) is not None}
+    return {name: shifted(class_name, x) if name == "labels" else x for name, x in found.items()}
+
+
+def shifted(class_name: str, labels: Tensor) -> Tensor:
+    """The labels that a head compares with: one that predicts the next token leaves out the first."""
+    return labels[..., 1:] if head_of(class_name).shifts else labels
+
+
+def _count(name: str, target: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    if target.is_floating_point():
+        return torch.full((), target.numel(), device=target.device)
+    if name.endswith("_positions"):  # positions beyond the sequence are ignored
+        tokens = batch.get("input_ids")
+        tokens = batch["inputs_embeds"] if tokens is None else tokens
+        return (target < tokens.shape[1]).sum()
+    return (target != IGNORED).sum()
+
+
+class GlobalMeans(TorchFunctionMode):
+    """Mode in which, within `over`, the k-th mean loss divides by the global count of its targets.
+
+    rewrite:  loss_k(x, y, reduction="mean")  -->  loss_k(x, y, reduction="sum") / counts[k]
+              with weights w of the classes   -->  ... / sum of w[y] over the whole batch
+
+    A `loss_function` of the user's own returns sums of such means, times constants: parts of a
+    batch add up to no other loss.
+
+    Args:
+        counts: number of targets of each term in the whole batch, over all micro-batches and dp.
+        targets: of each term, those of this dp rank; None: the user has counted.
+        group: the dp ranks.
+    """
+
+    def __init__(self, counts: Sequence[float], targets: Mapping | None = None, group: Any = None):
+        super().__init__()
+        self.counts, self.group, self.found, self.in_own = counts, group, 0, False
+        self.targets = None if targets is None else list(targets.values())
+        self.part: list[Tensor] = []
+        self.totals: dict[int, tuple[Any, float]] = {}  # number of a call --> its weights, divisor
+
+    @contextmanager
+    def over(self, model: Any, part: Mapping[str, Tensor]) -> Iterator[None]:
+        """Context of the forward of a micro-batch: its mean losses divide by the counts of the whole step."""
+        own, self.found, self.part = vars(model).get("_loss_function"), 0, list(part.values())
+        if own is not None:
+            model._loss_function = partial(self._run_own, own)
+        try:
+            with self:
+                yield
+        finally:
+            if own is not None:
+                model._loss_function = own
+        if not self.found:
+            raise _refusal("it is no mean over targets that can be sharded", MEANS)
+
+    def _run_own(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.in_own = True
+        try:
+            loss = own(*args, **kwargs)
+        finally:
+            self.in_own = False
+        if not getattr(loss, _SHARE, False):
+            raise _refusal("loss_function returns something else than a sum of means", OF_OWN)
+        return loss
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known = func in (OF_OWN if self.in_own else MEANS)
+        if not known or kwargs.get("reduction", "mean") != "mean":
+            found = func(*args, **kwargs)
+            if self.in_own and isinstance(found, Tensor):
+                setattr(found, _SHARE, _is_linear(func.__name__, args))
+            return found
+        count = self._divisor(func, args[0], args[1], kwargs)
+        self.found += 1
+        if func is fn.cross_entropy and hasattr(args[0], "cross_entropy_over"):
+            loss = args[0].cross_entropy_over(count, *args[1:], **kwargs)
+        else:
+            loss = func(*args, **{**kwargs, "reduction": "sum"}) / count
+        setattr(loss, _SHARE, True)
+        return loss
+
+    def _divisor(self, func: Any, x: Tensor, y: Tensor, options: Mapping[str, Any]) -> float:
+        """Return the divisor of this mean for the whole batch in one piece."""
+        k = min(self.found, len(self.counts) - 1) if self.in_own else self.found
+        if k >= len(self.counts):
+            raise _refusal(f"found more means than labels ({len(self.counts)})")
+        weight = None if func in BCE else options.get("weight")
+        by_class = func in BY_CLASS and not y.is_floating_point()
+        if weight is not None and (self.targets is None or not by_class):
+            raise _refusal("it divides by weights, which numbers of targets do not tell")
+        if self.targets is None or not (self.in_own or weight is not None):
+            return self.counts[k]
+        if by_class:
+            return self._by_class(k, y, weight, options["ignore_index"])
+        if options.get("pos_weight") is not None:
+            self._total(options["pos_weight"], torch.zeros((), device=y.device))
+        if (self.part[k] == IGNORED).any():
+            raise _refusal(f"{func.__name__} knows no ignored labels, and found some")
+        shape = (
+            y[:, 0].shape if func is fn.cross_entropy else torch.broadcast_shapes(x.shape, y.shape)
+        )
+        return self.counts[k] * shape.numel() / self.part[k].numel()
+
+    def _by_class(self, k: int, y: Tensor, weight: Tensor | None, ignored: int) -> float:
+        """The sum of the weights of all targets, where those of this call are the labels."""
+
+        def weighed(targets: Tensor) -> Tensor:
+            real = (targets != ignored) & (targets != IGNORED)
+            each = real if weight is None else weight.detach()[targets.where(real, 0)] * real
+            return each.sum(dtype=torch.float64)
+
+        here, expected = float(weighed(y)), float(weighed(self.part[k]))
+        if abs(here - expected) > 1e-6 * expected:
+            raise _refusal(f"its targets weigh {here:g}, those of the labels {expected:g}")
+        assert self.targets is not None  # noqa: S101 - asked for before
+        return self._total(weight, weighed(self.targets[k]))
+
+    def _total(self, weights: Tensor | None, mine: Tensor) -> float:
+        """The sum over dp; weights must be those of every micro-batch and rank."""
+        if self.found not in self.totals:
+            marks = [] if weights is None else [weights.detach().double().flatten()]
+            rows = all_gather(
+                torch.cat([mine.double()[None], *marks])[None], 0, self.group
+            ).tolist()
+            alike = all(row[1:] == rows[0][1:] for row in rows)
+            self.totals[self.found] = weights if alike else None, sum(row[0] for row in rows)
+        before, total = self.totals[self.found]
+        if weights is not None and (before is None or not torch.equal(before, weights)):
+            raise _refusal("parts of the batch have other weights of classes")
+        return total
+
+
+def _is_linear(name: str, args: Sequence[Any]) -> bool:
+    """Return whether a function of shares of a loss gives the share of what it makes of the whole loss."""
+    kinds = [getattr(x, _SHARE, None) for x in args if isinstance(x, Tensor) or x != 0]
+    if name in _SUMS:
+        return all(kinds)
+    of_two = kinds == [True, None] or (kinds == [None, True] and name in _FACTORS)
+    return of_two if name in _FACTORS | _QUOTIENTS else name in _SAME and kinds[0] is True
+
+
+def _refusal(problem: str, known: Iterable[Any] = ()) -> MeshError:
+    names = ", ".join(sorted(function.__name__ for function in known))
+    hint = "pass micro_batches=1 and use dp=1, or give train_step a loss_fn (docs/your_own_loop.md)"
+    problem = f"{problem} ({names})" if names else problem
+    return MeshError("train_step", "the model's loss", problem, hint)

@@ -1,0 +1,79 @@
+"""A step that succeeds on all ranks or fails on all ranks."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from slapo_zoo.errors import MeshError, RankError, SlapoError, agreed
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.ranks.patience import gather_objects, patient_group
+from slapo_zoo.parallel.ranks.process_group import lost_peer, peer_error
+
+T = TypeVar("T")
+
+
+def together(mesh: Mesh, what: str, action: Callable[[], T]) -> list[T]:
+    """Run `action` on every rank, wait for all, and return every rank's result, by rank.
+
+    A collective call. If the action raised, its rank raises that error and all others a RankError
+    that names the first failed rank; a rank that is gone is a RankError too, once the process
+    group notices. Without a process group it needs a mesh of one rank.
+
+    Args:
+        mesh: the mesh of all ranks.
+        what: the step, as error messages name it.
+        action: what to do; its result must survive pickling.
+    """
+    error, result = None, None
+    try:
+        result = action()
+    except Exception as caught:
+        error = caught
+    try:
+        reports = _exchange(mesh, what, (result, None if error is None else _portable(error)))
+    except SlapoError:
+        if error is not None:
+            raise error from None
+        raise
+    if error is not None:
+        raise agreed(error)
+    for rank, (_, failure) in enumerate(reports):
+        if failure is not None:
+            raise RankError(f"rank {rank}", what, *failure)
+    return [outcome for outcome, _ in reports]
+
+
+def once_for_all(what: str, action: Callable[[], T]) -> T:
+    """Return the result of `action` on rank 0 on every rank; a failure there is raised on all. A collective call."""
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if size == 1:
+        return action()
+    found: list[Any] = [None]
+    together(Mesh(dp=size, rank=dist.get_rank()), what,
+             lambda: None if dist.get_rank() else found.__setitem__(0, action()))  # fmt: skip
+    dist.broadcast_object_list(found, 0, group=patient_group())
+    return found[0]
+
+
+def _portable(error: Exception) -> tuple[str, str]:
+    """Problem and hint as texts: not every exception can be pickled."""
+    if isinstance(error, SlapoError):
+        parts = [str(part) for part in (error.where, error.what, error.problem) if str(part)]
+        return ": ".join(parts), error.hint
+    return f"{type(error).__name__}: {error}", "see the output of that rank"
+
+
+def _exchange(mesh: Mesh, what: str, report: Any) -> list[Any]:
+    if mesh.world_size == 1:
+        return [report]
+    size = dist.get_world_size() if dist.is_initialized() else 0
+    if size != mesh.world_size:
+        problem = f"found a process group of {size}, expected tp*pp*dp = {mesh.world_size}"
+        raise MeshError(what, mesh, problem, "start the processes with torchrun")
+    try:
+        return gather_objects(what, report)
+    except RankError:
+        raise
+    except RuntimeError as error:
+        raise peer_error() or lost_peer(error, what) from error

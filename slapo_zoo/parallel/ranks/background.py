@@ -1,0 +1,83 @@
+"""One save at a time in a thread of its own, while training goes on.
+
+Its collectives run over a process group of their own: those of the training must keep their order.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch.distributed as dist
+
+from slapo_zoo.parallel import compat
+from slapo_zoo.parallel.ranks.patience import LIMIT_S, over_group
+
+
+class Saving(Future):
+    """Future of a save that still runs, like that of `torch.distributed.checkpoint.async_save`.
+
+    `result()` waits and raises what went wrong. An error that nobody asked for is raised by the
+    next save or load, and when the process group is shut down.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = False
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait until the folder is there, or raise why it is not."""
+        self.exception(timeout)
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the end; return the error, or None."""
+        found = super().exception(timeout)
+        self.told = True
+        return found
+
+
+class _Pending:
+    saving: Saving | None = None
+    group: Any = None
+    world: Any = None
+
+
+def start(write: Callable[[], None]) -> Saving:
+    """Run `write`, whose steps all ranks do together, in a thread; a collective call of all ranks."""
+    join()
+    group = _group()
+    saving = _Pending.saving = Saving()
+
+    def work() -> None:
+        try:
+            with over_group(group):
+                write()
+        except BaseException as error:
+            saving.set_exception(error)
+        else:
+            saving.set_result(None)
+
+    # No daemon: Python waits for it at exit.
+    threading.Thread(target=work, name="save-checkpoint", daemon=False).start()
+    return saving
+
+
+def join() -> None:
+    """Wait for the save under way, if there is one; raise its error unless it was asked for."""
+    saving, _Pending.saving = _Pending.saving, None
+    if saving is None:
+        return
+    told, error = saving.told, saving.exception()
+    if error is not None and not told:
+        raise error
+
+
+def _group() -> Any:
+    """A gloo group over all ranks, made once per process group."""
+    if not dist.is_initialized():
+        return None
+    if _Pending.world is not dist.group.WORLD:
+        _Pending.world = dist.group.WORLD
+        _Pending.group = compat.patient_group(LIMIT_S)
+    return _Pending.group

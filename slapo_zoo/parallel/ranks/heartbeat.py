@@ -1,0 +1,239 @@
+"""Which ranks are alive, how far each is, and what the first one failed with.
+
+A thread of every rank counts in the store once a second and looks whether a rank has published an
+error. So a rank that is stopped can be named, and an error is known here also when the process that
+holds the store is gone by the time it is asked for.
+"""
+
+import atexit
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, finalize
+
+import torch.distributed as dist
+
+from slapo_zoo.errors import RankError
+from slapo_zoo.parallel import begun
+
+BEAT_S = 1.0
+STILL = 3  # beats at one line, after which a rank tells it
+LEAVE_S = 2.0  # longer, and the store does not answer
+ERROR_KEY = "slapo_zoo/first_error"
+ENDED = "ended"
+_INSTALLED = (str(Path(__file__).parents[2]), str(Path(threading.__file__).parent))
+
+
+class Heart:
+    """Thread that tells the other ranks that this one is alive.
+
+    Args:
+        store: of the process group; the thread has a connection of its own.
+        rank: ours.
+        size: of the world.
+        counts: how many collectives this rank has begun in each group.
+
+    Attributes:
+        error: what `publish_error` of some rank wrote, once it was seen.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, counts: dict[str, list[int]]):
+        self.store, self.rank, self.size, self.begun = store, rank, size, counts
+        self.error = ""
+        self._stopped, self._of = threading.Event(), threading.get_ident()
+        self._seen: dict[int, tuple[str, float]] = {}
+        self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
+        self._thread.start()
+        _ALIVE.add(self)
+
+    def _work(self) -> None:
+        count, line, since, told = 0, "", 0, {}
+        with suppress(RuntimeError):  # the store went with the process that held it
+            while True:
+                self.store.set(_beat(self.rank), str(count := count + 1))
+                if (counts := {name: n for name, (n,) in list(self.begun.items())}) != told:
+                    self.store.set(_begun(self.rank), json.dumps(told := counts))
+                line, before = (
+                    _line_of(self._of) or line,
+                    line,
+                )  # an error that ends it leaves the line
+                since = count if line != before else since
+                if count in (since, since + STILL):  # empty as soon as it goes on
+                    self.store.set(_at(self.rank), line if count > since else "")
+                if not self.error and self.store.check([ERROR_KEY]):
+                    self.error = self.store.get(ERROR_KEY).decode()
+                    self.store.set(_told(self.rank), "1")
+                if self._stopped.wait(BEAT_S):
+                    break
+            self.store.set(_beat(self.rank), ENDED)
+
+    def leave(self) -> None:
+        """Tell the thread to end; the others see that we have left in good order."""
+        self._stopped.set()
+
+    def stop(self) -> None:
+        """Leave, and wait until the others can see it."""
+        self.leave()
+        self._thread.join(LEAVE_S)
+
+    def arrive(self, place: str, number: int) -> None:
+        """Tell where we wait, so that others can say for whom they wait."""
+        with suppress(RuntimeError):
+            self.store.set(f"slapo_zoo/at/{place}/{self.rank}", str(number))
+
+    def late(self, place: str, number: int) -> list[int]:
+        """The ranks that have not come to a place yet."""
+        return [r for r in range(self.size) if int(self._get(f"slapo_zoo/at/{place}/{r}", "0")) < number]  # fmt: skip
+
+    def come(self, place: str) -> None:
+        """Tell that we are at a place to which all ranks come; `came` counts them, all times together."""
+        self.store.add(f"slapo_zoo/met/{place}", 1)
+
+    def came(self, place: str) -> int:
+        """Return how often a rank has come to a place."""
+        return self.store.add(f"slapo_zoo/met/{place}", 0)
+
+    def past(self, ranks: Iterable[int]) -> list[int]:
+        """Those of some ranks that have begun more collectives in a group than we have."""
+        mine = {name: n for name, (n,) in list(self.begun.items())}
+        theirs = ((rank, json.loads(self._get(_begun(rank), "{}"))) for rank in ranks)
+        return [rank for rank, found in theirs if any(found.get(name, 0) > n for name, n in mine.items())]  # fmt: skip
+
+    def silence(self) -> dict[int, float]:
+        """Rank --> seconds since it was last heard of, as far as we have looked."""
+        now = time.monotonic()
+        for rank in range(self.size):
+            value = self._get(_beat(rank), "")
+            if rank not in self._seen or self._seen[rank][0] != value:
+                self._seen[rank] = (value, now)
+        return {rank: now - when for rank, (_, when) in self._seen.items()}
+
+    def lines(self) -> str:
+        """Return one line per rank: where it stands still, in the user's own code if there is some."""
+        found = ((rank, self._get(_at(rank), "")) for rank in range(self.size))
+        return ", ".join(f"rank {rank} is at {line}" for rank, line in found if line)
+
+    def not_told(self) -> list[int]:
+        """Ranks that live and have not seen the published error yet."""
+        waiting = [r for r in range(self.size) if not self._get(_told(r), "")]
+        return [r for r in waiting if self._get(_beat(r), "") not in ("", ENDED)]
+
+    def _get(self, key: str, default: str) -> str:
+        with suppress(RuntimeError):
+            if self.store.check([key]):
+                return self.store.get(key).decode()
+        return default
+
+
+_ALIVE: WeakSet[Heart] = WeakSet()
+
+
+@atexit.register  # at the import of this file, so that it runs after all that leaves a process group
+def _stop_all() -> None:
+    """End all heartbeat threads before the interpreter does: within the store's C++ they would abort the process.
+
+    A loop of one's own, or Accelerate, may have destroyed the process group before us.
+    """
+    hearts = list(_ALIVE)
+    for heart in hearts:
+        heart.leave()
+    for heart in hearts:
+        heart.stop()
+
+
+def _beat(rank: int) -> str:
+    return f"slapo_zoo/beat/{rank}"
+
+
+def _begun(rank: int) -> str:
+    return f"slapo_zoo/begun/{rank}"
+
+
+def _at(rank: int) -> str:
+    return f"slapo_zoo/line/{rank}"
+
+
+def _line_of(thread: int) -> str:
+    """Return the innermost line of a thread in the user's own code."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and _is_installed(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else ""
+
+
+def _is_installed(file: str) -> bool:
+    return file.startswith((*_INSTALLED, "<")) or "site-packages" in file
+
+
+def _told(rank: int) -> str:
+    return f"slapo_zoo/told/{rank}"
+
+
+def parse_error(text: str | bytes) -> RankError:
+    """Parse the error that a rank wrote under ERROR_KEY."""
+    *parts, traceback_text = json.loads(text)
+    error = RankError(*parts)
+    error.traceback_text = traceback_text
+    return error
+
+
+# By process group, and no longer than it lives: ranks may be threads of one process, and a forked
+# process must not be the one that frees a group of its parent, whose threads it lacks.
+_OF_WORLD: WeakKeyDictionary[Any, Heart | None] = WeakKeyDictionary()
+
+
+def current() -> Heart | None:
+    """The heart of this rank in the process group of now; made when it is first asked for.
+
+    None without a process group, or where its store allows no second connection.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    world = dist.group.WORLD
+    if world not in _OF_WORLD:
+        _OF_WORLD[world] = _start(world)
+    return _OF_WORLD[world]
+
+
+def _start(world: Any) -> Heart | None:
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    with suppress(RuntimeError, AttributeError, NotImplementedError):
+        store, counts = _get_default_store().clone(), begun.of_world()
+        heart = Heart(store, dist.get_rank(), dist.get_world_size(), counts)
+        finalize(world, heart.leave)
+        return heart
+    return None
+
+
+def stop() -> None:
+    """End the heart of the process group of now."""
+    heart = _OF_WORLD.pop(dist.group.WORLD, None) if dist.is_initialized() else None
+    if heart is not None:
+        heart.stop()
+
+
+def silent_ranks(seconds: float) -> list[int]:
+    """Ranks that are not heard of for so long, watched from now on."""
+    heart = current()
+    if heart is None:
+        return []
+    heart.silence()
+    deadline = time.monotonic() + seconds
+    silent = [rank for rank in range(heart.size) if rank != heart.rank]
+    while silent and time.monotonic() < deadline:
+        time.sleep(min(BEAT_S / 4, seconds / 8))
+        quiet = heart.silence()
+        silent = [r for r in silent if quiet[r] >= seconds - (deadline - time.monotonic()) - BEAT_S]
+    return silent
+
+
+def names_of(ranks: Iterable[int]) -> str:
+    """Write ranks as "rank 1" or "ranks 1, 3"."""
+    found = sorted(ranks)
+    return f"rank{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}"

@@ -1,0 +1,269 @@
+"""Start local ranks, and stop all of them with the error of the one that fails first."""
+
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from typing import Any, Literal
+
+import torch
+
+from slapo_zoo.errors import MeshError, RankError
+from slapo_zoo.parallel.ranks.process_group import (
+    init_distributed,
+    is_distributed_launch,
+    is_lost_peer,
+    peer_error,
+    publish_error,
+    rank_error,
+    rank_guard,
+    shutdown_distributed,
+)
+from slapo_zoo.parallel.ranks.store import local_store
+
+__all__ = [
+    "init_distributed",
+    "is_distributed_launch",
+    "peer_error",
+    "publish_error",
+    "rank_guard",
+    "run_local",
+    "shutdown_distributed",
+]
+BLAME_S = 2.0  # a rank that only lost a peer is not blamed before the guilty one had time to report
+GRACE_S = 3.0  # between SIGTERM and SIGKILL
+_SIGNAL_HINTS = {
+    "SIGKILL": "the kernel kills so when memory runs out; see dmesg",
+    "SIGABRT": "gloo aborts when ranks enter a collective with different shapes; see its output",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank has no result; `error` is the exception itself where it can be pickled."""
+
+    report: RankError
+    traceback_text: str = ""
+    error: BaseException | None = None
+    secondary: bool = False  # it only lost a peer: another rank is to blame
+
+
+@dataclass(frozen=True)
+class LocalRank:
+    """A rank's process and our end of its pipe."""
+
+    rank: int
+    process: BaseProcess
+    pipe: Connection
+
+
+def run_local(
+    fn: Callable[..., Any],
+    nprocs: int,
+    args: Sequence[Any] = (),
+    timeout: float | None = None,
+    start: Literal["fork", "spawn"] | None = None,
+    threads: int | None = None,
+    device: str | None = None,
+) -> list[Any]:
+    """Run `fn(*args)` on `nprocs` local ranks of one process group; return their results.
+
+    Args:
+        fn: called on every rank; under "spawn" it must be importable.
+        nprocs: number of ranks.
+        args: arguments, the same on every rank.
+        timeout: stop all ranks after so many seconds.
+        start: "fork" starts in milliseconds; by default taken when it is safe.
+        threads: CPU threads per rank; by default the cores are sharded.
+        device: "cpu" takes gloo even where CUDA devices are free.
+
+    Raises:
+        RankError: a rank raised or died; the others were stopped. Its traceback is in
+            `traceback_text`.
+    """
+    if nprocs < 1:
+        raise MeshError("run_local", "nprocs", f"found {nprocs}, expected at least 1")
+    what = getattr(fn, "__name__", str(fn))
+    ranks: list[LocalRank] = []
+    try:
+        store = _start_all(ranks, nprocs, start, threads, (device, what, fn, args))
+        results, failure = collect(ranks, timeout, what)
+        if failure is None:
+            _join(ranks, GRACE_S)
+    finally:
+        stop(ranks)
+    del store  # not before the ranks have ended: they meet there
+    if failure is not None:
+        failure.report.traceback_text = failure.traceback_text
+        raise failure.report from failure.error
+    return results
+
+
+def _start_all(
+    ranks: list[LocalRank], nprocs: int, start: str | None, threads: int | None, job: tuple
+) -> Any:
+    """Start the processes, then the store through which they meet; fill `ranks` on the way."""
+    threads = threads or max(1, (os.cpu_count() or 1) // nprocs)
+    # OpenMP's threads do not survive a fork: a child that uses more than one would hang
+    start = start or ("spawn" if threads > 1 or torch.cuda.is_initialized() else "fork")
+    context = multiprocessing.get_context(start)
+    for rank in range(nprocs):
+        ranks.append(start_rank(context, rank, _rank_main, (rank, nprocs, threads, *job)))
+    # after the forks, since its thread is not one to fork
+    store = local_store()
+    for local in ranks:
+        with suppress(OSError):  # a rank that died at once: `collect` will say so
+            local.pipe.send(store.port)
+    return store
+
+
+def rank_environment(rank: int, nprocs: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun would set; the last one says that the launcher holds the store."""
+    local = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": nprocs, "RANK": rank, "WORLD_SIZE": nprocs}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    values = local | address | {"TORCHELASTIC_USE_AGENT_STORE": True}
+    return {name: str(value) for name, value in values.items()}
+
+
+def start_rank(
+    context: BaseContext, rank: int, main: Callable[..., None], args: tuple[Any, ...]
+) -> LocalRank:
+    """Start `main(pipe, *args)` in a process of its own."""
+    ours, theirs = context.Pipe()
+    process = context.Process(target=main, args=(theirs, *args), name=f"rank {rank}", daemon=True)  # type: ignore[attr-defined]
+    with warnings.catch_warnings():  # our ranks use one thread, and no lock of the parent's
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        process.start()
+    theirs.close()  # now the end of the process is an end of file on our side
+    return LocalRank(rank, process, ours)
+
+
+def prepare_rank(threads: int) -> None:
+    """Set up the process of a rank: its threads, its signals, and its end with its parent."""
+    gc.freeze()  # a group of the parent that is freed here would wait for threads that it left behind
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl+C too, and stops us
+    torch.set_num_threads(threads)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _rank_main(
+    pipe: Connection, rank: int, nprocs: int, threads: int, device: str | None, what: str,
+    fn: Callable[..., Any], args: Sequence[Any],
+) -> None:  # fmt: skip
+    prepare_rank(threads)
+    os.environ.update(rank_environment(rank, nprocs, pipe.recv()))
+
+    def job() -> Any:
+        init_distributed(device=device)
+        with rank_guard(what):
+            return fn(*args)
+
+    send_outcome(pipe, rank, what, job)
+    shutdown_distributed()
+
+
+def send_outcome(pipe: Connection, rank: int, what: str, job: Callable[[], Any]) -> bool:
+    """Run the job and send its result or its failure; return whether it succeeded."""
+    failure = None
+    try:
+        # plain pickle: multiprocessing's own would lend tensors from memory that dies with us
+        data = pickle.dumps(job())
+    except Exception as exc:
+        failure = _failure(rank, exc, what)
+        data = pickle.dumps(failure)
+    pipe.send_bytes(data)
+    return failure is None
+
+
+def _failure(rank: int, exc: Exception, what: str) -> Failure:
+    report = rank_error(rank, exc, what)
+    secondary = isinstance(exc, RankError) or is_lost_peer(exc)
+    error: BaseException | None = exc
+    try:
+        pickle.loads(pickle.dumps(exc))
+    except Exception:  # whatever the class of a stranger does in its __reduce__
+        error = None
+    return Failure(report, report.traceback_text, error, secondary)
+
+
+def collect(
+    ranks: list[LocalRank], timeout: float | None, what: str
+) -> tuple[list[Any], Failure | None]:
+    """Wait for every rank's result, or for the first failure that no other rank caused."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    results: dict[int, Any] = {}
+    failures: list[Failure] = []
+    waiting = {local.pipe: local for local in ranks}
+    while waiting:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = wait(list(waiting), left)
+        if not ready:
+            # with a failure at hand, those who still run are only its consequence
+            late = _too_late([local.rank for local in waiting.values()], timeout, what)
+            failures = failures or [late]
+            break
+        for local in [waiting.pop(pipe) for pipe in ready]:  # type: ignore[index]
+            outcome = _receive(local, what)
+            if isinstance(outcome, Failure):
+                failures.append(outcome)
+                blame = time.monotonic() + BLAME_S
+                deadline = blame if deadline is None else min(deadline, blame)
+            results[local.rank] = outcome
+        if any(not failure.secondary for failure in failures):
+            break
+    if failures:
+        return [], min(failures, key=lambda failure: failure.secondary)
+    return [results[local.rank] for local in ranks], None
+
+
+def _receive(local: LocalRank, what: str) -> Any:
+    try:
+        return pickle.loads(local.pipe.recv_bytes())
+    except (EOFError, OSError):
+        local.process.join(GRACE_S)
+        code = local.process.exitcode or 0
+        name = signal.Signals(-code).name if code < 0 else ""
+        problem = f"killed by {name}" if name else f"ended with exit code {code} and no result"
+        return Failure(RankError(f"rank {local.rank}", what, problem, _SIGNAL_HINTS.get(name, "")))
+
+
+def _too_late(ranks: list[int], timeout: float | None, what: str) -> Failure:
+    names = "rank " + ", ".join(map(str, sorted(ranks)))
+    hint = "raise the timeout, or look for a rank that waits for the others"
+    return Failure(RankError(names, what, f"still running after {timeout} s", hint))
+
+
+def stop(ranks: list[LocalRank]) -> None:
+    """End every rank that still runs, first politely, and leave no zombie."""
+    for local in ranks:
+        local.process.terminate()
+    _join(ranks, GRACE_S)
+    for local in ranks:
+        if local.process.is_alive():
+            local.process.kill()
+        local.process.join()
+        local.process.close()
+        local.pipe.close()
+
+
+def _join(ranks: list[LocalRank], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for local in ranks:
+        local.process.join(max(0.0, deadline - time.monotonic()))

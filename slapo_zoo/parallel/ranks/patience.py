@@ -1,0 +1,185 @@
+"""Steps in which one rank works alone and the others wait: a download, a slow disk, a card's check.
+
+They talk over a group of their own with a long limit. Who waits says for whom, sees an error or the
+end of a process at once, and names a rank that is stopped.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from slapo_zoo.errors import RankError
+from slapo_zoo.parallel import compat
+from slapo_zoo.parallel.ranks import heartbeat
+from slapo_zoo.parallel.rng.seeds import get_logger
+
+LIMIT_S = 3600.0  # for the slowest disk or download
+SILENCE_S = 45.0  # a rank that is not heard of for so long is stopped, or its machine is lost
+PROGRESS_S = 30.0
+LOOK_S = 1.0
+
+
+class _Waiting:
+    """State of one process group: ranks may be threads of one process, each with a group of its own."""
+
+    def __init__(self) -> None:
+        self.group, self.steps = None, Counter[str]()
+
+
+# By process group, and no longer than it lives: a group that is kept has threads that go on polling.
+_OF_WORLD: WeakKeyDictionary[Any, _Waiting] = WeakKeyDictionary()
+
+
+def _waiting() -> _Waiting:
+    return _OF_WORLD.setdefault(dist.group.WORLD, _Waiting())
+
+
+_GROUP: ContextVar[Any] = ContextVar("group", default=None)  # a new thread starts without
+
+
+@contextmanager
+def over_group(group: Any) -> Iterator[None]:
+    """Context in which `gather_objects` uses another group of all ranks than the patient one."""
+    token = _GROUP.set(group)
+    try:
+        yield
+    finally:
+        _GROUP.reset(token)
+
+
+def patient_group() -> Any:
+    """A gloo group of all ranks with the long limit, made once per process group."""
+    waiting = _waiting()
+    if waiting.group is None:
+        _meet("a first step together")
+        waiting.group = compat.patient_group(LIMIT_S)
+    return waiting.group
+
+
+def _meet(what: str) -> None:
+    """Wait until all ranks are here, and say which are late: making a process group would hang in silence."""
+    heart = heartbeat.current()
+    if heart is None:
+        return
+    heart.arrive("group", 1)
+    _watch(what, "group", 1, lambda: not heart.late("group", 1))
+
+
+def gather_objects(what: str, mine: Any) -> list[Any]:
+    """The object of every rank, by rank; waits for the slowest one.
+
+    Args:
+        what: the step, as messages name it.
+        mine: must survive pickling.
+
+    Raises:
+        RankError: another rank failed, is stopped, or is later than the limit.
+        RuntimeError: of gloo, when the process of another rank ended.
+    """
+    own = _GROUP.get()
+    place, group = ("main", patient_group()) if own is None else ("save", own)
+    steps = _waiting().steps
+    steps[place] += 1
+    number = steps[place]
+    if (heart := heartbeat.current()) is not None:
+        heart.arrive(place, number)
+    ready = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    work: Any = dist.all_gather(ready, torch.ones(1, dtype=torch.int64), group, async_op=True)
+    _watch(what, place, number, work.is_completed)
+    work.wait()
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine, group=group)
+    return found
+
+
+def meet(what: str, ranks: Sequence[int]) -> list[int]:
+    """Wait until all of some ranks are here; those that have gone on without, if there are any.
+
+    A rank that has begun more collectives than we, and is not here, will not come: ours would meet another of its
+    own. It takes two round trips to the store.
+
+    Args:
+        what: the place, as messages name it.
+        ranks: all that come here, ours among them; or may not know that they should.
+
+    Raises:
+        RankError: another rank failed, or is later than a collective may be.
+    """
+    heart = heartbeat.current()
+    if heart is None:
+        return []
+    place, steps = f"{what}/{ranks[0]}/{len(ranks)}", _waiting().steps
+    steps[place] += 1
+    heart.come(place)
+    begin = looked = time.monotonic()
+    pause, others = 2e-5, [rank for rank in ranks if rank != heart.rank]
+    while heart.came(place) < steps[place] * len(ranks):
+        time.sleep(pause)
+        pause, now = min(2 * pause, 0.02), time.monotonic()
+        if now - looked < LOOK_S / 2:
+            continue
+        looked, gone = now, heart.past(others)
+        if gone and heart.came(place) < steps[place] * len(ranks):
+            return gone
+        if heart.error:
+            raise heartbeat.parse_error(heart.error)
+        if now - begin > compat.timeout_of_world():
+            raise _too_late(what, [], now - begin, heart.lines())
+    return []
+
+
+def _watch(what: str, place: str, number: int, is_done: Callable[[], bool]) -> None:
+    """Wait until `is_done`; say for which ranks, and raise for an error or a silent rank."""
+    begin = time.monotonic()
+    pause, looked, told = 2e-5, begin, begin
+    while not is_done():
+        time.sleep(pause)
+        pause, now = min(2 * pause, 0.02), time.monotonic()
+        if now - looked < LOOK_S:
+            continue
+        looked = now
+        late = _check_peers(what, place, number, now - begin)
+        if now - told >= PROGRESS_S:
+            told = now
+            _say(what, late, now - begin)
+
+
+def _check_peers(what: str, place: str, number: int, seconds: float) -> list[int]:
+    """The ranks that we wait for; RankError where waiting has no end."""
+    heart = heartbeat.current()
+    if heart is None:
+        if seconds > LIMIT_S:
+            raise _too_late(what, [], seconds)
+        return []
+    if heart.error:
+        raise heartbeat.parse_error(heart.error)
+    late, quiet = heart.late(place, number), heart.silence()
+    if silent := [rank for rank in late if quiet[rank] > SILENCE_S]:
+        problem = f"it was not heard of for {max(quiet[rank] for rank in silent):.0f} s"
+        hint = "its process is stopped, or its machine is lost"
+        raise RankError(heartbeat.names_of(silent), what, problem, hint)
+    if seconds > LIMIT_S:
+        raise _too_late(what, late, seconds)
+    return late
+
+
+def _too_late(what: str, late: list[int], seconds: float, lines: str = "") -> RankError:
+    who = heartbeat.names_of(late) if late else "another rank"
+    problem = f"timed out after {seconds:.0f} s waiting for {who} at {what}"
+    problem += f" ({lines})" if lines else ""
+    return RankError(f"rank {dist.get_rank()}", what, problem, "see the output of that rank")
+
+
+def _say(what: str, late: list[int], seconds: float) -> None:
+    """Report for which ranks we wait, on the first rank that waits."""
+    waiting = [rank for rank in range(dist.get_world_size()) if rank not in late]
+    if late and waiting[:1] == [dist.get_rank()]:
+        who = heartbeat.names_of(late)
+        get_logger("slapo_zoo").info("waiting for %s at %s: %.0f s", who, what, seconds)

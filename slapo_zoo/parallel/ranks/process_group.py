@@ -1,0 +1,308 @@
+"""Join the process group that a launcher prepared, leave it safely, and tell the peers why we stop.
+
+A rank that raises would leave its peers to a timeout, or to gloo's "Connection closed by peer". So
+it writes its error into the store of the process group first, and `rank_guard` turns what a peer
+sees of the failure into the error that caused it.
+"""
+
+import atexit
+import json
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+
+from slapo_zoo.errors import MeshError, RankError, SlapoError, is_agreed
+from slapo_zoo.parallel import compat
+from slapo_zoo.parallel.begun import EXPLAIN
+from slapo_zoo.parallel.ranks import background, heartbeat
+from slapo_zoo.parallel.ranks.heartbeat import ERROR_KEY
+from slapo_zoo.parallel.ranks.slurm import slurm_environment
+from slapo_zoo.parallel.ranks.store import fresh_store, is_restartable, meet, open_store
+
+TIMEOUT_S = 60.0  # of a collective; torch's default is 30 minutes
+START_S = 600.0  # until all processes of a job have started
+JOIN_S = 10.0  # until they have connected to each other
+VARIABLE = "SLAPO_ZOO_TIMEOUT_S"
+ERROR_WAIT_S = 5.0  # how long a rank that lost its peers waits for one of them to say why
+LINGER_S = 10.0  # how long a failed rank 0 that holds the store itself waits for others to read it
+OF_TORCHRUN = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_LOST_PEER = re.compile(
+    r"gloo|nccl|closed by peer|connection (closed|reset|refused)|broken pipe|timed out waiting",
+    re.IGNORECASE,
+)
+
+
+SILENT_S = 4.0  # a rank that does not beat for so long, once contact is lost, is named
+_TIMED_OUT = re.compile(r"[Tt]imed out waiting (\d+) ?ms")
+
+
+_WITHIN: ContextVar[str] = ContextVar("within", default="a collective")  # a thread starts without
+
+
+class _State:
+    failed = False  # after a failure the peers may be gone: leave without a barrier
+
+
+def is_distributed_launch() -> bool:
+    """Return whether torchrun, the deepspeed launcher, srun or `run_local` started us."""
+    return os.environ.keys() >= OF_TORCHRUN or bool(slurm_environment())
+
+
+def world_size_of_launch() -> int:
+    """The processes that a launcher says there are, before they have met; 1 without one."""
+    found = os.environ if os.environ.keys() >= OF_TORCHRUN else slurm_environment()
+    return int(found.get("WORLD_SIZE", "1"))
+
+
+def timeout_of(timeout_s: float | None) -> float:
+    """Seconds that a collective may wait: as given, of SLAPO_ZOO_TIMEOUT_S, or 60."""
+    if timeout_s is None:
+        text = os.environ.get(VARIABLE, str(TIMEOUT_S))
+        try:
+            timeout_s = float(text)
+        except ValueError:
+            problem = f"found {text!r:.40}, expected seconds"
+            raise MeshError("init_distributed", VARIABLE, problem, "e.g. 300") from None
+    if not 0 < timeout_s < 1e8:
+        problem = f"found {timeout_s}, expected seconds above 0"
+        raise MeshError("init_distributed", "timeout_s", problem, f"pass one, or set {VARIABLE}")
+    return timeout_s
+
+
+def init_distributed(timeout_s: float | None = None, device: str | None = None) -> bool:
+    """Join the process group that the environment describes; return whether there is one.
+
+    Args:
+        timeout_s: a collective of the training that waits longer is an error; None takes the
+            variable SLAPO_ZOO_TIMEOUT_S, or 60. Steps in which one rank works alone may take an hour.
+        device: "cpu" takes gloo even where CUDA devices are free; "cuda" insists on them.
+    """
+    if dist.is_initialized() or not is_distributed_launch():
+        return dist.is_initialized()
+    if not os.environ.keys() >= OF_TORCHRUN:
+        os.environ.update(slurm_environment())
+    os.environ.setdefault("LOCAL_RANK", "0")
+    cuda = _cuda_device() if device != "cpu" else None
+    if cuda is not None:
+        torch.cuda.set_device(cuda)
+    elif device == "cuda":
+        problem = f"found {torch.cuda.device_count()} CUDA devices, expected one per local rank"
+        raise MeshError(f"rank {os.environ['RANK']}", "device='cuda'", problem, "or choose cpu")
+    backend = "gloo" if cuda is None else "nccl"
+    start_s = START_S if timeout_s is None else timeout_s
+    timeout = timedelta(seconds=timeout_of(timeout_s))
+    try:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = (fresh_store if is_restartable() else open_store)(rank, size, start_s)
+        meet(store, rank, size, start_s)
+        join_group(store, rank, size, backend=backend, timeout=timeout, device_id=cuda)
+    except dist.DistError as exc:
+        where = f"rank {os.environ['RANK']}"
+        address = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
+        raise MeshError(where, address, str(exc), "is rank 0 running and reachable there?") from exc
+    heartbeat.current()
+    atexit.register(lambda: shutdown_distributed(failed=hasattr(sys, "last_value")))
+    return True
+
+
+def join_group(store: Any, rank: int, size: int, **options: Any) -> None:
+    """Make the group of all ranks and wait until each of them has; where one lost a peer on the way, all try once more.
+
+    Nobody runs code of the user before all are connected: who failed in it would close connections that others
+    still make.
+    """
+    for attempt in (1, 2):
+        tried, error = PrefixStore(f"slapo_zoo/start/{attempt}", store), None
+        try:
+            dist.init_process_group(store=tried, rank=rank, world_size=size, **options)
+        except RuntimeError as exc:
+            error = exc
+            if not is_lost_peer(exc):
+                raise
+            compat.forget_groups()
+        alike = _all_joined(tried, size, error is None)
+        if error is not None and (alike or attempt == 2):
+            raise error
+        if error is None:
+            if alike or attempt == 2:
+                return
+            dist.destroy_process_group()
+
+
+def _all_joined(store: Any, size: int, is_one: bool) -> bool:
+    """Return whether every rank has joined; who joined goes on without one that does not say so in time."""
+    store.add("joined" if is_one else "failed", 1)
+    deadline, pause = time.monotonic() + JOIN_S, 1e-4
+    while time.monotonic() < deadline:
+        failed = store.add("failed", 0)
+        if store.add("joined", 0) + failed == size:
+            return failed == 0
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
+    return True
+
+
+def _cuda_device() -> torch.device | None:
+    """Return this rank's CUDA device, or None unless every local rank has one of its own."""
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    if not torch.cuda.is_available() or torch.cuda.device_count() < local_ranks:
+        return None
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def shutdown_distributed(failed: bool = False) -> None:
+    """Wait for the peers, then leave the process group; after a failure leave at once."""
+    if not dist.is_initialized():
+        return
+    if not (failed or _State.failed):
+        background.join()  # a save under way still talks over it
+        with suppress(RuntimeError):  # a peer that is gone is no reason to fail now
+            dist.barrier()
+    heartbeat.stop()
+    dist.destroy_process_group()
+    _State.failed = False
+
+
+def rank_error(rank: int, exc: BaseException, what: str) -> RankError:
+    """Return the error that other ranks and the parent process raise for the failure `exc` of `rank`."""
+    if isinstance(exc, RankError):
+        return exc
+    problem, hint = (
+        f"{type(exc).__name__}: {exc}",
+        "this rank failed first; the others were stopped",
+    )
+    if isinstance(exc, SlapoError):
+        parts = [str(part) for part in (exc.where, exc.what, exc.problem) if str(part)]
+        problem, hint = f"{type(exc).__name__}: {': '.join(parts)}", exc.hint
+    error = RankError(f"rank {rank}", what, problem, hint)
+    error.traceback_text = "".join(traceback.format_exception(exc))
+    return error
+
+
+def publish_error(exc: BaseException, what: str = "") -> None:
+    """Write our error where the other ranks find it; the first error of a world stays."""
+    store = _store()
+    if store is None:
+        return
+    error = rank_error(dist.get_rank(), exc, what)
+    parts = [error.where, str(error.what), error.problem, error.hint, error.traceback_text]
+    with suppress(RuntimeError):  # the store may have died with rank 0
+        store.compare_set(ERROR_KEY, "", json.dumps(parts))
+    _linger()
+
+
+def peer_error() -> RankError | None:
+    """The first error that a rank of this world published, if any."""
+    store, heart = _store(), heartbeat.current()
+    text = heart.error if heart is not None else ""
+    with suppress(RuntimeError):
+        if not text and store is not None and store.check([ERROR_KEY]):
+            text = store.get(ERROR_KEY)
+    return heartbeat.parse_error(text) if text else None
+
+
+@contextmanager
+def rank_guard(what: str) -> Iterator[None]:
+    """Tell the peers about an error in the block; turn the loss of a peer into that peer's error."""
+    token = _WITHIN.set(what)
+    try:
+        yield
+    except Exception as exc:
+        if isinstance(exc, RankError) or is_agreed(exc) or not dist.is_initialized():
+            raise  # an inner guard has done it, or every rank raises in this very step
+        explain_lost_peer(exc)
+        _State.failed = True
+        publish_error(exc, what)
+        raise
+    finally:
+        _WITHIN.reset(token)
+
+
+def explain_lost_peer(exc: Exception) -> None:
+    """RankError with the error of the peer that was lost, where that is what an error came of."""
+    if not (dist.is_initialized() and is_lost_peer(exc)):
+        return
+    _State.failed, what = True, _WITHIN.get()
+    error = _await_peer_error()
+    if error is None:
+        error = lost_peer(exc, what)
+        publish_error(error, what)  # all who are left say the same
+    else:
+        _linger()
+    raise error from exc
+
+
+EXPLAIN.append(explain_lost_peer)
+
+
+def is_lost_peer(exc: BaseException | None) -> bool:
+    """Return whether an error, or what it was raised from, is a collective that lost a peer."""
+    seen: set[int] = set()  # causes may form a circle
+    while exc is not None and id(exc) not in seen:
+        seen.add(id(exc))
+        if isinstance(exc, dist.DistError) or (
+            isinstance(exc, RuntimeError) and _LOST_PEER.search(str(exc))
+        ):
+            return True
+        exc = exc.__cause__ or exc.__context__
+    return False
+
+
+def lost_peer(exc: BaseException, what: str) -> RankError:
+    """Describe a rank whose connection ended or that did not answer, without guessing why."""
+    silent, heart = heartbeat.silent_ranks(SILENT_S), heartbeat.current()
+    text, who = (
+        str(exc).partition("\n")[0],
+        heartbeat.names_of(silent) if silent else "another rank",
+    )
+    problem = f"lost contact with {who}, which left no message ({text})"
+    if found := _TIMED_OUT.search(text):
+        seconds = int(found[1]) / 1000
+        problem = f"timed out after {seconds:g} s waiting for {who} at {what}"
+        problem += f" ({lines})" if (lines := heart.lines() if heart else "") else ""
+    if silent:
+        problem += f"; {who} is not heard of any more"
+    hint = f"see the output of the other ranks; {VARIABLE} or timeout_s= allow more time"
+    return RankError(f"rank {dist.get_rank()}", what, problem, hint)
+
+
+def _await_peer_error() -> RankError | None:
+    deadline = time.monotonic() + ERROR_WAIT_S
+    while (error := peer_error()) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return error
+
+
+def _linger() -> None:
+    """The store dies with rank 0, unless the launcher holds it as torchrun and run_local do.
+
+    The others wait in collectives; their heartbeats see the error meanwhile.
+    """
+    if dist.get_rank() != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    heart, deadline = heartbeat.current(), time.monotonic() + LINGER_S
+    if heart is None:
+        time.sleep(2.0)
+        return
+    while heart.not_told() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def _store() -> Any | None:
+    """The store of the default group; torch has no public name for it."""
+    if not dist.is_initialized():
+        return None
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()

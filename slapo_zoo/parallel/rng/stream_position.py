@@ -1,0 +1,195 @@
+"""Where in the sequence of random numbers a model is: step, rows of the batch, and which call draws."""
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import detect_fake_mode
+
+from slapo_zoo.parallel.known import known, places
+from slapo_zoo.parallel.rng.device_seeds import DeviceSeeds
+from slapo_zoo.parallel.rng.seeds import advance_generator, mark_of_generator
+
+
+class SiteName:
+    """The path of a site that drops, and its hash as a tensor: blocks that differ in it alone share a graph.
+
+    Args:
+        base: a path, or the name that this one begins with.
+        suffix: behind it.
+    """
+
+    def __init__(self, base: "str | SiteName", suffix: str = ""):
+        self.base = base
+        if isinstance(base, str):
+            self.suffix, self.key = suffix, torch.tensor(zlib.crc32(base.encode()), device="cpu")
+        else:
+            self.suffix, self.key = base.suffix + suffix, base.key
+
+    def __str__(self) -> str:
+        root: Any = self.base
+        while not isinstance(root, str):
+            root = root.base
+        return root + self.suffix
+
+
+Where = str | SiteName | int  # a site's path, its name, or the hash of it
+
+
+def hash_of(site: Where) -> int:
+    """32 bits of a site, the same in every process."""
+    return site if isinstance(site, int) else zlib.crc32(str(site).encode())
+
+
+Position = tuple[int, int, int]  # step, first row, rows
+NOWHERE = -1  # rows of a graph's position where no call runs
+TURN = 40  # bits of a step; those above tell the draws of a site beside any call from each other
+MARKS = 1 << 14  # states of torch's generator that are remembered
+GRAPHS = [0]  # how often compiled code has drawn: no stream sees it
+
+
+@dataclass
+class StreamPosition:
+    """Where in the random sequence a model is; shared by all its sites.
+
+    Args:
+        seed: of the whole run, the same on all ranks.
+        step: counts training forwards of the whole model (of whole batches, not of micro-batches).
+        first_row: global batch row of the first row in the current micro-batch.
+        num_rows: rows of the current micro-batch, 0 when unknown.
+    """
+
+    seed: int = 0
+    step: int = 0
+    first_row: int = 0
+    num_rows: int = 0
+    copy: int = 0  # our dp coordinate, which tells the rows of what is drawn beside any call
+    real_tokens: Tensor | None = None  # [B, S], while all that are real stand in one row
+    real_at: Tensor | None = None  # [N], where they are among all B * S
+    device_seeds: DeviceSeeds = field(default_factory=DeviceSeeds, repr=False)
+    has_rows: bool = True  # whether axis 0 of what is dropped are batch rows
+    is_open: bool = False  # a call runs: its sites draw at one position
+    again: Position | None = None  # of the call whose backward runs
+    calls: int = 0  # so many drew that were no training forward of the whole model
+    now: Tensor | None = field(default=None, repr=False, compare=False)  # `position` for a graph
+    _start: int | None = None  # mark at the start of a call that has drawn nothing yet
+    _turns: dict[int, int] = field(default_factory=dict, repr=False)  # of a site beside any call
+    _seen: dict[Any, Position] = field(default_factory=dict, repr=False)  # by mark
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A position is a tensor too: see `random_stream.drawn_mask`."""
+        super().__setattr__(name, value)
+        if name in ("step", "first_row", "num_rows", "again"):
+            self._moved()
+        if name == "step":
+            self._turns = {}
+
+    def _moved(self) -> None:
+        if detect_fake_mode() is None:  # what a dry run makes must not be met again
+            step, first_row, num_rows = self.position()
+            known = self.is_open or self.again or num_rows
+            self.now = torch.tensor([step, first_row, num_rows if known else NOWHERE], device="cpu")
+
+    @contextmanager
+    def packing(self, real: Tensor) -> Iterator[None]:
+        """Context in which a mask for [1, N, ...] is that of the real tokens of [B, S, ...]."""
+        counts = known().real
+        at = places(real.flatten(), None if counts is None else sum(counts))
+        self.real_tokens, self.real_at = real, at
+        try:
+            yield
+        finally:
+            self.real_tokens = self.real_at = None
+
+    def position(self) -> Position:
+        """Return the position that a recomputation restores to draw the same masks."""
+        return (not self.is_open and self.again) or (self.step, self.first_row, self.num_rows)
+
+    @contextmanager
+    def at(self, step: int, first_row: int, num_rows: int) -> Iterator[None]:
+        """Set the position of the stream within the context, as a call does."""
+        before = (self.step, self.first_row, self.num_rows), self.is_open, self._start
+        self._go((step, first_row, num_rows), True)
+        try:
+            yield
+        finally:
+            self._go(*before)
+
+    def _go(self, place: Position, is_open: bool, start: int | None = None) -> None:
+        found = dict(zip(("step", "first_row", "num_rows"), place, strict=True))
+        self.__dict__.update(found, is_open=is_open, _start=start)
+        self._moved()
+
+    @contextmanager
+    def call(self, trains: bool, first_row: int, num_rows: int) -> Iterator[None]:
+        """Context of a call of the model or of a part, whose dropout masks are its own.
+
+        From a state of torch's generator from which a call has drawn before (a recomputation, a seed
+        that was set anew) it draws as that one did. A call that draws moves the generator. One that
+        `trains` is a training forward of the whole model, which has a step of its own.
+        """
+        mark = None if torch.compiler.is_compiling() else mark_of_generator()
+        if mark in self._seen:
+            number = self._seen[mark][0]
+        elif trains:
+            number = self.step = self.step + 1
+        else:
+            number = -self.calls - 1
+        with self.at(number, first_row, num_rows):
+            self._start, graphs = mark, GRAPHS[0]
+            try:
+                yield
+            finally:
+                if self._start is not None and GRAPHS[0] != graphs:  # in compiled code alone
+                    self._begin()
+                if mark is not None and self._start is None:
+                    advance_generator()
+
+    def _begin(self) -> None:
+        """Note the position of the stream at the first draw of a call."""
+        start, self._start = self._start, None
+        self.calls = max(self.calls, -self.step)
+        self._remember(start)
+        advance_generator()
+        self._remember(mark_of_generator())
+
+    def _remember(self, mark: Any, position: Position | None = None) -> None:
+        if len(self._seen) >= MARKS:
+            del self._seen[next(iter(self._seen))]
+        self._seen[mark] = position or self.position()
+
+    def place(self, site: Where, rows: int) -> Position:
+        """The position of a draw for so many rows; beside any call a site has one of its own for each."""
+        found = self._place(site, rows)
+        return found if self.has_rows else (found[0], 0, 0)
+
+    def _place(self, site: Where, rows: int) -> Position:
+        if self.is_open or detect_fake_mode() is not None:
+            if self._start is not None:
+                self._begin()
+            return self.position()
+        mark, key = mark_of_generator(), hash_of(site)
+        if mark in self._seen:  # within a call
+            return self._seen[mark]
+        found = self._seen.get((mark, key)) or self.again
+        if found is None:
+            turn = self._turns[key] = self._turns.get(key, -1) + 1
+            first_row = self.first_row if self.num_rows else self.copy * rows
+            found = self.step + (turn << TURN), first_row, self.num_rows
+        if found is not self.again:
+            self._remember((mark, key), found)
+            advance_generator()
+        return found
+
+    @contextmanager
+    def without_rows(self) -> Iterator[None]:
+        """Draw for what has no batch rows: the same for every micro-batch, dp rank and packing."""
+        self.has_rows = False
+        try:
+            yield
+        finally:
+            self.has_rows = True

@@ -1,4 +1,0 @@
-"""One forward or training step on a mesh: batch, padding, precision, outputs, losses, generation.
-
-Imports `dp`, `gradients` and lower.
-"""

@@ -1,0 +1,193 @@
+"""Footprint of a training step, read off its tape: which bytes are alive when, and what is computed.
+
+Every storage is followed from its birth to its death, so transient tensors, the loss and the gradients
+count, and whatever a family does in its forward is seen as it is.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from slapo_zoo.language.primitives.checkpoint import POLICIES
+from slapo_zoo.language.tape import ENTER, FREE, GRADIENT, LEAVE, LOSS, SUMMED, Ref, Row
+from slapo_zoo.tune.planner.meter import Meter
+from slapo_zoo.tune.planner.peak_use import Use, Work
+
+MATMULS = POLICIES["save_matmuls"]
+ADD = torch.ops.aten.add.Tensor
+
+
+class Alive(NamedTuple):
+    """A storage: its bytes, the number of the call that made it, and whether that was within a unit."""
+
+    size: int
+    call: int
+    inside: bool
+
+
+class Moment(NamedTuple):
+    """Totals at a moment; the peaks are those since the moment before."""
+
+    work: tuple[float, ...]
+    gathered: int
+    peak: int
+    grown: int
+    gradients: int
+    matmuls: int = 0
+    output: int = 0
+
+
+class Footprint:
+    """Memory and work along the tape of a forward and backward.
+
+    Args:
+        rows: of the tape.
+        last: the unit that runs last.
+    """
+
+    def __init__(self, rows: Sequence[Row], last: str):
+        self.live = self.peak = self.grown = self.gradients = self.matmuls = self.gathered = 0
+        self.meter, self.last = Meter(), last
+        self.alive: dict[int, Alive] = {}
+        self.attention: dict[int, tuple[Work, float]] = {}  # call --> of its attentions
+        self.kept: list[tuple[int, int]] = []  # by call: see `survivors`
+        self.units: list[str] = []
+        self.ends: list[Moment] = []
+        self.begins: dict[int, Moment] = {}
+        self._returned: set[int] = set()
+        self._begun: list[tuple[tuple[float, ...], int]] = []
+        for row in rows:
+            self._follow(row)
+
+    def _follow(self, row: Row) -> None:
+        if row.op == LEAVE:
+            self._unit_ends(row) if row.output is not None else self._attention_ends(row)
+        elif row.op == ENTER:
+            self._begun.append((self.meter.now(), self.live))
+        elif row.op == GRADIENT and self.units[int(row.amount)] != self.last:
+            if row.amount not in self.begins:
+                self.begins[int(row.amount)] = self._now()
+        elif row.op == LOSS:
+            self.kept = self._survivors()
+            self.ends[-1] = self._now()  # the loss belongs to the last unit
+        elif row.op == FREE:
+            self._died(int(row.amount))
+        elif row.op == SUMMED:
+            self._summed(row.reads[0].storage)
+        else:
+            self._computed(row)
+
+    def _computed(self, row: Row) -> None:
+        self.meter.note(row)
+        self.gathered += row.op == "all_gather" and int(row.amount)
+        over = self._summed_in_place(row)
+        for ref in row.writes:
+            self._born(ref, over, row.unit)
+        if row.op in MATMULS:
+            self.matmuls += sum(ref.nbytes for ref in row.writes)
+
+    def _now(self, output: int = 0) -> Moment:
+        found = Moment(self.meter.now(), self.gathered, self.peak, self.grown, self.gradients,
+                       self.matmuls, output)  # fmt: skip
+        self.peak, self.grown, self.matmuls = self.live, self.live + self.gradients, 0
+        return found
+
+    def _unit_ends(self, row: Row) -> None:
+        new = [ref for ref in row.writes if ref.storage not in self._returned]
+        self._returned |= {ref.storage for ref in new}
+        self.units.append(row.path)
+        self.ends.append(self._now(sum(ref.nbytes for ref in new)))
+
+    def _attention_ends(self, row: Row) -> None:
+        """Note what an attention does, and what it keeps beside q, k, v and its output."""
+        begin, live = self._begun.pop()
+        result = sum(ref.nbytes for ref in (*row.reads[:3], *row.writes))
+        work, kept = self.attention.get(len(self.ends), (Work(), 0.0))
+        work = work.plus(self.meter.between(begin, self.meter.now()))
+        self.attention[len(self.ends)] = work, kept + max(self.live - live - result, 0.0)
+
+    def _survivors(self) -> list[tuple[int, int]]:
+        """Bytes that each call has made and that wait for its backward; those of them from before it began."""
+        found, before = [0] * len(self.ends), [0] * len(self.ends)
+        for storage in self.alive.values():
+            at = min(storage.call, len(found) - 1)
+            found[at] += storage.size
+            before[at] += storage.size * (not storage.inside)
+        return list(zip(found, before, strict=True))
+
+    def _summed_in_place(self, row: Row) -> int | None:
+        """The storage that a sum of autograd goes into: it adds in place, but not to fake tensors."""
+        if row.op is not ADD or not row.backward:
+            return None
+        same = len(row.reads) == 2 and row.reads[0].shape == row.reads[1].shape
+        return row.reads[0].storage if same and row.reads[0].storage in self.alive else None
+
+    def _born(self, ref: Ref, over: int | None, unit: str) -> None:
+        if ref.storage in self.alive or ref.storage < 0:
+            return
+        if over is not None:
+            self.alive[ref.storage] = self.alive[over]
+            self.alive[over] = self.alive[over]._replace(size=0)
+            return
+        self.alive[ref.storage] = Alive(ref.size, len(self.ends), bool(unit))
+        self.live += ref.size
+        self.peak = max(self.peak, self.live)
+        self.grown = max(self.grown, self.live + self.gradients)
+
+    def _died(self, storage: int) -> None:
+        self._returned.discard(storage)
+        self.meter.died(storage)
+        if storage in self.alive:
+            self.live -= self.alive.pop(storage).size
+
+    def _summed(self, storage: int) -> None:
+        """Gradients stay; they are counted apart, for in a later micro-batch they are there already."""
+        if storage in self.alive:
+            self.live -= self.alive[storage].size
+            self.gradients += self.alive[storage].size
+            self.alive[storage] = self.alive[storage]._replace(size=0)
+
+    def uses(self) -> list[tuple[str, Use]]:
+        """The unit of each call, and what it took, in order."""
+        found, below = [], 0
+        begun, gathered = Meter().now(), 0
+        end_of_step = self._now()
+        begins = {**self.begins, len(self.ends) - 1: self.ends[-1]}
+        after = {i: begins[j] for i, j in itertools.pairwise(sorted(begins, reverse=True))}
+        between = self.meter.between
+        for i, end in enumerate(self.ends):
+            first, last = begins.get(i), after.get(i, end_of_step)
+            attention, apart = self.attention.get(i, (Work(), 0.0))
+            kept, before = self.kept[i]
+            found.append(Use(
+                between(begun, end.work), between(first.work, last.work) if first else Work(), attention,
+                kept, apart, end.gathered - gathered, end.matmuls, end.output,
+                forward_peak=end.peak - below,
+                backward_peak=last.peak - below if first else 0.0,
+                backward_growth=last.grown - first.gradients - below if first else 0.0,
+                before=before,
+            ))  # fmt: skip
+            begun, gathered, below = end.work, end.gathered, below + kept
+        return list(zip(self.units, found, strict=True))
+
+
+def parameter_bytes(
+    model: Any, units: list[str]
+) -> tuple[dict[str, tuple[int, int]], list[tuple[int, frozenset[str]]]]:
+    """Return, for every unit, the bytes of its own parameters and of the largest one; and the shared ones."""
+    holders: dict[int, tuple[int, set[str]]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        unit = next((u for u in units if name == u or name.startswith(f"{u}.")), units[0])
+        holders.setdefault(id(p), (p.nbytes, set()))[1].add(unit)
+    sizes = {unit: [0, 0] for unit in units}
+    shared = []
+    for size, names in holders.values():
+        if len(names) > 1:
+            shared.append((size, frozenset(names)))
+            continue
+        (unit,) = names
+        sizes[unit][0] += size
+        sizes[unit][1] = max(sizes[unit][1], size)
+    return {unit: (own, most) for unit, (own, most) in sizes.items()}, shared

@@ -1,0 +1,99 @@
+"""Results of a search of layouts: as tables, as JSON, and the winner as a file that others load."""
+
+from collections.abc import Collection
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from slapo_zoo.tune.planner.advice import worth
+from slapo_zoo.tune.planner.hardware import GIB
+from slapo_zoo.tune.planner.layout_search import Forecasted, Found, Planner, require_feasible
+from slapo_zoo.weights.ledger import as_table, filled
+
+COLUMNS = (
+    "tp", "pp", "dp", "micro-batches", "order", "recompute", "sp", "step s", "tokens/s", "bubble", "GiB",
+    "GB sent",
+)  # fmt: skip
+
+
+def as_json(planner: Planner, found: Found, most: int) -> dict[str, Any]:
+    """The outcome for programs; sizes in bytes, times in seconds."""
+    return {
+        "hardware": asdict(found.hardware), "parameters": found.parameters, "batch": found.rows,
+        "seq_len": found.seq_len, "looked_at": found.looked_at, "fit": len(found.feasible),
+        "best": asdict(worth(planner, found.feasible[0])) if found.feasible else None,
+        "layouts": [_entry(found, f) for f in found.feasible[:most]],
+        "refused": [{"layout": name, "why": why} for name, why in found.refused],
+    }  # fmt: skip
+
+
+def _entry(found: Found, f: Forecasted) -> dict[str, Any]:
+    return {
+        "knobs": f.layout.knobs(), "rows_of_a_micro_batch": f.layout.rows,
+        "step": asdict(f.step), "tokens_per_s": found.tokens_per_s(f), "fullest_rank": f.fullest,
+        "memory": [asdict(rank) for rank in f.ranks],
+    }  # fmt: skip
+
+
+def as_text(planner: Planner, found: Found, most: int, explain: bool) -> str:
+    """Return the fastest layouts for people, and with `explain` why the others cannot be."""
+    fit = f"{len(found.feasible)} of {found.looked_at} configurations fit"
+    title = f"{found.parameters / 1e9:.3g}B parameters on {found.hardware.name}: {fit}"
+    size = found.hardware.memory / GIB
+    lines = [as_table(title, COLUMNS, [_cells(found, f) for f in found.feasible[:most]]),
+             f"GiB: of the fullest rank, of {size:.3g}; GB sent: by a rank in a step; bubble: share of the step\n"
+             f"predicted from: {found.hardware.source}"]  # fmt: skip
+    if found.feasible:
+        best = found.feasible[0]
+        lines += [worth(planner, best).text(), f"from_pretrained(..., {call_of(best)})"]
+    lines += [f"{name}: {why}" for name, why in found.refused] if explain else []
+    return filled("\n".join(lines))
+
+
+def _cells(found: Found, f: Forecasted) -> list[str]:
+    at = f.layout
+    order = at.pipeline_order if at.pp > 1 else "-"
+    again = f"{at.checkpoint_ratio:g} {at.checkpoint_policy}" if at.checkpoint_ratio else "-"
+    comm = f.step.tp_bytes + f.step.dp_bytes + f.step.pp_bytes
+    total = (f.memory + found.hardware.reserved) / GIB
+    shards = f" (ZeRO-{at.zero_stage} over {at.dp_shard})" * (at.dp_shard > 1)
+    return [
+        str(at.tp), str(at.pp), f"{at.dp}{shards}", f"{at.micro_batches} of {at.rows} rows",
+        f"{order} x{at.stages_per_rank}" if at.stages_per_rank > 1 else order, again.strip(),
+        "yes" if at.sequence_parallel else "-", f"{f.step.seconds:.3g}",
+        f"{found.tokens_per_s(f):.3g}", f"{f.step.bubble_share:.1%}", f"{total:.1f}", f"{comm / 1e9:.3g}",
+    ]  # fmt: skip
+
+
+def call_of(f: Forecasted, without: Collection[str] = ()) -> str:
+    """Return the knobs of a layout as arguments of `from_pretrained`."""
+    knobs = f.layout.knobs().items()
+    return ", ".join(f"{name}={value!r}" for name, value in knobs if name not in without)
+
+
+def write_schedule(planner: Planner, found: Found, path: Path) -> Forecasted:
+    """Write the program of the fastest layout; `from_pretrained(schedule=path)` takes it.
+
+    Args:
+        planner: that searched.
+        found: what it found.
+        path: of the JSON file.
+
+    Raises:
+        MeshError: nothing fits.
+    """
+    from slapo_zoo.cards.make import make_program
+    from slapo_zoo.parallel.mesh import Mesh
+    from slapo_zoo.zoo.outline import Outline
+
+    best = require_feasible(found, "--write")
+    at = best.layout
+    virtual = at.stages_per_rank if at.stages_per_rank > 1 else None
+    outline = Outline(
+        planner.family.config, planner.family.cls, Mesh(at.tp, at.pp, at.dp), planner.dtype,
+        checkpoint_ratio=at.checkpoint_ratio, sequence_parallel=at.sequence_parallel,
+        pipeline_order=at.pipeline_order, stages_per_rank=virtual, checkpoint_policy=at.checkpoint_policy,
+    )  # fmt: skip
+    program = make_program(outline.schedule, outline.model.config, outline.cls)
+    path.write_bytes(program.to_bytes())
+    return best

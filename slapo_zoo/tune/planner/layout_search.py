@@ -1,0 +1,376 @@
+"""Every configuration of a cluster, simulated: what fits, what does not and why, what is fastest."""
+
+import copy
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.hf import models as hf
+from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.pipeline.orders import balanced_cuts
+from slapo_zoo.pipeline.stages import leaf_units
+from slapo_zoo.tune.planner.hardware import GIB, Hardware
+from slapo_zoo.tune.planner.layout import Layout, divisors, in_flight, layouts, places_of
+from slapo_zoo.tune.planner.mixtures import mixed
+from slapo_zoo.tune.planner.profile import Family, Profile
+from slapo_zoo.tune.planner.refine import STARTS, refine
+from slapo_zoo.tune.planner.runtime_kind import find_precision, find_runtime
+from slapo_zoo.tune.planner.stage_memory import (
+    RankMemory,
+    Recompute,
+    StageMemory,
+    rank_memory,
+    stage_memory,
+)
+from slapo_zoo.tune.planner.timing import CLOSED, How, StageTime, StepTime, stage_time, step_time
+from slapo_zoo.zoo.apply import block_paths, spread, step_costs
+from slapo_zoo.zoo.table import base_prefix
+
+WORTH = 0.01  # of a step, for which each block has a policy of its own
+PARTS = ("weights", "gradients", "optimizer", "activations", "working", "buffers")
+
+
+@dataclass(frozen=True)
+class Forecasted:
+    """A layout with its predicted time and memory.
+
+    Args:
+        layout: the configuration.
+        step: times and bytes of a step.
+        ranks: memory of every pipeline rank.
+        fullest: which of them needs most.
+    """
+
+    layout: Layout
+    step: StepTime
+    ranks: list[RankMemory]
+    fullest: int
+
+    @property
+    def memory(self) -> float:
+        """Bytes of the fullest rank, without what libraries take."""
+        return self.ranks[self.fullest].total
+
+
+@dataclass(frozen=True)
+class Found:
+    """Layouts that fit, fastest first, and why others do not.
+
+    Args:
+        feasible: layouts that fit, the fastest first.
+        refused: (a layout or a tp size, why it cannot be), the nearest to fitting first.
+        looked_at: number of configurations.
+        hardware: that was assumed.
+        rows: of a step.
+        seq_len: tokens of a row.
+        parameters: of the model.
+    """
+
+    feasible: list[Forecasted]
+    refused: list[tuple[str, str]]
+    looked_at: int
+    hardware: Hardware
+    rows: int
+    seq_len: int
+    parameters: int
+
+    def tokens_per_s(self, found: Forecasted) -> float:
+        """Return the tokens per second of the whole cluster."""
+        return self.rows * self.seq_len / found.step.seconds
+
+
+class Planner:
+    """Judges layouts of one model on one kind of device.
+
+    Args:
+        config: of `transformers`.
+        hardware: the devices.
+        seq_len: tokens of a row.
+        precision: of the parameters and products: "bf16" and "fp16" with weights and sums in float32,
+            "bf16-pure" and "fp16-pure" without, or "fp32".
+        runtime: "eager", "kernels", "compiled" or "megatron": how element-wise operations are run.
+        auto_class: which head.
+    """
+
+    def __init__(
+        self, config: Any, hardware: Hardware, seq_len: int, precision: str = "bf16",
+        runtime: str = "eager", auto_class: Any = None,
+    ):  # fmt: skip
+        self.precision, self.runtime = find_precision(precision), find_runtime(runtime)
+        self.family, self.hardware, self.seq_len = Family(config, auto_class), hardware, seq_len
+        self.dtype: torch.dtype = getattr(torch, self.precision.dtype)
+        self._profiles: dict[tuple[int, bool], Profile] = {}
+        self._stages: dict[Any, Any] = {}
+        self._costs: list[tuple[str, float]] = []
+
+    def profile(self, tp: int, sequence_parallel: bool = False) -> Profile:
+        """The model on one of so many tp ranks; one dry run each."""
+        key = tp, sequence_parallel and tp > 1
+        if key not in self._profiles:
+            self._profiles[key] = self.family.profile(
+                *key, self.seq_len, self.dtype, on_cpu=not self.hardware.foreach,
+                scores=self.runtime.scores, parts=self.runtime.parts,
+            )  # fmt: skip
+        return self._profiles[key]
+
+    def search(
+        self, gpus: int, batch: int, orders: Sequence[str] | None = None, divided: bool = True
+    ) -> Found:  # fmt: skip
+        """Look at every layout that uses all devices.
+
+        Args:
+            gpus: number of devices.
+            batch: rows of a step over all copies.
+            orders: of the pipeline to look at.
+            divided: whether tp ranks may shard the tokens too.
+
+        Raises:
+            MeshError: no layout divides the devices and the batch.
+        """
+        limit = self.hardware.memory - self.hardware.reserved
+        fits, refused, looked_at = [], [], 0
+        least: dict[Any, tuple[float, Layout]] = {}  # of those that do not fit, per division
+        for layout in self._candidates(gpus, batch, orders, divided, refused):
+            looked_at += 1
+            layout, memory = self._least_zero(layout, limit)
+            if memory <= limit:
+                fits.append(self.forecast(layout))
+                continue
+            key = layout.tp, layout.pp, layout.dp
+            least[key] = min(least.get(key, (memory, layout)), (memory, layout))
+        if not looked_at:
+            raise _no_layout(gpus, batch, refused)
+        first_pass = len(fits)
+        fits += self._refined(fits, limit, orders)
+        fits += self._mixed(fits, [at for _, at in least.values()], limit)
+        looked_at += len(fits) - first_pass
+        fitting = {(f.layout.tp, f.layout.pp, f.layout.dp) for f in fits}
+        short = sorted((key in fitting, *one) for key, one in least.items())  # none fits: first
+        refused = [(str(at), self.why(self.forecast(at))) for *_, at in short] + refused
+        fits.sort(key=lambda found: (found.step.seconds, found.memory, str(found.layout)))
+        return Found(fits, refused, looked_at, self.hardware, batch, self.seq_len,
+                     self.family.total_parameters)  # fmt: skip
+
+    def _refined(
+        self, fits: Sequence[Forecasted], limit: float, orders: Sequence[str] | None
+    ) -> list[Forecasted]:
+        """Return layouts near the fastest ones that are faster still."""
+
+        def fit(layout: Layout) -> bool:
+            return self.most_memory(layout) <= limit
+
+        known = {found.layout for found in fits}
+        better = refine(self.forecast, fit, fits, len(self.family.blocks), orders)
+        return list({f.layout: f for f in better if f.layout not in known}.values())
+
+    def _mixed(
+        self, fits: Sequence[Forecasted], over: Sequence[Layout], limit: float
+    ) -> list[Forecasted]:
+        """Yield the layouts that memory binds, with a policy for each block of each stage."""
+        bound: dict[Any, Forecasted] = {}
+        for one in sorted(fits, key=lambda f: f.step.seconds)[:STARTS]:
+            at = one.layout
+            if at.checkpoint_ratio:
+                bare = replace(at, checkpoint_ratio=0.0, checkpoint_policy="")
+                bound.setdefault(bare, one)
+        within = (1 - WORTH) * min((f.step.seconds for f in fits), default=float("inf"))
+        found = [mixed(self, f.layout, limit, within) for f in bound.values()]
+        if not fits:
+            found += [mixed(self, layout, limit) for layout in over]
+        return [f for f in found if f is not None]
+
+    def _least_zero(self, layout: Layout, limit: float) -> tuple[Layout, float]:
+        """Return (the layout with as little ZeRO as makes it fit, its bytes); the last one tried where none fits."""
+        memory = self.most_memory(layout)
+        for stage in (1, 3) if layout.dp > 1 else ():
+            if memory <= limit:
+                break
+            layout = replace(layout, dp_shard=layout.dp, zero_stage=stage)
+            memory = self.most_memory(layout)
+        return layout, memory
+
+    def _candidates(
+        self, gpus: int, batch: int, orders: Sequence[str] | None, tokens: bool,
+        refused: list[tuple[str, str]],
+    ) -> Iterator[Layout]:  # fmt: skip
+        blocks = sum(name in self._blocks() for name, _ in self.costs())
+        more = {} if orders is None else {"orders": orders}
+        for tp in (n for n in divisors(gpus) if self.hardware.per_node % n == 0):
+            divide = (
+                tokens and tp > 1 and not any(n % tp for n in self.family.lengths(self.seq_len))
+            )
+            for divided in (False, True)[: 1 + divide]:
+                try:
+                    self.profile(tp, divided)
+                except SlapoError as error:
+                    what = f"tp={tp}" + " sequence parallel" * divided
+                    refused.append((what, error.problem))
+                    continue
+                yield from layouts(tp, gpus, batch, blocks, sequence_parallel=divided, **more)
+
+    def forecast(self, layout: Layout) -> Forecasted:
+        """Return the forecast of a layout."""
+        stages, times = zip(*self.stages_of(layout), strict=True)
+        places, ranks = places_of(layout), self.ranks(layout)
+        fullest = max(range(layout.pp), key=lambda rank: ranks[rank].total)
+        parameters = [
+            sum(stages[i].parameters for i in places.stages_of(r)) for r in range(layout.pp)
+        ]
+        step = step_time(times, layout, max(parameters), self.how(layout))
+        return Forecasted(layout, step, ranks, fullest)
+
+    def ranks(self, layout: Layout) -> list[RankMemory]:
+        """Return the predicted memory of every pipeline rank."""
+        stages, places = self.stages_of(layout), places_of(layout)
+        return [
+            self._rank(layout, rank, [stages[i][0] for i in places.stages_of(rank)])
+            for rank in range(layout.pp)
+        ]
+
+    def most_memory(self, layout: Layout) -> float:
+        """Bytes of the fullest rank; of ranks with like stages the first holds most in the usual orders."""
+        stages, places = self.stages_of(layout), places_of(layout)
+        seen: set[Any] = set()
+        most = 0.0
+        for rank in range(layout.pp):
+            mine = [stages[i][0] for i in places.stages_of(rank)]
+            like = tuple(map(id, mine)) if layout.pipeline_order in CLOSED else rank
+            if like not in seen:
+                seen.add(like)
+                most = max(most, self._rank(layout, rank, mine).total)
+        return most
+
+    def _rank(self, layout: Layout, rank: int, mine: list[StageMemory]) -> RankMemory:
+        held = in_flight(layout.pipeline_order, layout.pp, layout.stages_per_rank,
+                         layout.micro_batches, rank)  # fmt: skip
+        found = rank_memory(mine, held, layout, self.precision, self.runtime, self.hardware)
+        if not self.hardware.scratch:
+            return found
+        profile = self.profile(layout.tp, layout.sequence_parallel)
+        uses = zip(profile.units, profile.uses(layout.rows), strict=True)
+        scratch = self.hardware.scratch * max(use.output for unit, use in uses if unit.is_block)
+        return replace(found, total=found.total + scratch, working=found.working + scratch)
+
+    def on(self, hardware: Hardware, precision: str | None = None) -> "Planner":
+        """The same model on other devices; what was found of it is shared.
+
+        Args:
+            hardware: the devices.
+            precision: another one whose numbers take as many bytes.
+        """
+        other = copy.copy(self)
+        other.hardware, other._stages = hardware, {}
+        if precision is not None:
+            other.precision = find_precision(precision)
+        return other
+
+    def how(self, layout: Layout) -> How:
+        """Return how the layout is run: hardware, runtime, precision and tp."""
+        return How(self.hardware, self.runtime, self.precision, layout.tp)
+
+    def why(self, found: Forecasted) -> str:
+        """Return in words why a layout does not fit."""
+        total = (found.memory + self.hardware.reserved) / GIB
+        rank = found.ranks[found.fullest]
+        sizes = {name: getattr(rank, name) for name in PARTS} | {
+            "libraries": self.hardware.reserved
+        }
+        parts = ", ".join(f"{n} {x / GIB:.1f}" for n, x in sizes.items() if x / GIB >= 0.05)
+        return (f"stage {found.fullest} needs {total:.1f} GiB of {self.hardware.memory / GIB:.1f}"
+                f" ({parts})")  # fmt: skip
+
+    def stages_of(self, layout: Layout) -> list[tuple[StageMemory, StageTime]]:
+        """Memory and time of every stage, in order; those of like units share one object."""
+        what = (layout.tp, layout.sequence_parallel, layout.rows, layout.checkpoint_ratio,
+                layout.checkpoint_policy)  # fmt: skip
+        if (what, layout.stages) not in self._stages:
+            profile, how = self.profile(layout.tp, layout.sequence_parallel), self.how(layout)
+            again, marks, known = self._marks(what, profile, layout)
+            found = self._stages[what, layout.stages] = []
+            for a, b in itertools.pairwise(self.edges(layout.stages)):
+                key = a > 0, b < len(marks), marks[a : b + 1]  # and what the next one receives
+                if key not in known:
+                    known[key] = (stage_memory(profile, a, b, layout.rows, again),
+                                  stage_time(profile, a, b, layout.rows, again, how))  # fmt: skip
+                found.append(known[key])
+        return self._stages[what, layout.stages]
+
+    def _marks(
+        self, what: Any, profile: Profile, layout: Layout
+    ) -> tuple[Recompute, tuple[int, ...], Any]:
+        """Return (what is recomputed, a mark per unit that is equal for like units, stages known so far)."""
+        if what in self._stages:
+            return self._stages[what]
+        blocks, policy = self.family.blocks, layout.checkpoint_policy
+        apart = (layout.tp - 1) / layout.tp * self.runtime.parts
+        shares = 1 if layout.sequence_parallel else layout.tp
+        if isinstance(policy, str):
+            chosen = frozenset(blocks[i] for i in spread(len(blocks), layout.checkpoint_ratio))
+            again = Recompute(chosen, policy, apart, shares=shares)
+        else:
+            each = dict(zip(blocks, policy, strict=True))
+            again = Recompute(regathered=apart, each=each, shares=shares)
+        tied = frozenset().union(*(names for _, names in profile.shared))
+        like: dict[Any, int] = {}
+        marks = tuple(
+            like.setdefault((id(use), again.of(unit.name), unit.parameters,
+                             unit.name if unit.name in tied else unit.is_block), len(like))
+            for unit, use in zip(profile.units, profile.uses(layout.rows), strict=True)
+        )  # fmt: skip
+        self._stages[what] = again, marks, {}
+        return self._stages[what]
+
+    def edges(self, stages: int) -> list[int]:
+        """Index of the first call of every stage, and the number of calls."""
+        return [0, *self.cuts(stages), len(self.profile(1).units)]
+
+    def costs(self) -> list[tuple[str, float]]:
+        """Return (unit, estimated operations) of every call of the unscheduled model, as cuts are placed by."""
+        if not self._costs:
+            family = self.family
+            config = copy.deepcopy(family.small)
+            model = hf.build_on_meta(family.cls, config, torch.float32, family.table.seam)
+            blocks = block_paths(Schedule(model, Mesh()), family.table)
+            late = [base_prefix(model) + path for path in family.table.after_blocks]
+            found = step_costs(model, leaf_units(model, blocks, late), blocks, 2)
+            self._costs = family.repeat([(c.unit, c.step) for c in found])
+        return self._costs
+
+    def _blocks(self) -> set[str]:
+        return set(self.family.blocks)
+
+    def cuts(self, stages: int) -> list[int]:
+        """Index of the first call of every stage but the first."""
+        key = "cuts", stages
+        if key not in self._stages:
+            names, costs = zip(*self.costs(), strict=True)
+            may_cut = [i for i, name in enumerate(names) if name in self._blocks()]
+            if self.runtime.even:
+                costs = [float(name in self._blocks()) for name in names]
+            self._stages[key] = [i + 1 for i in balanced_cuts(costs, may_cut, stages)]
+        return self._stages[key]
+
+
+def _no_layout(gpus: int, batch: int, refused: list[tuple[str, str]]) -> MeshError:
+    """The error of a search that had nothing to look at: what was refused first, or sizes that do not divide."""
+    near = -(-batch // gpus) * gpus
+    problem = f"no layout of {gpus} devices divides {batch} rows"
+    hint = f"choose a batch that {gpus} or a divisor of it divides, e.g. {near}"
+    if refused:
+        problem = f"every tp size was refused; {': '.join(refused[0])}"
+        hint = "pass a checkpoint whose config names a head with a loss (architectures)"
+    return MeshError("plan", f"--gpus {gpus} --batch {batch}", problem, hint)
+
+
+def require_feasible(found: Found, what: str) -> Forecasted:
+    """The fastest layout; MeshError with the nearest miss where none fits."""
+    if found.feasible:
+        return found.feasible[0]
+    name, reason = found.refused[0]
+    hint = "more devices, a smaller batch or shorter rows; --explain lists every layout"
+    raise MeshError("plan", what, f"no layout fits; the nearest is {name}: {reason}", hint)

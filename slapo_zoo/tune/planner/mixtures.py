@@ -1,0 +1,142 @@
+"""The cheapest way to hold activations within so many bytes: what each block keeps, recomputes or offloads.
+
+Of all mixtures of the blocks of a rank those remain that no other one beats in bytes and in seconds, block
+after block; the fastest of them that fits is taken. That is exact for the planner's figures up to MOST
+mixtures; where there are more, of those that take nearly the same bytes one remains.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from slapo_zoo.tune.planner.layout import Layout, in_flight, places_of
+from slapo_zoo.tune.planner.stage_memory import Recompute
+
+TRIES, MOST = 4, 400
+CHOICES = ("keep", "save_matmuls", "offload", "recompute", "sharded")
+
+
+class Mixture(NamedTuple):
+    """A policy of recomputation per block, with the time and memory it takes.
+
+    Args:
+        bytes: that they keep on the device.
+        seconds: that it costs for a micro-batch.
+        choices: (block, policy), linked: (the last one, those before it).
+    """
+
+    bytes: float
+    seconds: float
+    choices: Any = None
+
+
+def choose(
+    planner: Any, layout: Layout, budget: float | Sequence[float]
+) -> tuple[tuple[str, ...] | None, int]:
+    """Return (a policy for each block, or None where nothing fits; the least bytes of a rank).
+
+    Args:
+        planner: of the model.
+        layout: the configuration; what it says of recomputation is not looked at.
+        budget: bytes of a rank, or of each.
+    """
+    budgets = budget if isinstance(budget, Sequence) else [budget] * layout.pp
+    profile, how = planner.profile(layout.tp, layout.sequence_parallel), planner.how(layout)
+    uses, edges = profile.uses(layout.rows), planner.edges(layout.stages)
+    names = [name for name in CHOICES if name != "offload" or planner.hardware.host]
+    shares = 1 if layout.sequence_parallel else layout.tp
+    names = names if shares > 1 else names[:-1]
+    away = Recompute(each=dict.fromkeys(planner.family.blocks, "sharded"), shares=shares)
+    away = away.elsewhere(
+        profile.units, uses
+    )  # as if of its own output: each block's is like its input
+    found: dict[str, str] = {}
+    least, fits = 0.0, True
+    for rank in range(layout.pp):
+        held = in_flight(layout.pipeline_order, layout.pp, layout.stages_per_rank,
+                         layout.micro_batches, rank)  # fmt: skip
+        options: dict[str, list[Mixture]] = {}
+        fixed = 0.0
+        for n, stage in zip(held, places_of(layout).stages_of(rank), strict=True):
+            for i in range(edges[stage], edges[stage + 1]):
+                unit, use = profile.units[i], uses[i]
+                if not unit.is_block:
+                    fixed += n * use.kept
+                    continue
+                each = [Mixture(n * max(Recompute(each={unit.name: name}).held(unit, use)
+                                        - away[i] * (name == "sharded"), 0.0),
+                                how.again(use, name) * (name != "keep"), name)
+                        for name in names]  # fmt: skip
+                before = options.get(unit.name)  # of a block that is called several times
+                options[unit.name] = [_both(a, b) for a, b in zip(before, each, strict=True)] if before else each  # fmt: skip
+        front = _unbeaten([*_front(options, False), *_front(options, True)])
+        least = max(least, fixed + front[0].bytes)
+        best = min((m for m in front if fixed + m.bytes <= budgets[rank]), default=None, key=lambda m: m.seconds)  # fmt: skip
+        fits = fits and best is not None
+        _note(found, best)
+    names = list(planner.family.blocks)
+    return (tuple(found[name] for name in names) if fits else None), round(least + 0.5)
+
+
+def _both(a: Mixture, b: Mixture) -> Mixture:
+    return Mixture(a.bytes + b.bytes, a.seconds + b.seconds, a.choices)
+
+
+def _front(options: dict[str, list[Mixture]], offloads: bool) -> list[Mixture]:
+    """Mixtures that no other one beats, the smallest first.
+
+    With any that is offloaded, two blocks are on their way at a time.
+    """
+    moving = 2 * max((each[0].bytes for each in options.values()), default=0.0)
+    front = [Mixture(moving * offloads, 0.0)]
+    for name, found in options.items():
+        each = [one for one in found if offloads or one.choices != "offload"]
+        sums = [Mixture(m.bytes + o.bytes, m.seconds + o.seconds, ((name, o.choices), m.choices))
+                for m in front for o in each]  # fmt: skip
+        front = _unbeaten(sums)
+    return front
+
+
+def _unbeaten(mixtures: Sequence[Mixture]) -> list[Mixture]:
+    found: list[Mixture] = []
+    for one in sorted(mixtures, key=lambda m: (m.bytes, m.seconds)):
+        if not found or one.seconds < found[-1].seconds * (1 - 1e-9):
+            found.append(one)
+    if len(found) <= MOST:
+        return found
+    step = (found[-1].bytes - found[0].bytes) / MOST
+    kept = {int((one.bytes - found[0].bytes) / step): one for one in found}  # the fastest of each
+    return [found[0], *kept.values()]
+
+
+def _note(found: dict[str, str], best: Mixture | None) -> None:
+    """Blocks that several ranks hold take what keeps least."""
+    chain = best.choices if best else None
+    while chain is not None:
+        (name, policy), chain = chain
+        found[name] = max(found.get(name, policy), policy, key=CHOICES.index)
+
+
+def mixed(planner: Any, layout: Layout, limit: float, seconds: float = float("inf")) -> Any:
+    """The forecast of a layout whose blocks have the policies that cost least in all; None if none is good.
+
+    Args:
+        planner: of the model.
+        layout: the configuration.
+        limit: bytes of a rank, all in all.
+        seconds: that a step may take.
+    """
+    ranks = planner.ranks(layout)
+    room = [limit - rank.total + rank.activations for rank in ranks]
+    for _ in range(TRIES):
+        policies, _least = choose(planner, layout, room)
+        if policies is None or len(set(policies)) == 1:
+            return None
+        found = planner.forecast(replace(layout, checkpoint_ratio=1.0, checkpoint_policy=policies))
+        if found.step.seconds >= seconds:
+            return None
+        if found.memory <= limit:
+            return found
+        # what is short-lived grew with what is kept
+        room = [had - max(r.total - limit, 0.0) for had, r in zip(room, found.ranks, strict=True)]
+    return None

@@ -1,0 +1,239 @@
+"""The most memory that each pipeline rank needs in a training step, part by part.
+
+Three moments are looked at: the middle of a backward, when activations are alive and gradients grow; the
+sums over dp; the optimizer's step. The largest counts.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from slapo_zoo.parallel.gradient_buckets import BUCKET_BYTES
+from slapo_zoo.tune.planner.hardware import Hardware
+from slapo_zoo.tune.planner.layout import Layout
+from slapo_zoo.tune.planner.peak_use import Use
+from slapo_zoo.tune.planner.profile import Profile, Unit
+from slapo_zoo.tune.planner.runtime_kind import Precision, Runtime
+
+PREFETCHED = 2  # units whose weights are whole at a time where each rank keeps a part (ZeRO-3)
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Share and policy of the blocks whose activations are recomputed.
+
+    Args:
+        blocks: their names.
+        policy: what they keep: "" nothing, "save_matmuls" the results of matrix products, "attention"
+            all but what lies between q, k, v and the output of attention, "offload" all on the host,
+            "sharded" nothing, and of their input a share.
+        regathered: share of the tokens gathered over tp that is not kept but gathered again.
+        each: unit --> its own policy, "keep" and "recompute" too.
+        shares: tp ranks that keep a share of a block's input where its policy is "sharded".
+    """
+
+    blocks: frozenset[str] = frozenset()
+    policy: str = ""
+    regathered: float = 0.0
+    each: Mapping[str, str] = field(default_factory=dict)
+    shares: int = 1
+
+    def of(self, name: str) -> str:
+        """The policy of a unit: "keep", "recompute" or what it keeps."""
+        found = self.policy if name in self.blocks else "keep"
+        return self.each.get(name, found) or "recompute"
+
+    def held(self, unit: Unit, use: Use) -> float:
+        """Bytes that a unit keeps from its forward to its backward."""
+        kept = use.kept - self.regathered * use.gathered
+        policy = self.of(unit.name)
+        if policy in ("keep", "offload"):
+            return kept if policy == "keep" else use.before
+        if policy == "attention":
+            return kept - use.attention_kept
+        return min(kept, use.before + use.output + use.matmuls * (policy == "save_matmuls"))
+
+    def elsewhere(self, units: Sequence[Unit], uses: Sequence[Use]) -> list[float]:
+        """Bytes of the input of each unit that its tp peers keep."""
+        hidden = min(
+            (u.output for n, u in zip(units, uses, strict=True) if n.is_block), default=0.0
+        )
+        share = hidden * (1 - 1 / self.shares)
+        return [share * (self.of(unit.name) == "sharded") for unit in units]
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """One stage for one micro-batch, in bytes where nothing else is said.
+
+    Args:
+        parameters: number of its weights.
+        largest: numbers in the largest of them.
+        widest: numbers in all of the block that has most.
+        around: numbers in what is no block.
+        inner: `peak` while a block runs.
+        first: numbers in the largest unit before the blocks, what it shares with later ones included.
+        last: numbers in the largest unit behind them.
+        held: what a micro-batch keeps from its forward to its backward.
+        peak: most alive above that, in a backward, when all gradients are there.
+        growing: most activations and gradients together in a first backward.
+        received: what enters with a micro-batch.
+        sent: what leaves with one.
+        elsewhere: of what enters, what tp peers keep until the backward.
+    """
+
+    parameters: int
+    largest: int
+    widest: int
+    held: float
+    peak: float
+    growing: float
+    received: float
+    sent: float = 0.0
+    around: int = 0
+    inner: float = 0.0
+    first: int = 0
+    last: int = 0
+    elsewhere: float = 0.0
+
+
+def stage_memory(
+    profile: Profile, begin: int, end: int, rows: int, again: Recompute
+) -> StageMemory:
+    """Return the memory of units begin..end of a profile, as one stage."""
+    units, uses = profile.units[begin:end], profile.uses(rows)[begin:end]
+    shared = [(size, names & {u.name for u in units}) for size, names in profile.shared]
+    shared = [(size, names) for size, names in shared if names]
+    own, waiting = [unit.parameters for unit in units], [0] * len(units)
+    for size, names in shared:
+        users = [i for i, unit in enumerate(units) if unit.name in names]
+        own[users[-1]] += size  # the gradient is made by the unit that runs last
+        for i in range(users[0], users[-1]):  # autograd holds it back until its first user has run
+            waiting[i] += size
+    held = [again.held(unit, use) for unit, use in zip(units, uses, strict=True)]
+    sent = profile.uses(rows)[end].received if end < len(profile.units) else 0.0
+    held[-1] -= min(held[-1], uses[-1].output, sent)  # given up when it has arrived
+    away = again.elsewhere(units, uses)
+    for i, share in enumerate(away):
+        at = i if uses[i].before >= share else i - 1  # who made its input
+        held[at] -= min(share, held[at]) * (at >= 0)
+    below, above, peak, growing, inner = 0.0, float(sum(own)), 0.0, 0.0, 0.0
+    each = zip(units, uses, held, own, waiting, away, strict=True)
+    for unit, use, size, gradients, late, whole in each:
+        above -= gradients
+        most = max(use.backward_peak, use.forward_peak) + whole  # its input is there while it runs
+        peak = max(peak, below + most + late)
+        inner = max(inner, below + most + late) if unit.is_block else inner
+        growing = max(growing, below + above + max(use.backward_growth, use.forward_peak) + whole)
+        below += size
+    largest = max([unit.largest for unit in units] + [size for size, _ in shared])
+    received = uses[0].received if begin else 0.0
+    blocks = [size for unit, size in zip(units, own, strict=True) if unit.is_block]
+    total, largest, widest, inside = (
+        n // profile.itemsize for n in (sum(own), largest, max(blocks, default=0), sum(blocks))
+    )
+    return StageMemory(
+        total, largest, widest, below, peak - below, growing, received, sent, total - inside,
+        max(inner - below, 0.0), *(n // profile.itemsize for n in _around(units, shared)),
+        min(away[0], received) * (uses[0].before < away[0]),
+    )  # fmt: skip
+
+
+def _around(units: Sequence[Unit], shared: Sequence[tuple[int, frozenset[str]]]) -> tuple[int, int]:
+    """Bytes of the parameters of the largest unit before the blocks, and of that behind them."""
+    at = [i for i, unit in enumerate(units) if unit.is_block] or [len(units)]
+    early = {unit.name for unit in units[: at[0]]}
+    tied = [size for size, names in shared if names & early]
+    return (max([unit.parameters for unit in units[: at[0]]] + tied, default=0),
+            max([unit.parameters for unit in units[at[-1] + 1 :]], default=0))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one rank of a pipeline.
+
+    Args:
+        weights: parameters.
+        gradients: one per parameter.
+        optimizer: states of AdamW.
+        activations: what its micro-batches in flight keep.
+        working: short-lived tensors at the fullest moment.
+        buffers: what it receives for its micro-batches in flight, forward and backward.
+        total: at the fullest moment; the parts need not all be at their most then.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: float
+    working: float
+    buffers: float
+    total: float
+
+
+def rank_memory(
+    stages: Sequence[StageMemory], in_flight: Sequence[float], layout: Layout, precision: Precision,
+    runtime: Runtime, hardware: Hardware,
+) -> RankMemory:  # fmt: skip
+    """Return the peak memory of a rank that holds some stages.
+
+    Args:
+        stages: that it holds.
+        in_flight: micro-batches that each holds at the fullest moment, the running one included.
+        layout: the configuration.
+        precision: of the parameters.
+        runtime: how the model is run.
+        hardware: the device.
+    """
+    m, largest = layout.micro_batches, max(stage.largest for stage in stages)
+    count = sum(stage.parameters for stage in stages)
+    around = sum(stage.around for stage in stages)
+    weights, gradients, optimizer = _resident(count, around, layout, precision)
+    activations = sum(n * stage.held for n, stage in zip(in_flight, stages, strict=True))
+    # inputs live while their micro-batch does, and the next one is received while nothing is sent
+    buffers = sum(
+        min(n + (not stage.sent), m) * stage.received - n * stage.elsewhere + min(2, m) * stage.sent
+        for n, stage in zip(in_flight, stages, strict=True)
+    )
+    whole = _made_whole(max(stage.widest for stage in stages), layout, precision)
+    summed = (precision.itemsize + precision.gradients) * (whole > 0)  # before it is a part
+    late = max(stage.last for stage in stages) * summed
+    working = max(max(max(stage.peak, stage.inner + whole) for stage in stages), late)
+    fixed = weights + gradients + optimizer
+    middle = fixed + buffers + activations + working
+    if m == 1 and len(stages) == 1 and layout.dp_shard == 1:
+        before = count * min(precision.gradients, precision.itemsize)  # counted in `growing`
+        middle = fixed - before + buffers + stages[0].growing
+    bucket = min(gradients, max(BUCKET_BYTES, largest * precision.gradients)) * (layout.dp > 1)
+    copies = hardware.optimizer_copies * largest * precision.update
+    if hardware.foreach and not runtime.fused_optimizer:  # torch's makes temporaries of all at once
+        copies = count * precision.update
+    end = max(stage.first for stage in stages) * summed
+    casts = weights * (precision.has_masters and runtime.casts)  # are given up before the optimizer
+    step = fixed - casts + copies // layout.dp_shard
+    total = max(middle, fixed + buffers + max(bucket, end), step)
+    return RankMemory(weights, gradients, optimizer, activations, working, buffers, total)
+
+
+def _resident(
+    count: int, around: int, layout: Layout, precision: Precision
+) -> tuple[int, int, int]:
+    """Bytes of weights, gradients and states of so many parameters, in a step.
+
+    Where dp divides them each rank has its part of what the optimizer steps, and whole weights beside it:
+    all, or with ZeRO-3 those around the blocks.
+    """
+    n, stage = layout.dp_shard, layout.zero_stage
+    if n == 1:
+        return count * precision.weights, count * precision.gradients, count * precision.optimizer
+    whole = around if stage == 3 else count
+    states = precision.optimizer + precision.weights * (not precision.has_masters)
+    gradients = count * precision.gradients // (n if stage > 1 else 1)
+    return whole * precision.weights, gradients, count * states // n
+
+
+def _made_whole(widest: int, layout: Layout, precision: Precision) -> int:
+    """Return the bytes of tensors that are unsharded for a while: weights of running blocks, gradients until they are summed."""
+    if layout.dp_shard == 1 or layout.zero_stage == 1:
+        return 0
+    weights = precision.weights * (layout.zero_stage == 3)
+    return PREFETCHED * widest * (weights + precision.gradients)

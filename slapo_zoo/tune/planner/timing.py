@@ -1,0 +1,257 @@
+"""How long a step takes: what each stage computes and moves, the order, and the collectives."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slapo_zoo.parallel.gradient_buckets import BUCKET_BYTES
+from slapo_zoo.pipeline.timeline import BACKWARD, FORWARD, makespan, simulate
+from slapo_zoo.tune.planner.hardware import Hardware
+from slapo_zoo.tune.planner.layout import Layout, places_of
+from slapo_zoo.tune.planner.peak_use import Use, Work
+from slapo_zoo.tune.planner.profile import Profile
+from slapo_zoo.tune.planner.rates import collective_seconds, group_rate, product_seconds
+from slapo_zoo.tune.planner.runtime_kind import Precision, Runtime
+from slapo_zoo.tune.planner.stage_memory import Recompute
+
+STATE_PASSES = 2  # AdamW reads and writes what it keeps, and a copy in float32
+CLOSED = ("1f1b", "gpipe", "interleaved_1f1b")
+GRADIENT_PASSES = 3  # for the norm, for scaling, for the update
+
+
+@dataclass(frozen=True)
+class How:
+    """Hardware, runtime, precision and tp: what decides how long some work takes.
+
+    Args:
+        hardware: the cluster.
+        runtime: how the model is run.
+        precision: of the parameters.
+        tp: ranks that shard each layer.
+    """
+
+    hardware: Hardware
+    runtime: Runtime
+    precision: Precision
+    tp: int = 1
+
+    def seconds(self, work: Work) -> float:
+        """Return the seconds of a phase of a unit: on the device, or of the host that launches it; and its collectives."""
+        hardware, dtype = self.hardware, self.precision.dtype
+        moved, launches = work.moved, work.ops
+        if self.runtime.fused:
+            moved, launches = work.fused, work.launches * self.runtime.host
+        products = sum(product_seconds(hardware, dtype, product) for product in work.products)
+        device = products + moved / hardware.bandwidth
+        shared = collective_seconds(hardware, self.tp, work.comm, work.collectives)
+        return max(device, launches * hardware.operation_s) + shared
+
+    def again(self, use: Use, policy: str) -> float:
+        """Seconds that a policy costs: what is recomputed of a unit's forward, or waited for."""
+        if policy == "offload":
+            copied = use.kept / self.hardware.host
+            waits = (max(copied - self.seconds(w), 0.0) for w in (use.forward, use.backward))
+            return sum(waits) + 2 * self.hardware.operation_s  # somebody starts the copies
+        if policy == "attention":
+            return self.seconds(use.attention)
+        if policy == "save_matmuls":
+            return self.seconds(use.forward._replace(products=()))
+        gathers = self.tp > 1 and policy == "sharded"
+        input_s = collective_seconds(self.hardware, self.tp, use.output * gathers, gathers)
+        return self.seconds(use.forward) + input_s
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Predicted seconds of one pipeline stage for one micro-batch.
+
+    Args:
+        forward_s: seconds of the forward, tp collectives included.
+        backward_s: of the backward, what is recomputed included.
+        flops: of both on one rank, what is recomputed included.
+        comm: bytes that it sends over tp.
+        received: bytes that enter.
+        units: number of its units; ZeRO gathers and sums each by itself.
+    """
+
+    forward_s: float
+    backward_s: float
+    flops: float
+    comm: float
+    received: float
+    units: int
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of forward and backward."""
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Predicted seconds and bytes sent of one training step.
+
+    Args:
+        seconds: of it.
+        bubble: share of the pipeline's time in which a rank waits.
+        compute_s: of the busiest rank, tp collectives included.
+        gradients_s: of the sums over dp.
+        optimizer_s: of the optimizer's step.
+        transfer_s: that the busiest rank waits for its neighbours' tensors.
+        tp_bytes: that one rank sends over tp in a step.
+        dp_bytes: over dp.
+        pp_bytes: over pp.
+        flops: of one step on the busiest rank.
+    """
+
+    seconds: float
+    bubble: float
+    compute_s: float
+    gradients_s: float
+    optimizer_s: float
+    transfer_s: float
+    tp_bytes: float
+    dp_bytes: float
+    pp_bytes: float
+    flops: float
+
+    @property
+    def bubble_share(self) -> float:
+        """Share of the step in which the busiest rank waits for other stages, without transfers."""
+        within = self.seconds - self.gradients_s - self.optimizer_s
+        return max(self.bubble * within - self.transfer_s, 0.0) / self.seconds
+
+
+def stage_time(
+    profile: Profile, begin: int, end: int, rows: int, again: Recompute, how: How
+) -> StageTime:
+    """Return the time of units begin..end of a profile, as one stage."""
+    share = (how.tp - 1) / how.tp
+    forward = backward = flops = comm = 0.0
+    cache = profile.cache
+    for unit, use in zip(profile.units[begin:end], profile.uses(rows)[begin:end], strict=True):
+        policy = again.of(unit.name)
+        key = id(use), id(how.hardware), policy
+        if key not in cache:
+            cache[key] = (
+                how.seconds(use.forward),
+                how.seconds(use.backward),
+                how.again(use, policy) if policy != "keep" else 0.0,
+            )
+        ahead, back, repeated = cache[key]
+        forward += ahead
+        backward += back + repeated
+        whole, gathered = policy in ("recompute", "sharded"), use.output * (policy == "sharded")
+        flops += use.forward.flops * (1 + whole) + use.backward.flops
+        comm += share * (use.forward.comm * (1 + whole) + use.backward.comm + gathered)
+    received = profile.uses(rows)[begin].received if begin else 0.0
+    return StageTime(forward, backward, flops, comm, received, end - begin)
+
+
+def step_time(stages: Sequence[StageTime], layout: Layout, parameters: float, how: How) -> StepTime:
+    """Return the time of all stages in their order.
+
+    Args:
+        stages: of the whole pipeline; stage i is on rank i % pp.
+        layout: the configuration.
+        parameters: of the fullest rank.
+        how: it is run.
+    """
+    m, precision, hardware = layout.micro_batches, how.precision, how.hardware
+    wait = [_transfer(stage.received, layout, how) for stage in stages]
+    run, mine, per_rank = _pipeline(stages, wait, layout)
+    transfers = 2 * m * max(wait) * layout.stages_per_rank * (layout.pp > 1)
+    # every micro-batch adds its gradients to those of the ones before
+    sums = (precision.weights + 2 * precision.gradients) * parameters / hardware.bandwidth
+    run += 0.0 if how.runtime.accumulates else m * sums
+    gradients, dp_bytes = _gradients(parameters, layout, how, run / m, mine)
+    states = STATE_PASSES * (precision.weights + precision.optimizer)
+    states += GRADIENT_PASSES * precision.gradients
+    optimizer = states * parameters / layout.dp_shard / hardware.bandwidth
+    bubble = 1.0 - m * sum(per_rank) / layout.pp / run if layout.pp > 1 else 0.0
+    return StepTime(
+        run + gradients + optimizer, bubble, m * max(per_rank), gradients, optimizer, transfers,
+        m * sum(s.comm for s in mine), dp_bytes, 2 * m * sum(s.received for s in mine),
+        m * sum(s.flops for s in mine),
+    )  # fmt: skip
+
+
+def _pipeline(
+    stages: Sequence[StageTime], wait: Sequence[float], layout: Layout
+) -> tuple[float, list[StageTime], list[float]]:
+    """Return (seconds of forwards and backwards, stages of the busiest rank, seconds of a micro-batch per rank).
+
+    Of the usual orders in closed form: the busiest rank works through, and once every other stage is
+    waited for. The others are simulated action by action.
+    """
+    places, m = places_of(layout), layout.micro_batches
+    held = [[stages[i] for i in places.stages_of(rank)] for rank in range(layout.pp)]
+    per_rank = [sum(stage.seconds for stage in mine) for mine in held]
+    here = max(range(layout.pp), key=per_rank.__getitem__)
+    if layout.pp == 1:
+        return m * per_rank[0], held[0], per_rank
+    if layout.pipeline_order in CLOSED:
+        if layout.stages_per_rank > 1 and m < layout.pp:
+            # too few to interleave: one goes through all stages, and each other is a stage behind it
+            apart = per_rank[here] / layout.stages_per_rank + 2 * max(wait)
+            return sum(per_rank) + 2 * sum(wait) + (m - 1) * apart, held[here], per_rank
+        fill = (sum(per_rank) - per_rank[here]) / layout.stages_per_rank + 2 * sum(wait)
+        # a rank hands on and takes in a tensor and a gradient per micro-batch and stage
+        steady = m * (per_rank[here] + 2 * max(wait) * layout.stages_per_rank)
+        return steady + fill, held[here], per_rank
+    spans = simulate(
+        places.actions(m), lambda action: _cost(stages[action.stage], action.kind), max(wait)
+    )
+    return makespan(spans), held[here], per_rank
+
+
+def _cost(stage: StageTime, kind: str) -> float:
+    """Seconds of an action; half of a backward is that of the inputs."""
+    if kind == FORWARD:
+        return stage.forward_s
+    return stage.backward_s * (1.0 if kind == BACKWARD else 0.5)
+
+
+def _transfer(received: float, layout: Layout, how: How) -> float:
+    """Seconds until a tensor has come from the stage before."""
+    if not received:
+        return 0.0
+    hardware = how.hardware
+    sent = received / layout.tp if how.runtime.scatters else received
+    rate = group_rate(hardware, 2, layout.tp * layout.dp)
+    inside = hardware.per_node >= 2 * layout.tp * layout.dp
+    shared = received * (layout.tp - 1) / layout.tp / hardware.link * how.runtime.scatters
+    return hardware.latency_s + sent / (rate if inside else hardware.network) + shared
+
+
+def _gradients(
+    parameters: float, layout: Layout, how: How, micro_batch_s: float, mine: Sequence[StageTime]
+) -> tuple[float, float]:
+    """Return (seconds, bytes that a rank sends) of the sums over dp, and of what ZeRO gathers.
+
+    What is gathered and summed for every micro-batch hides behind it, and only what is longer is seen;
+    so do the sums behind the last backward, but for the last bucket.
+    """
+    precision, stage, shards = how.precision, layout.zero_stage, layout.dp_shard
+    weights, gradients = parameters * precision.weights, parameters * precision.gradients
+    hidden = (2 * weights * (stage == 3) + gradients * (stage > 1)) * (shards > 1)
+    times = (2 * (stage == 3) + (stage > 1)) * sum(part.units for part in mine)
+    once = (weights * (stage < 3) + gradients * (stage == 1)) * (shards > 1)
+
+    def seconds(moved: float, ranks: int, stride: int) -> float:
+        return collective_seconds(how.hardware, ranks, moved, moved > 0, stride)
+
+    def of_parts(moved: float, count: float) -> float:
+        return collective_seconds(how.hardware, shards, moved, count, layout.tp, cards=1)
+
+    m, copies = layout.micro_batches, layout.dp // shards
+    found = m * max(0.0, of_parts(hidden, times) - micro_batch_s)
+    found += of_parts(once, once > 0)
+    sums = 2 * gradients / shards
+    last = min(sums, 2.0 * BUCKET_BYTES)
+    backward = sum(part.backward_s for part in mine) * how.runtime.overlapped
+    behind = seconds(sums, copies, layout.tp * shards) - backward
+    found += max(behind, seconds(last, copies, layout.tp * shards))
+    moved = (m * hidden + once) * (shards - 1) / shards + 2 * gradients / shards * (
+        copies - 1
+    ) / copies
+    return found, moved
