@@ -72,7 +72,7 @@ class State:
     recomputing: Callable[[], Callable[[], AbstractContextManager]] = lambda: nullcontext
 
     def __post_init__(self):
-        self.random.copy = self.mesh.coord("dp")
+        self.random.copy = self.mesh.coord("batch")
         self.index()
 
     @contextmanager

@@ -18,7 +18,6 @@ from slapo_zoo.language.directive import Directive, ForwardContext, State
 from slapo_zoo.language.planned_rows import plan_of
 from slapo_zoo.language.tape import Tape, Transfer, empty_like
 from slapo_zoo.parallel.gradient_buckets import buckets
-from slapo_zoo.parallel.mesh import MESH_DIMS
 from slapo_zoo.parallel.rank_plan import DATA, PARTIAL, REPLICAS, RankPlan
 
 
@@ -116,7 +115,7 @@ def explain(
             done.setdefault(path, []).append(str(directive))
     order = {path: i for i, path in enumerate(state.modules)}
     done = dict(sorted(done.items(), key=lambda item: order.get(item[0], len(order))))
-    if all(state.mesh.size(mesh_dim) == 1 for mesh_dim in MESH_DIMS):
+    if state.mesh.world_size == 1:
         return Explanation(done, [])
     named = list(state.model.named_parameters())
     after = after_backward(plan_of(state), named, state.sequence_parallel)

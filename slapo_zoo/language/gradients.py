@@ -49,14 +49,14 @@ def global_norm(named: Iterable[tuple[str, nn.Parameter]], plan: RankPlan) -> Te
         dtype, device = torch.promote_types(dtype, p.dtype), p.device
         if p.grad is None or not plan.owns(name):
             continue
-        copies = dp_copies(p, mesh.dp) if any_divided_over_dp else 1
+        copies = dp_copies(p, mesh.size("loss")) if any_divided_over_dp else 1
         grad, row = held_here(p.grad), plan.of(name)
         is_sharded = row is not None and row.placement is not None
         copies *= row.replicas(mesh) if row is not None and is_sharded else 1
         (divided if is_sharded else whole).append(grad if copies == 1 else grad / copies**0.5)
     squares = torch.stack([_square(divided, device), _square(whole, device)])
     if any_divided_over_dp:
-        dist.all_reduce(squares, group=mesh.group("dp"))
+        dist.all_reduce(squares, group=mesh.group("loss"))
     if mesh.tp > 1:
         local = squares[:1].clone()
         dist.all_reduce(local, group=mesh.group("tp"))

@@ -82,8 +82,8 @@ def _sums(
         found.append(Sum("tp", PARTIAL, if_tokens_sharded=True))
     if len(stages) > 1:
         found.append(Sum("pp", TIED, (stages,) if len(stages) < mesh.pp else ()))
-    if mesh.dp > 1:
-        found.append(Sum("dp", DATA))
+    if mesh.size("loss") > 1:
+        found.append(Sum(mesh.named("loss"), DATA))
     return tuple(found)
 
 

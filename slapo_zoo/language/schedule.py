@@ -19,7 +19,7 @@ from slapo_zoo.language.graph.find import find
 from slapo_zoo.language.graph.pattern import name_matches
 from slapo_zoo.language.graph.traced import check_reachable
 from slapo_zoo.language.structure_hash import structure_hash
-from slapo_zoo.parallel.mesh import MESH_DIMS, Mesh
+from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.paths import nearest
 from slapo_zoo.parallel.rng.random_stream import RandomStream
 
@@ -230,7 +230,7 @@ class Schedule(Selection):
             ScheduleError: the stages of a pipeline share a block (ALBERT); or no batch for a model
                 that is not of `transformers`.
         """
-        alone = all(self.mesh.size(mesh_dim) == 1 for mesh_dim in MESH_DIMS)
+        alone = self.mesh.world_size == 1
         example = batch or ({} if alone else tiny_batch(self.model))
         landed = [(paths, d) for paths, (_, d) in zip(self.landed, self.history, strict=True)]
         return explain(self.state, landed, example)

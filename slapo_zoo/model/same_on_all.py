@@ -32,7 +32,7 @@ def facts_of(config: Any, mesh: Mesh, options: LoaderOptions) -> dict[str, str]:
     found |= {name: getattr(v, "__name__", None) or repr(v) for name, v in asked.items()}
     if (order := Path(options.pipeline_order)).is_file():  # each rank reads its own
         found["pipeline_order"] += f" with the hash {digest(order.read_bytes())}"
-    found |= {name: str(mesh.size(name)) for name in ("tp", "pp", "dp")}
+    found |= {name: str(size) for name, size in mesh.sizes.items()}
     fields = {k: v for k, v in config.to_dict().items() if not k.startswith("_")}  # paths
     return found | {f"config.{name}": repr(value) for name, value in fields.items()}
 
@@ -91,9 +91,9 @@ def require_same_weights(
         hint = "the same function or card on all ranks, and kernels= by name where devices differ"
         raise MeshError(what, "schedule", problem, hint)
     for rank in range(mesh.world_size):
-        at = Mesh(mesh.tp, mesh.pp, mesh.dp, rank)
-        like = at.coord("dp") % dp_shard
-        for which, peer in ((1, at.at(tp=0, dp=like)), (2, at.at(dp=like))):
+        at = mesh.seen_by(rank)
+        like = at.coord("loss") % dp_shard
+        for which, peer in ((1, at.at(tp=0, loss=like)), (2, at.at(loss=like))):
             if found[rank][which] != found[peer][which]:
                 _raise_different(what, mesh, parts[which - 1], rank, peer)
 

@@ -39,7 +39,7 @@ def gather(
         everyone = [mine]
     else:
         everyone = [{} for _ in range(mesh.world_size)] if mesh.rank == 0 else None
-        dist.gather_object(mine if mesh.coord("dp") == 0 else {}, everyone)
+        dist.gather_object(mine if mesh.coord("loss") == 0 else {}, everyone)
     if everyone is None:
         return {}
     return {spec.name: _assemble(spec, everyone, mesh) for spec in specs
@@ -47,7 +47,7 @@ def gather(
 
 
 def _assemble(spec: TensorSpec, everyone: list[dict[str, Tensor]], mesh: Mesh) -> Tensor:
-    ranks = [mesh.at(tp=tp, dp=0, pp=spec.stage) for tp in range(mesh.tp)]
+    ranks = [mesh.at(tp=tp, loss=0, pp=spec.stage) for tp in range(mesh.tp)]
     if spec.placement is None:
         return everyone[ranks[0]][spec.name]
     full = torch.empty(spec.shape, dtype=everyone[ranks[0]][spec.name].dtype)

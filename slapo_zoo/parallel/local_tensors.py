@@ -60,8 +60,8 @@ def rows_of(tensor: Any, mesh: Mesh) -> Rows | None:
     """Return the rows that a dp rank keeps of a tensor; None where it is unsharded over dp."""
     if not hasattr(tensor, "first_row"):
         return None
-    shards = mesh.dp // getattr(tensor, "dp_copies", 1)
-    return Rows(tensor.first_row, len(tensor), mesh.coord("dp") < shards)
+    shards = mesh.size("loss") // getattr(tensor, "dp_copies", 1)
+    return Rows(tensor.first_row, len(tensor), mesh.coord("loss") < shards)
 
 
 def marked_as(tensor: Any, part: Any, first: int | None = None) -> Any:

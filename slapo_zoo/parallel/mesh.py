@@ -1,7 +1,13 @@
-"""The device mesh: dims tp (fastest), dp, pp; any rank can be inspected without a process group."""
+"""The device mesh: dims tp (fastest), dp, pp; any rank can be inspected without a process group.
+
+What a mesh dim divides is said once, in `Mesh.DIMS`. Who needs the ranks that divide the rows of a batch,
+or the terms of its loss, asks for the mesh dim "batch" or "loss": as in torchtitan, the dims of that role
+taken for one.
+"""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from math import prod
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from slapo_zoo.errors import MeshError
 
@@ -10,7 +16,21 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-MESH_DIMS = ("pp", "dp", "tp")  # slowest to fastest: tp peers are neighbours, as in Megatron-LM
+# Role of several mesh dims taken for one --> what these divide.
+ROLES = {"batch": {"rows"}, "loss": {"rows", "tokens"}}
+
+
+class MeshDim(NamedTuple):
+    """A mesh dim and what its ranks divide among them.
+
+    Args:
+        name: as `Mesh` has its size.
+        divides: ranks that divide rows or tokens hold the same parameters, and each has a part of the
+            terms of the loss: gradients are summed over them.
+    """
+
+    name: str
+    divides: Literal["layers", "rows", "tokens", "parameters"]
 
 
 class ShapeOnlyGroup(NamedTuple):
@@ -47,11 +67,20 @@ class Mesh:
     rank: int = 0
     dry_run: bool = False
 
+    # slowest to fastest: tp peers are neighbours, as in Megatron-LM
+    DIMS: ClassVar[tuple[MeshDim, ...]] = (
+        MeshDim("pp", "layers"), MeshDim("dp", "rows"), MeshDim("tp", "parameters"),
+    )  # fmt: skip
+
     def __post_init__(self):
-        for mesh_dim in MESH_DIMS:
-            if not isinstance(self.size(mesh_dim), int) or self.size(mesh_dim) < 1:
-                problem = f"found {self.size(mesh_dim)!r}, expected an integer of at least 1"
+        stride, places = 1, {}
+        for mesh_dim, _ in reversed(self.DIMS):
+            size = getattr(self, mesh_dim)
+            if not isinstance(size, int) or size < 1:
+                problem = f"found {size!r}, expected an integer of at least 1"
                 raise MeshError("mesh", mesh_dim, problem, f"pass {mesh_dim}=1 to switch it off")
+            places[mesh_dim], stride = [(mesh_dim, size, stride)], stride * size
+        self.__dict__["_places"] = places  # of roles too, once they are asked for
         if not 0 <= self.rank < self.world_size:
             problem = f"found {self.rank}, expected 0..{self.world_size - 1}"
             raise MeshError("mesh", "rank", problem, "pass tp, pp and dp of all processes")
@@ -62,25 +91,42 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
-        """Number of processes, tp * pp * dp."""
-        return self.tp * self.pp * self.dp
+        """Number of processes, the product of all sizes."""
+        return prod(self.sizes.values())
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes of tp, pp and dp by name."""
-        return {"tp": self.tp, "pp": self.pp, "dp": self.dp}
+        """Sizes of the mesh dims by name: tp, pp, dp, then what others there are."""
+        names = dict.fromkeys(("tp", "pp", "dp", *(dim.name for dim in self.DIMS)))
+        return {name: getattr(self, name) for name in names}
+
+    def named(self, mesh_dim: str) -> str:
+        """Return the mesh dims that one name stands for, joined by "+": "batch" is "dp" here."""
+        if (divides := ROLES.get(mesh_dim)) is None:
+            return mesh_dim
+        return "+".join(dim.name for dim in self.DIMS if dim.divides in divides)
+
+    def _parts(self, mesh_dim: str) -> list[tuple[str, int, int]]:
+        """The name, size and stride of each mesh dim that one name stands for, slowest first."""
+        places = self.__dict__["_places"]
+        if mesh_dim not in places:
+            names = self.named(mesh_dim).split("+")
+            if not set(names) <= places.keys():
+                problem = f"expected one of {(*self.sizes, *ROLES)}"
+                raise MeshError("mesh", f"mesh_dim={mesh_dim!r}", problem, "check its spelling")
+            places[mesh_dim] = [place for name in names for place in places[name]]
+        return places[mesh_dim]
 
     def size(self, mesh_dim: str) -> int:
         """Return the size of one mesh dim."""
-        if mesh_dim not in MESH_DIMS:
-            problem = f"expected one of {MESH_DIMS}"
-            raise MeshError("mesh", f"mesh_dim={mesh_dim!r}", problem, "check its spelling")
-        return getattr(self, mesh_dim)
+        return prod(size for _, size, _ in self._parts(mesh_dim))
 
-    def coord(self, mesh_dim: str) -> int:
-        """Return this rank's coordinate on one mesh dim."""
-        strides = {"tp": 1, "dp": self.tp, "pp": self.tp * self.dp}
-        return self.rank // strides[mesh_dim] % self.size(mesh_dim)
+    def coord(self, mesh_dim: str, rank: int | None = None) -> int:
+        """Return the coordinate of a rank, by default of this one, on one mesh dim."""
+        rank, found = self.rank if rank is None else rank, 0
+        for _, size, stride in self._parts(mesh_dim):
+            found = found * size + rank // stride % size
+        return found
 
     def place(self, mesh_dim: str) -> tuple[int, int]:
         """Size of one mesh dim and our coordinate on it, as placements ask for them."""
@@ -88,8 +134,21 @@ class Mesh:
 
     def at(self, **coords: int) -> int:
         """The rank whose coordinates are ours, except those given: `mesh.at(pp=0)`."""
-        tp, dp, pp = (coords.get(name, self.coord(name)) for name in ("tp", "dp", "pp"))
-        return (pp * self.dp + dp) * self.tp + tp
+        rank = self.rank
+        for mesh_dim, coord in coords.items():
+            for _, size, stride in reversed(self._parts(mesh_dim)):
+                coord, mine = divmod(coord, size)
+                rank += (mine - rank // stride % size) * stride
+        return rank
+
+    def ranks(self, **coords: int) -> list[int]:
+        """All ranks with these coordinates, in order: `mesh.ranks(pp=0)` is the first stage."""
+        wanted = list(coords.items())
+        return [r for r in range(self.world_size) if all(self.coord(d, r) == c for d, c in wanted)]
+
+    def seen_by(self, rank: int) -> "Mesh":
+        """Return the same mesh as another rank looks at it."""
+        return replace(self, rank=rank)
 
     def peers(self, mesh_dim: str) -> list[int]:
         """The ranks that differ from us on `mesh_dim` only, in order."""
@@ -103,7 +162,7 @@ class Mesh:
             return ShapeOnlyGroup(self.size(mesh_dim), self.coord(mesh_dim))
         if "_groups" not in self.__dict__:  # cached_property locks, and ranks may be threads
             self.__dict__["_groups"] = self._make_groups()
-        return self.__dict__["_groups"][mesh_dim]
+        return self.__dict__["_groups"][self.named(mesh_dim)]
 
     def group_of_hosts(self, mesh_dim: str) -> "ProcessGroup":
         """The ranks of `group` over gloo, which waits for no device; they together make it on first use."""
@@ -126,13 +185,15 @@ class Mesh:
         from slapo_zoo.parallel.compat import new_group
 
         if not dist.is_initialized():
-            problem = f"tp*pp*dp = {self.world_size}, but there is no process group"
+            problem = f"{'*'.join(self.sizes)} = {self.world_size}, but there is no process group"
             raise MeshError("mesh", self, problem, "start the processes with torchrun")
-        mine = {}
-        for mesh_dim in MESH_DIMS:
-            others = {tuple(replace(self, rank=r).peers(mesh_dim)) for r in range(self.world_size)}
-            for ranks in sorted(others) if self.size(mesh_dim) > 1 else ():
-                group = new_group(ranks)
+        mine, made = {}, {}
+        names = [dim.name for dim in self.DIMS] + [self.named(role) for role in ROLES]
+        for mesh_dim in dict.fromkeys(names):
+            each = (self.seen_by(rank).peers(mesh_dim) for rank in range(self.world_size))
+            for ranks in sorted(set(map(tuple, each))) if self.size(mesh_dim) > 1 else ():
+                if ranks not in made:
+                    made[ranks] = new_group(ranks)
                 if self.rank in ranks:
-                    mine[mesh_dim] = group
+                    mine[mesh_dim] = made[ranks]
         return mine

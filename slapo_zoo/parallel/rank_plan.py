@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from slapo_zoo.parallel.digests import digest
-from slapo_zoo.parallel.mesh import MESH_DIMS, Mesh
+from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import TensorSpec
 
 PARTIAL, REPLICAS, TIED, DATA = "partial", "kv replicas", "tied stages", "data parallel"
@@ -91,7 +91,7 @@ class TensorPlan(TensorSpec):
         if self.row_shards == 1 or not shape or not self.is_parameter:
             return shape
         rows = -(-shape[0] // self.row_shards)
-        first = min(mesh.coord("dp") % self.row_shards * rows, shape[0])
+        first = min(mesh.coord("loss") % self.row_shards * rows, shape[0])
         return (min(rows, shape[0] - first), *shape[1:])
 
     def place(self) -> str:
@@ -165,7 +165,7 @@ class RankPlan:
     def groups(self) -> list[tuple[int, ...]]:
         """Return every set of ranks of the world that is a part of a mesh dim and sums some gradient."""
         sums = {one for row in self.tensors.values() for one in row.sum_over if one.parts}
-        meshes = [replace(self.mesh, rank=rank) for rank in range(self.mesh.world_size)]
+        meshes = [self.mesh.seen_by(rank) for rank in range(self.mesh.world_size)]
         found = {one.ranks(mesh) for one in sums for mesh in meshes}
         return sorted(ranks for ranks in found if len(ranks) > 1)
 
@@ -187,13 +187,14 @@ class RankPlan:
 
     def digest(self) -> str:
         """Return a SHA-256 of what all ranks must agree on: sizes, rows and cuts."""
-        sizes = tuple(self.mesh.size(mesh_dim) for mesh_dim in MESH_DIMS)
+        sizes = tuple(self.mesh.size(mesh_dim) for mesh_dim, _ in self.mesh.DIMS)
         told = repr((sizes, tuple(self.tensors.values()), self.cuts))
         return digest(told)
 
     def __str__(self) -> str:
         mesh, here = self.mesh, self.mesh.coord("pp")
-        head = f"rank {mesh.rank} of tp={mesh.tp} pp={mesh.pp} dp={mesh.dp}: stage {here}, {len(self.units)} units"
+        sizes = " ".join(f"{mesh_dim}={size}" for mesh_dim, size in mesh.sizes.items())
+        head = f"rank {mesh.rank} of {sizes}: stage {here}, {len(self.units)} units"
         lines = [head, f"plan {self.digest()[:12]}"]
         for row in self.mine():
             sums = "; ".join(str(one) for one in row.sum_over if len(one.ranks(mesh)) > 1)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from slapo_zoo.errors import ScheduleError, SlapoError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.language.schedule import Schedule
-from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.pipeline.busy import Busy
 from slapo_zoo.pipeline.dry_run import dry_run
 from slapo_zoo.pipeline.orders import StageMap
@@ -136,7 +136,7 @@ def fake_schedule(
     model, mesh = schedule.model, schedule.mesh
     dtype = schedule.state.compute_dtype or hf.dtype_of(model)
     mode, fake = hf.build_fake(cls, model.config, dtype)
-    in_dry_run = Mesh(mesh.tp, mesh.pp, mesh.dp, mesh.rank, dry_run=True)
+    in_dry_run = replace(mesh, dry_run=True)
     steps = [step for step in schedule.history if step[1].name not in leave_out]
     with mode:
         found = Schedule(fake, in_dry_run)

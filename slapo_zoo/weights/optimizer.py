@@ -239,5 +239,5 @@ def _check_kind(optimizer: Any, record: Record) -> None:
 
 def disagreement(digests: Sequence[str], mesh: Mesh) -> list[int]:
     """Ranks whose optimizer differs from that of the first rank of their stage."""
-    ranks = [Mesh(mesh.tp, mesh.pp, mesh.dp, rank) for rank in range(mesh.world_size)]
-    return [m.rank for m in ranks if digests[m.rank] != digests[m.at(tp=0, dp=0)]]
+    firsts = {rank: mesh.seen_by(rank).at(tp=0, loss=0) for rank in range(mesh.world_size)}
+    return [rank for rank, first in firsts.items() if digests[rank] != digests[first]]

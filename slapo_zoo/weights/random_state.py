@@ -68,8 +68,8 @@ def restore_states(packed: dict[str, Any], saved: Mesh, mesh: Mesh, device: torc
     On another mesh all ranks of a copy take the states that the first rank of a copy had, so that
     what is drawn for replicated activations stays the same on tp peers.
     """
-    same = (saved.tp, saved.pp, saved.dp) == (mesh.tp, mesh.pp, mesh.dp)
-    rank = mesh.rank if same else saved.at(tp=0, pp=0, dp=mesh.coord("dp") % saved.dp)
+    same = (saved.tp, saved.pp, saved.dp) == (mesh.tp, mesh.pp, mesh.size("loss"))
+    rank = mesh.rank if same else saved.at(tp=0, pp=0, dp=mesh.coord("loss") % saved.dp)
     for kind, found in packed.items():
         if kind != "cuda" or device.type == "cuda":
             TAKE[kind](found["states"][found["of_rank"][rank]], device)

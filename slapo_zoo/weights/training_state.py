@@ -151,16 +151,16 @@ def by_copy(name: str, values: Sequence[Any], mesh: Mesh, where: str) -> Any:
     Raises:
         WeightsError: tp or pp peers, which are fed the same rows, have different ones.
     """
-    ranks = [Mesh(mesh.tp, mesh.pp, mesh.dp, rank) for rank in range(mesh.world_size)]
-    differ = [m.rank for m in ranks if values[m.rank] != values[m.at(tp=0, pp=0)]]
+    firsts = {rank: mesh.seen_by(rank).at(tp=0, pp=0) for rank in range(mesh.world_size)}
+    differ = [rank for rank, first in firsts.items() if values[rank] != values[first]]
     if differ:
-        first = Mesh(mesh.tp, mesh.pp, mesh.dp, differ[0]).at(tp=0, pp=0)
-        problem = f"rank {differ[0]} has {values[differ[0]]!r:.60}, its peer {first} {values[first]!r:.60}"
+        rank, first = differ[0], firsts[differ[0]]
+        problem = f"rank {rank} has {values[rank]!r:.60}, its peer {first} {values[first]!r:.60}"
         hint = (
             "ranks that share a dp coordinate are fed the same rows: pass the same on all of them"
         )
         raise WeightsError(where, name, problem, hint)
-    found = [values[mesh.at(tp=0, pp=0, dp=copy)] for copy in range(mesh.dp)]
+    found = [values[rank] for rank in mesh.seen_by(0).peers("loss")]
     return found[0] if all(one == found[0] for one in found) else {BY_DP: found}
 
 

@@ -86,8 +86,7 @@ def shares(spec: TensorSpec, mesh: Mesh, rows: Rows | None = None) -> list[Share
     """
     placement = spec.placement
     divided = placement.mesh_dim if placement else ""
-    others = [mesh.coord(mesh_dim) for mesh_dim in ("tp", "dp") if mesh_dim != divided]
-    others = others if rows is None else [mesh.coord("tp")] * (divided != "tp")
+    others = [mesh.coord("tp")] * (divided != "tp") + [mesh.coord("loss")] * (rows is None)
     if spec.stage != mesh.coord("pp") or any(others) or (rows and not (rows.writes and rows.count)):
         return []
     if placement is None:

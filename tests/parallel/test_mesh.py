@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from ranks import COLLECTIVE_TIMEOUT_S
 from slapo_zoo import Mesh, MeshError, SlapoError
-from slapo_zoo.parallel.mesh import MESH_DIMS
+
+MESH_DIMS = [dim.name for dim in Mesh.DIMS]
 
 SIZES = [(1, 1, 1), (2, 1, 1), (3, 2, 1), (2, 2, 2), (4, 1, 3), (1, 5, 2)]
 

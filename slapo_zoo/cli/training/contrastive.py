@@ -22,8 +22,8 @@ class InBatchNegatives:
     """
 
     def __init__(self, mesh: Mesh):
-        self.rank = mesh.coord("dp")
-        self.group = mesh.group("dp") if mesh.dp > 1 else None
+        self.rank = mesh.coord("batch")
+        self.group = mesh.group("batch")
 
     def __call__(self, output: Any, batch: dict[str, Any]) -> Tensor:
         """The mean over this dp rank's anchors."""

@@ -65,14 +65,14 @@ def evaluate(model: Any, batches: Batches | None, options: TrainOptions) -> dict
     model.eval()
     try:
         for number in range(batches.in_order(options.eval_batches)):
-            part = batches.part_in_order(number, mesh.coord("dp"), mesh.dp)
+            part = batches.part_in_order(number, mesh.coord("batch"), mesh.size("batch"))
             batch = {name: t.to(device) for name, t in part.items()}
             sums += _pairs(model, batch) if batches.task.couples else _judge(model, batch)
     finally:
         model.train()
-    if mesh.dp > 1:
+    if (group := mesh.group("batch")) is not None:
         shared = sums.to(device if device.type != "cpu" else "cpu")
-        dist.all_reduce(shared, group=mesh.group("dp"))
+        dist.all_reduce(shared, group=group)
         sums = shared.cpu()
     loss, targets, hits = sums.tolist()
     return {"loss": loss / targets, "accuracy": hits / targets}

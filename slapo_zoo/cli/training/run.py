@@ -99,7 +99,7 @@ class Run(ScheduledTrainer):
 
         def rest() -> Iterator[dict[str, Tensor]]:
             for step in itertools.count(self.done):
-                yield self.batches.part(step, mesh.coord("dp"), mesh.dp)
+                yield self.batches.part(step, mesh.coord("batch"), mesh.size("batch"))
 
         return rest()
 

@@ -58,7 +58,7 @@ def load_checkpoint(
 
 def _resumed(state: dict[str, Any], mesh: Mesh) -> Resumed:
     found = [tuple(of_copies(state, name)) for name in OF_COPY]
-    copy = mesh.coord("dp") if state["mesh"]["dp"] == mesh.dp else None
+    copy = mesh.coord("loss") if state["mesh"]["dp"] == mesh.size("loss") else None
     return Resumed(state["step"], *found, copy)
 
 

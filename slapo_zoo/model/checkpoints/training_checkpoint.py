@@ -185,13 +185,13 @@ class _Save:
         stream = self.model.schedule.state.random
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
         self.state = {
-            "mesh": {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.dp},
+            "mesh": {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.size("loss")},
             "random": {"seed": stream.seed, "step": stream.step},
             "loss_scale": self.model._slapo.precision.state(),
             "scheduler": encode(scheduler, "scheduler"),
         }
         own = {name: encode(value, name) for name, value in self.mine.items()}
-        is_first = mesh.coord("tp") == mesh.coord("dp") == 0
+        is_first = mesh.coord("tp") == mesh.coord("loss") == 0
         return (
             digest(json.dumps(record)),
             record if is_first else None,

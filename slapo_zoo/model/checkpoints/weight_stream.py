@@ -124,7 +124,7 @@ def _collect(
 
 def _runs(spec: TensorSpec, mesh: Mesh) -> list[_Run]:
     """Return which rank gives which rows; of several that hold the same, the first."""
-    owners = [mesh.at(tp=tp, dp=0, pp=spec.stage) for tp in range(mesh.tp)]
+    owners = [mesh.at(tp=tp, loss=0, pp=spec.stage) for tp in range(mesh.tp)]
     if spec.placement is None or not spec.shape:
         return [_Run(owners[0], 0, 0, 0, spec.shape[0] if spec.shape else 1)]
     axis, runs, seen = spec.placement.axis, [], set()

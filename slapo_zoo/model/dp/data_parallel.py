@@ -145,7 +145,7 @@ def use_engine(model: Any, engine: DataParallel, divides: bool = False) -> None:
 def use_hooks(runtime: Any) -> None:
     """Let hooks complete the gradients of a model: the default."""
     engine, runtime.calls = DataParallel(), Calls(runtime, runtime.schedule.mesh)
-    engine.loss_scale = float(runtime.schedule.mesh.dp)
+    engine.loss_scale = float(runtime.schedule.mesh.size("loss"))
     runtime.data_parallel, engine.reducer = engine, runtime.calls.reducer
 
 

@@ -80,13 +80,15 @@ class Sharded(DataParallel):
         """Average the gradients that are not sharded (adapters), and drop the gathered blocks."""
         self.blocks.forget()
         rest = [] if paused else [p for p in parameters if not is_divided(p)]
-        gradient_buckets.all_reduce_gradients(rest, mesh.group("dp") if rest else None, 1 / mesh.dp)
+        gradient_buckets.all_reduce_gradients(
+            rest, mesh.group("loss") if rest else None, 1 / mesh.size("loss")
+        )
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
         """Over copies of the divided ones, and over dp of what is not sharded (adapters)."""
         gradient_buckets.all_reduce_gradients(filter(is_divided, parameters), self.shards.copies)
         rest = [p for p in parameters if not is_divided(p)]
-        gradient_buckets.all_reduce_gradients(rest, mesh.group("dp") if rest else None)
+        gradient_buckets.all_reduce_gradients(rest, mesh.group("loss") if rest else None)
 
     def tensors(self, model: Any, grads: bool = False) -> dict[str, Tensor]:
         """Return parameters (or their gradients) and buffers, gathered over dp."""
@@ -108,7 +110,7 @@ class Sharded(DataParallel):
 
     def gives(self, mesh: Mesh) -> bool:
         """The first copy alone: another would gather for nobody."""
-        return mesh.coord("dp") < self.shards.size
+        return mesh.coord("loss") < self.shards.size
 
     def kept(self, model: Any) -> dict[str, Tensor]:
         """Return the tensors that this rank writes: its own rows."""
@@ -123,7 +125,7 @@ def shard_over_dp(model: Any, blocks: Sequence[str], shards: Shards) -> None:
         blocks: paths of the repeated blocks: what lies in one is gathered in one collective.
         shards: over which ranks.
     """
-    runtime, dp = model._slapo, model.mesh.dp
+    runtime, ranks = model._slapo, model.mesh.size("loss")
     computes = runtime.precision.dtype
     wide = {f"{path}.{name}" for path, module in model.named_modules() if computes is not None
             and stays_wide(model, path, module, computes) for name in module._parameters}  # fmt: skip
@@ -138,7 +140,7 @@ def shard_over_dp(model: Any, blocks: Sequence[str], shards: Shards) -> None:
             part = nn.Parameter(shards.part(p.detach()), p.requires_grad)
             part.__dict__.update({k: v for k, v in p.__dict__.items() if k[0] != "_"})
             shards.note(part, p.shape)
-        part.dp_copies, parts[id(p)] = dp // shards.size, part
+        part.dp_copies, parts[id(p)] = ranks // shards.size, part
         unit = block_of.get(id(p)) or name.rpartition(".")[0]
         kind = p.dtype, p.requires_grad, name in wide
         units.setdefault(unit, {}).setdefault(kind, []).append(part)
@@ -212,11 +214,9 @@ def check_dp_shard(mesh: Mesh, size: int, target: Any, options: Any, stage: int 
                 "from_pretrained", f"zero_stage={stage}", problem, "pass dp_shard=N too"
             )
         return
-    if mesh.dp % size:
-        near = min(
-            (n for n in range(1, mesh.dp + 1) if mesh.dp % n == 0), key=lambda n: abs(n - size)
-        )
-        problem = f"it does not divide dp={mesh.dp}"
+    if (ranks := mesh.size("loss")) % size:
+        near = min((n for n in range(1, ranks + 1) if ranks % n == 0), key=lambda n: abs(n - size))
+        problem = f"it does not divide {mesh.named('loss')}={ranks}"
         raise MeshError("from_pretrained", f"dp_shard={size}", problem, f"the nearest is {near}")
     if target not in (None, "torch") or options:
         problem = "an engine divides parameters in a way of its own"

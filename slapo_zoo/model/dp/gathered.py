@@ -41,21 +41,19 @@ class Shards(RowsOfRank):
     @staticmethod
     def of(mesh: Mesh, size: int, stage: int) -> "Shards":
         """Make the shards: the first `size` dp ranks, the next ones, and so on; a collective call of all ranks."""
-        if size == mesh.dp:
-            return Shards(size, mesh.coord("dp"), mesh.group("dp"), None, stage)
-        rank = mesh.coord("dp") % size
+        here, of_all = mesh.coord("loss"), mesh.size("loss")
+        if size == of_all:
+            return Shards(size, here, mesh.group("loss"), None, stage)
         group = copies = None
-        for pp in range(mesh.pp):
-            for tp in range(mesh.tp):
-                for first in range(0, mesh.dp, size):
-                    ranks = [mesh.at(pp=pp, tp=tp, dp=first + i) for i in range(size)]
-                    made = new_group(ranks)
-                    group = made if mesh.rank in ranks else group
-                for i in range(size):
-                    ranks = [mesh.at(pp=pp, tp=tp, dp=dp) for dp in range(i, mesh.dp, size)]
-                    made = new_group(ranks)
-                    copies = made if mesh.rank in ranks else copies
-        return Shards(size, rank, group, copies, stage)
+        for rank in mesh.ranks(loss=0):
+            peers = mesh.seen_by(rank).peers("loss")
+            for first in range(0, of_all, size):
+                made = new_group(peers[first : first + size])
+                group = made if mesh.rank in peers[first : first + size] else group
+            for i in range(size):
+                made = new_group(peers[i::size])
+                copies = made if mesh.rank in peers[i::size] else copies
+        return Shards(size, here % size, group, copies, stage)
 
     @property
     def ranks(self) -> int:

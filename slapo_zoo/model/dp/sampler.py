@@ -32,8 +32,9 @@ class MeshSampler:
     def __init__(
         self, dataset: Sized, mesh: Mesh, batch_size: int, shuffle: bool = True, seed: int = 0
     ):
-        if batch_size < 1 or batch_size % mesh.dp:
-            problem = f"found {batch_size}, expected a multiple of dp={mesh.dp}"
+        if batch_size < 1 or batch_size % mesh.size("batch"):
+            dims = f"{mesh.named('batch')}={mesh.size('batch')}"
+            problem = f"found {batch_size}, expected a multiple of {dims}"
             raise SlapoError("MeshSampler", "batch_size", problem, "count the rows of all dp ranks")
         self.size, self.mesh, self.batch_size = len(dataset), mesh, batch_size
         if self.size < batch_size:
@@ -49,9 +50,9 @@ class MeshSampler:
         """The steps that are left of this epoch; `step` counts those that were handed out."""
         epoch, turn = divmod(self.step, len(self))
         order = self._order(epoch)
-        rows = self.batch_size // self.mesh.dp
+        rows = self.batch_size // self.mesh.size("batch")
         for number in range(turn, len(self)):
-            first = number * self.batch_size + self.mesh.coord("dp") * rows
+            first = number * self.batch_size + self.mesh.coord("batch") * rows
             self.step += 1
             yield order[first : first + rows]
 

@@ -92,8 +92,8 @@ def digest(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _same_for_peers(mesh: Mesh, found: Sequence[int]) -> None:
-    for copy in range(mesh.dp):
-        ranks = [mesh.at(pp=pp, dp=copy, tp=tp) for pp in range(mesh.pp) for tp in range(mesh.tp)]
+    for copy in range(mesh.size("batch")):
+        ranks = mesh.ranks(batch=copy)
         differ = [rank for rank in ranks if found[rank] != found[ranks[0]]]
         if differ:
             raise _unlike("train_step", differ, ranks[0])
@@ -102,7 +102,7 @@ def _same_for_peers(mesh: Mesh, found: Sequence[int]) -> None:
 def _same_hooks(mesh: Mesh, found: Sequence[int]) -> None:
     """MeshError where ranks of a stage have other hooks on parts of parameters: they would wait in them."""
     for stage in range(mesh.pp):
-        ranks = [mesh.at(pp=stage, dp=dp, tp=tp) for dp in range(mesh.dp) for tp in range(mesh.tp)]
+        ranks = mesh.ranks(pp=stage)
         if len(numbers := {found[rank] for rank in ranks}) > 1:
             problem = f"the ranks of stage {stage} have {sorted(numbers)} on sharded tensors"
             hint = "register them on all ranks alike: ranks put the gradient together for them"
@@ -119,8 +119,8 @@ def _unlike(where: str, differ: Sequence[int], first: int) -> MeshError:
 
 
 def _different_for_copies(mesh: Mesh, found: Sequence[int]) -> None:
-    first = [mesh.at(pp=0, dp=copy, tp=0) for copy in range(mesh.dp)]
-    if mesh.dp > 1 and len({found[rank] for rank in first}) < mesh.dp and mesh.rank == 0:
+    copies = [found[mesh.ranks(batch=copy)[0]] for copy in range(mesh.size("batch"))]
+    if len(set(copies)) < len(copies) and mesh.rank == 0:
         warnings.warn(
             "data-parallel ranks are fed the same rows: choose them by model.mesh.coord('dp'); "
             "model.input_check_interval = 0 switches this check off",

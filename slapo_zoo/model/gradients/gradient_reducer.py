@@ -44,7 +44,7 @@ class GradientReducer:
 
     def __init__(self, runtime: Any, mesh: Mesh) -> None:
         self.runtime, self.mesh, self.uses = runtime, mesh, Uses()
-        self.over_dp, self.at_once, self.averaged = self.mesh.dp > 1, True, False
+        self.over_dp, self.at_once, self.averaged = self.mesh.size("loss") > 1, True, False
         self.paused = self.in_step = self.tokens_sharded = self.missed = self.asks_hosts = False
         self.parameters: list[nn.Parameter] = []
         self.hooked, self.beyond = WeakIdKeyDictionary(), WeakIdKeyDictionary()
@@ -103,7 +103,7 @@ class GradientReducer:
         self.is_open, self.stored = True, before or None
         wanted = [p for p in reversed(self.parameters) if p.requires_grad and not is_taken(p)]
         for each in buckets(wanted) if self.over_dp else ():
-            self.buckets.append(Bucket(each, self.mesh.group("dp"), 1.0 / self.mesh.dp))
+            self.buckets.append(Bucket(each, self.mesh.group("loss"), 1.0 / self.mesh.size("loss")))
             self.bucket_of |= dict.fromkeys(map(id, each), self.buckets[-1])
         self.waiting = list(self.buckets)
 
@@ -120,7 +120,9 @@ class GradientReducer:
         grad = grad if term is None else grad + term
         if not is_leaf:
             self.replaced.add(name)
-        averages = self.mesh.dp > 1 and not self.in_step if p in self.beyond else self.over_dp
+        averages = (
+            self.mesh.size("loss") > 1 and not self.in_step if p in self.beyond else self.over_dp
+        )
         return self._over_dp(p, grad, is_leaf) if averages and not self.paused else grad
 
     def _groups(self, name: str) -> list[Any]:
@@ -145,7 +147,7 @@ class GradientReducer:
             self.latest = p, p.grad, p.grad is not None and p.grad._version
             self.stored = bool(self.stored)
             return grad
-        group, factor = self.mesh.group("dp"), 1.0 / self.mesh.dp
+        group, factor = self.mesh.group("loss"), 1.0 / self.mesh.size("loss")
         refuse_graph()
         if is_leaf and p.grad is not None:  # of backwards within `no_sync`
             all_reduce_(p.grad.mul_(factor), group)
@@ -179,7 +181,7 @@ class GradientReducer:
             for bucket in self.buckets:
                 bucket.wait(somewhere)
         reached = [p for _, p in sorted(self.reached.items())]
-        all_reduce_gradients(reached, self.mesh.group("dp"), 1.0 / self.mesh.dp)
+        all_reduce_gradients(reached, self.mesh.group("loss"), 1.0 / self.mesh.size("loss"))
         self.averaged = self.averaged or met
         self.forget()
         return met
@@ -192,7 +194,7 @@ class GradientReducer:
         if not asks:
             return None
         held = torch.tensor(here, dtype=torch.int32)
-        dist.all_reduce(held, dist.ReduceOp.MAX, self.mesh.group_of_hosts("dp"))
+        dist.all_reduce(held, dist.ReduceOp.MAX, self.mesh.group_of_hosts("loss"))
         return {id(p) for p, some in zip(parameters, held.tolist(), strict=True) if some}
 
     @contextmanager

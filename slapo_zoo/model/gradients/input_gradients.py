@@ -94,7 +94,7 @@ class InputGradients:
             grad = torch.zeros_like(p) if p.grad is None else p.grad
             if i < len(self.in_loss):  # by the last stage alone
                 all_reduce_(grad, self.mesh.group("pp"))
-            all_reduce_(grad.mul_(1.0 / self.scale), self.mesh.group("dp"))
+            all_reduce_(grad.mul_(1.0 / self.scale), self.mesh.group("loss"))
             old = self.before[id(p)]
             p.grad = grad if old is None else old.add_(grad)
 

@@ -31,7 +31,7 @@ class GradScaler(torch.amp.GradScaler):
         found = super()._unscale_grads_(*args, **kwargs)
         here = [value.to(self._place) for value in found.values()]
         anywhere = torch.stack(here).amax(0) if here else torch.zeros(1, device=self._place)
-        for mesh_dim in ("tp", "pp", "dp"):
+        for mesh_dim in self._mesh.sizes:
             if self._mesh.size(mesh_dim) > 1:
                 dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._mesh.group(mesh_dim))
         return dict.fromkeys(found or [self._place], anywhere)

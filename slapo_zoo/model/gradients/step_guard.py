@@ -71,7 +71,7 @@ class StepGuard:
         self.probes = [(p, _sample(p)) for p in some]
         self.marks = self._marks_of(named, plan) if self._is_due(self.steps + 1) else {}
         self.trained, self.fresh = trained, True
-        if averaged and self.mesh.dp > 1 and not any(is_divided(p) for p in parameters):
+        if averaged and self.mesh.size("loss") > 1 and not any(is_divided(p) for p in parameters):
             self._look_at_copies(parameters[:: max(1, len(parameters) // PROBES)][:PROBES])
 
     def _look_at_copies(self, some: list[nn.Parameter]) -> None:
@@ -80,8 +80,8 @@ class StepGuard:
         if not some or not self._is_due(self.backwards):
             return
         mine = torch.stack([p.detach().reshape(-1)[:ELEMENTS].double().norm() for p in some])
-        rows = [torch.empty_like(mine) for _ in range(self.mesh.dp)]
-        dist.all_gather(rows, mine, group=self.mesh.group("dp"))
+        rows = [torch.empty_like(mine) for _ in range(self.mesh.size("loss"))]
+        dist.all_gather(rows, mine, group=self.mesh.group("loss"))
         found = torch.stack(rows)
         if ((found - found[0]).abs() > COPIES * found.abs().amax(0)).any():
             problem = (
@@ -117,7 +117,7 @@ class StepGuard:
         self.fresh, self.steps = False, self.steps + 1
         if not self._is_due(self.steps):
             return
-        if self.trained is not None and int(self.trained) < self.mesh.pp * self.mesh.dp:
+        if self.trained is not None and int(self.trained) < self.mesh.pp * self.mesh.size("loss"):
             return  # a stage without a trained parameter has no optimizer that would ask
         mine = self._factors()
         each = [torch.empty_like(mine) for _ in range(self.mesh.world_size)]
@@ -172,7 +172,7 @@ class StepGuard:
         pairs = ((p, torch.zeros_like(p) if p.grad is None else p.grad) for p in beside)
         each = [x.detach().double() for pair in pairs for x in pair]
         mine = torch.stack([torch.stack([x.norm(), x.sum() / x.numel() ** 0.5]) for x in each])
-        for mesh_dim in ("tp", "dp"):
+        for mesh_dim in ("tp", "loss"):
             if self.mesh.size(mesh_dim) == 1:
                 continue
             rows = [torch.empty_like(mine) for _ in range(self.mesh.size(mesh_dim))]
@@ -209,7 +209,7 @@ class StepGuard:
         Ranks of one stage hold parts of the same parameters, so each probe is compared with its like.
         Stages hold others: they are compared where a rank scaled all that it has by one factor.
         """
-        stages = [rank // (self.mesh.tp * self.mesh.dp) for rank in range(self.mesh.world_size)]
+        stages = [self.mesh.coord("pp", rank) for rank in range(self.mesh.world_size)]
         groups = [[row[i] for row, s in zip(found, stages, strict=True) if s == stage]
                   for stage in set(stages) for i in range(PROBES)]  # fmt: skip
         for group in (*groups, [_one_of(row, alike) for row in found]):

@@ -60,7 +60,7 @@ def count_once(runtime: Any, loss: Tensor, began: int) -> None:
 def _factor(runtime: Any, row: Any, p: Any) -> float:
     """Return the factor that makes up for the sums over ranks that a gradient will, or will not, go through."""
     mesh, divided = runtime.schedule.mesh, runtime.schedule.state.forward.tokens_divided
-    factor = mesh.dp // p.dp_copies if is_divided(p) else 1.0
+    factor = mesh.size("loss") // p.dp_copies if is_divided(p) else 1.0
     for one in row.sums(divided, PARTIAL, REPLICAS) if row else ():
         factor /= group_size(runtime.group(one))
     return factor

@@ -213,7 +213,7 @@ def _loaders_over_dp(accelerator: Any, mesh: Mesh) -> Iterator[None]:
 
     def prepare_loader(loader: Any) -> Any:
         prepared = prepare_data_loader(
-            loader, accelerator.device, num_processes=mesh.dp, process_index=mesh.coord("dp"),
+            loader, accelerator.device, num_processes=mesh.size("batch"), process_index=mesh.coord("batch"),
             split_batches=accelerator.split_batches, put_on_device=True,
             rng_types=accelerator.rng_types.copy(), dispatch_batches=False,
             even_batches=accelerator.even_batches,
@@ -248,7 +248,7 @@ def gather_over_dp(accelerator: Any, mesh: Mesh) -> Callable[..., Any]:
     """Make a `gather_for_metrics` that returns each row once, though tp and pp peers hold the same rows."""
     from accelerate.utils import recursively_apply
 
-    firsts = [mesh.at(dp=i) for i in range(mesh.dp)]
+    firsts = mesh.peers("batch")
 
     def pick(tensor: Tensor) -> Tensor:
         if tensor.ndim == 0:  # a number of one process

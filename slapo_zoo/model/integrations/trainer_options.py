@@ -60,7 +60,7 @@ def _share_generations(mesh: Any, args: Any) -> None:
         problem = f"found {groups} answers to a prompt and {rows} rows of a dp rank"
         hint = f"choose per_device_train_batch_size={(rows // groups + 1) * groups}: the answers to a prompt stay on one rank"
         raise _refusal("num_generations", problem, hint)
-    args.generation_batch_size = rows * mesh.dp * args.steps_per_generation
+    args.generation_batch_size = rows * mesh.size("batch") * args.steps_per_generation
 
 
 def _refusal(what: str, problem: str, hint: str) -> SlapoError:

@@ -51,7 +51,7 @@ def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     require_together(model)
     wants_tuple, run = as_dict(model, batch), functools.partial(_run_own, model, runtime)
     calls = runtime.calls
-    draws = stream.call(model.training, rows * mesh.coord("dp"), rows)
+    draws = stream.call(model.training, rows * mesh.coord("batch"), rows)
     with calling(model, batch, divided), draws:
         if runtime.pipeline is None:  # whoever calls backward finds complete gradients
             if mesh.tp > 1 and batch.get("past_key_values") is not None:

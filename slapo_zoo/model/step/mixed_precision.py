@@ -134,7 +134,7 @@ class MixedPrecision:
 def _any_overflow(grads: list[Tensor], mesh: Mesh) -> bool:
     bad = [~torch.isfinite(grad).all() for grad in grads]
     found = torch.stack(bad).any().float() if bad else torch.zeros(())
-    for mesh_dim in ("tp", "pp", "dp"):
+    for mesh_dim in mesh.sizes:
         if mesh.size(mesh_dim) > 1:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.group(mesh_dim))
     return bool(found)

@@ -39,7 +39,7 @@ def called(model: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, A
     require_together(model)
     batch = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
     rows = count_rows(batch)
-    draws = state.random.call(False, rows * model.mesh.coord("dp"), rows)
+    draws = state.random.call(False, rows * model.mesh.coord("batch"), rows)
     compute = computing_forward(lambda _model, *args, **kwargs: run(*args, **kwargs))
     with state.within(ForwardContext(is_call=True)), draws:
         calls.begin(model, batch, model.training)

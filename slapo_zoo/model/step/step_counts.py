@@ -67,18 +67,22 @@ def ask(
     missed = float(model._slapo.calls.reducer.missed)
     summed = [_number(n, device) for n in (*counts, missed, rows)]
     masks = [tensors[name] for name in MASKS if name in tensors and tensors[name].ndim == 2]
-    if mesh.dp == 1 and not masks and not any(isinstance(n, Tensor) for n in counts):
+    if mesh.size("loss") == 1 and not masks and not any(isinstance(n, Tensor) for n in counts):
         packed = None if _positions(tensors, whole) else False
         return StepCounts([float(n) for n in counts], 0, packed=packed)  # nothing to ask: no wait
     own = _of_rows(model, tensors, masks, whole)
-    each = all_gather(torch.stack(summed)[None], 0, mesh.group("dp"))
+    each = all_gather(torch.stack(summed)[None], 0, mesh.group("loss"))
     mine = [x.to(torch.float64) for x in own.values()]
     flat = torch.cat([each.flatten(), *mine]).tolist()
     every, flat = flat[: each.numel()], flat[each.numel() :]
     width = len(summed)
     by_rank = [every[i : i + width] for i in range(0, len(every), width)]
     *totals, missing, _ = [sum(column) for column in zip(*by_rank, strict=True)]
-    first = int(sum(numbers[-1] for numbers in by_rank[: mesh.coord("dp")]))
+    rows_of = {
+        mesh.coord("batch", rank): numbers[-1]
+        for rank, numbers in zip(mesh.peers("loss"), by_rank, strict=True)
+    }
+    first = int(sum(n for coord, n in rows_of.items() if coord < mesh.coord("batch")))
     found = {}
     for name, x in own.items():
         found[name], flat = [int(n) for n in flat[: len(x)]], flat[len(x) :]

@@ -37,6 +37,5 @@ def computing_with(model: Any) -> list[int]:
     """Return the ranks that a forward of a model talks to, ours among them."""
     mesh, engine = model.mesh, model._slapo.data_parallel
     size = engine.shards.size if isinstance(engine, Sharded) else 1
-    first = mesh.coord("dp") // size * size
-    return sorted(mesh.at(pp=pp, tp=tp, dp=first + i)
-                  for pp in range(mesh.pp) for tp in range(mesh.tp) for i in range(size))  # fmt: skip
+    sharing = mesh.coord("loss") // size  # which group of ranks that divide parameters
+    return [r for r in range(mesh.world_size) if mesh.coord("loss", r) // size == sharing]

@@ -138,7 +138,7 @@ def check(
     if options.loss_fn is None and mesh.pp > 1:
         step_checks.require_labels(tensors, whole)
     count = step_checks.count_micro_batches(runtime, mesh, rows, options.micro_batches)
-    refuse_divided(model, whole, micro_batches=count, pp=mesh.pp, dp=mesh.dp)
+    refuse_divided(model, whole, micro_batches=count, pp=mesh.pp, dp=mesh.size("batch"))
     step_checks.require_rows(tensors, whole, rows, count)
     return tensors, whole, rows, count
 
@@ -147,7 +147,7 @@ def split(
     model: Any, options: StepOptions, tensors: dict[str, Tensor], whole: dict[str, Any], rows: int, count: int
 ) -> Step:  # fmt: skip
     """Count the batch on all dp ranks, number its rows, and say of which mean each loss is a share."""
-    runtime, mesh, parts = model._slapo, model.mesh, count * model.mesh.dp
+    runtime, mesh, parts = model._slapo, model.mesh, count * model.mesh.size("loss")
     state, reducer = runtime.schedule.state, runtime.calls.reducer
     parameters = _trained(model, count, next(iter(tensors.values())).device)
     said, counts = _targets(model, options, tensors, whole, parts)
@@ -162,7 +162,7 @@ def split(
         own = own_loss.OwnLoss(own, own_loss.divisor_of(said, asked.totals, parts), runtime)
     elif parts > 1 or said is not None:
         counted = targets_of(runtime.head_name(model), tensors) if said is None else None
-        means = GlobalMeans(asked.totals, counted, mesh.group("dp"))
+        means = GlobalMeans(asked.totals, counted, mesh.group("loss"))
     times = runtime.data_parallel.loss_scale
     beside = InputGradients(mesh, tensors, reducer.beyond, options.loss_fn, times)
     kept = LogitsKept() if options.return_logits else None
@@ -176,7 +176,7 @@ def _targets(
     said = options.targets
     if options.loss_fn is None:
         items = whole.pop("num_items_in_batch", None)  # of transformers: on all dp ranks
-        said = [items / model.mesh.dp] if items is not None and said is None else said
+        said = [items / model.mesh.size("loss")] if items is not None and said is None else said
     if said is not None or options.loss_fn is not None or parts == 1:
         return said, said or []
     return None, count_targets(model._slapo.head_name(model), tensors)
@@ -210,7 +210,7 @@ def share(step: Step, loss: Tensor) -> Any:
     """The loss of the whole batch, and the logits, on every rank."""
     runtime, mesh, named = step.runtime, step.model.mesh, step.parameters
     both = torch.stack([loss.detach(), torch.full_like(loss.detach(), float(bool(named)))])
-    for mesh_dim in ("pp", "dp"):  # terms of all micro-batches were divided by global counts
+    for mesh_dim in ("pp", "loss"):  # terms of all micro-batches were divided by global counts
         if mesh.size(mesh_dim) > 1:
             dist.all_reduce(both, group=mesh.group(mesh_dim))
     loss, trained = both  # `trained`: ranks of pp and dp that have something to train

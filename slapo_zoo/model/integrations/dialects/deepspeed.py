@@ -31,7 +31,7 @@ from slapo_zoo.model.integrations.dialects.engine import (
 )
 from slapo_zoo.model.integrations.dialects.zero_state import Zero, whole_gradients, whole_parameters
 from slapo_zoo.parallel.compat import new_group
-from slapo_zoo.parallel.mesh import MESH_DIMS, Mesh
+from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import REPLICAS
 
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
@@ -168,7 +168,7 @@ class MeshUnit:
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
-        self.groups = {name: _group(mesh, name) for name in MESH_DIMS}
+        self.groups = {name: _group(mesh, name) for name in mesh.sizes}
 
     def __getattr__(self, name: str) -> Any:
         found = re.fullmatch(r"get_(\w+?)_(rank|world_size|group|src_rank)", name)
@@ -208,7 +208,7 @@ class _Zero(Zero):
 
     def __init__(self, native: Any, mesh: Mesh, groups: list[list[nn.Parameter]]):
         super().__init__(native, groups)
-        self.loss_scale = float(mesh.dp)
+        self.loss_scale = float(mesh.size("loss"))
 
     def run(self, model: Any, batch: dict[str, Any]) -> Any:
         with within_engine(model):

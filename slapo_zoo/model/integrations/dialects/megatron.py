@@ -24,7 +24,7 @@ from slapo_zoo.model.integrations.dialects.engine import (
     require_scheduled,
 )
 from slapo_zoo.model.integrations.dialects.megatron_ddp import is_config, with_ddp
-from slapo_zoo.parallel.mesh import MESH_DIMS, Mesh
+from slapo_zoo.parallel.mesh import Mesh
 
 
 @register_dialect("runtime_engine", "megatron")
@@ -76,7 +76,7 @@ def take_groups(mesh: Mesh) -> None:
             problem = f"Megatron's group has ranks {found}, ours {expected}"
             hint = "initialize_model_parallel with the same tp and pp, order tp-cp-ep-dp-pp"
             raise MeshError("target='megatron'", mesh_dim, problem, hint)
-    mesh.__dict__["_groups"] = {d: groups[d] for d in MESH_DIMS if mesh.size(d) > 1}
+    mesh.__dict__["_groups"] = {d: groups[d] for d, size in mesh.sizes.items() if size > 1}
 
 
 def mark_parameters(model: Any) -> None:

@@ -47,10 +47,10 @@ def torch_engine(
     _check(sch, mesh, optimizer, data_parallel)
     model = sch if is_scheduled(sch) else sch.model
     native, strategy = model, None
-    if data_parallel == "ddp" and mesh.dp > 1:
+    if data_parallel == "ddp" and mesh.size("loss") > 1:
         native = _ddp(model, mesh, options)
         strategy = (_Ddp if mesh.pp == 1 else _DdpStages)(native, mesh)
-    elif data_parallel == "fsdp2" and mesh.dp > 1:
+    elif data_parallel == "fsdp2" and mesh.size("loss") > 1:
         native = _fsdp2(model, mesh, options)
         strategy = _Fsdp2(mesh) if mesh.pp == 1 else _Fsdp2Stages(native, mesh)
     optimizer = made_optimizer(optimizer, model.parameters())
@@ -94,7 +94,7 @@ def _ddp(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> nn.Module:
     from torch.nn.parallel import DistributedDataParallel
 
     options = {compat.DDP_BUFFERS: False, **options}  # buffers are alike by construction
-    return DistributedDataParallel(model, process_group=mesh.group("dp"), **options)
+    return DistributedDataParallel(model, process_group=mesh.group("loss"), **options)
 
 
 def _fsdp2(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> nn.Module:
@@ -106,7 +106,7 @@ def _fsdp2(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     kind = next(model.parameters()).device.type
-    group: Any = mesh.group("dp")
+    group: Any = mesh.group("loss")
     # torch keeps plans of DTensors by mesh: after a new init_process_group the same ranks may have a
     # group of another name, which only the name of the mesh dim tells apart
     over_dp = DeviceMesh.from_group(group, kind, mesh_dim_names=(f"dp_{group.group_name}",))
@@ -129,7 +129,7 @@ class _Ddp(DataParallel):
     """Sums over dp while the backward of the last micro-batch runs."""
 
     def __init__(self, native: Any, mesh: Mesh):
-        self.native, self.loss_scale = native, float(mesh.dp)
+        self.native, self.loss_scale = native, float(mesh.size("loss"))
 
     def run(self, model: Any, batch: dict[str, Any]) -> Any:
         with within_engine(model):
@@ -150,7 +150,7 @@ class _DdpStages(DataParallel):
     """
 
     def __init__(self, native: Any, mesh: Mesh):
-        self.sums, self.loss_scale = native.reducer, float(mesh.dp)
+        self.sums, self.loss_scale = native.reducer, float(mesh.size("loss"))
 
     def pipeline_step(
         self, pipeline: Any, run: Callable[..., Any], tensors: dict[str, Tensor],
@@ -174,7 +174,7 @@ class _Fsdp2(DataParallel):
     """Parameters are DTensors, divided over dp; each backward leaves divided, summed gradients."""
 
     def __init__(self, mesh: Mesh):
-        self.loss_scale = float(mesh.dp)
+        self.loss_scale = float(mesh.size("loss"))
 
     def run(self, model: Any, batch: dict[str, Any]) -> Any:
         with within_engine(model), warnings.catch_warnings():
