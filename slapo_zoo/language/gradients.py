@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo_zoo.parallel.local_tensors import dp_copies, held_here, is_divided
-from slapo_zoo.parallel.rank_plan import RankPlan
+from slapo_zoo.parallel.local_tensors import held_here, is_divided, rows_of
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.rank_plan import RankPlan, TensorPlan
 
 NORM_ROW = 4096  # elements
 
@@ -49,8 +50,8 @@ def global_norm(named: Iterable[tuple[str, nn.Parameter]], plan: RankPlan) -> Te
         dtype, device = torch.promote_types(dtype, p.dtype), p.device
         if p.grad is None or not plan.owns(name):
             continue
-        copies = dp_copies(p, mesh.size("loss")) if any_divided_over_dp else 1
         grad, row = held_here(p.grad), plan.of(name)
+        copies = _copies(p, row, mesh) if any_divided_over_dp else 1
         is_sharded = row is not None and row.placement is not None
         copies *= row.replicas(mesh) if row is not None and is_sharded else 1
         (divided if is_sharded else whole).append(grad if copies == 1 else grad / copies**0.5)
@@ -65,6 +66,13 @@ def global_norm(named: Iterable[tuple[str, nn.Parameter]], plan: RankPlan) -> Te
     if mesh.pp > 1:
         dist.all_reduce(total, group=mesh.group("pp"))
     return total.sqrt().to(dtype)
+
+
+def _copies(p: Tensor, row: TensorPlan | None, mesh: Mesh) -> int:
+    """Count the ranks that divide the batch and hold the same elements of a parameter."""
+    if hasattr(p, "full_tensor"):  # FSDP2 divides over all of them
+        return 1
+    return mesh.size("loss") // (row.row_shards if row and rows_of(p) else 1)
 
 
 def scale(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:

@@ -322,7 +322,7 @@ class Scheduled(Structure, Generates, Recomputes):
             refresh_specs(self, "save_pretrained")
             local = consolidate.local_tensors(self, self._slapo.specs, self.mesh, rows=True)
             local = keys.to_files(local, self._slapo.specs, self.mesh)
-            rows = {name: rows_of(tensor, self.mesh) for name, tensor in local.items()}
+            rows = {name: rows_of(tensor) for name, tensor in local.items()}
             local, specs = written_as(dtype, local, keys.file_specs(self._slapo.specs))
             _on_first(self.mesh, push and push.create)
             save_folder(

@@ -141,5 +141,5 @@ def part_of(model: Any, name: str) -> str:
     if cut is not None:
         found = str(cut.runs(row.shape[cut.axis], *model.mesh.place(cut.mesh_dim)))
     if row.row_shards > 1 and row.is_parameter:
-        found += f", rows {model.mesh.coord('dp') % row.row_shards} of {row.row_shards}"
+        found += f", rows {model.mesh.coord('loss') % row.row_shards} of {row.row_shards}"
     return found

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slapo_zoo.hf.models import stays_wide
 from slapo_zoo.parallel.live_bytes import OTHER, LiveBytes
-from slapo_zoo.parallel.local_tensors import held_here, is_divided
+from slapo_zoo.parallel.local_tensors import held_here, is_divided, rows_of
 from slapo_zoo.weights.ledger import human
 
 
@@ -60,7 +60,12 @@ def memory(
 ) -> Memory:
     """Return the memory of a scheduled model: see `Scheduled.memory`."""
     held = {id(p): p for p in model.parameters()}.values()
-    computes = model._slapo.precision.dtype
+    computes, plan = model._slapo.precision.dtype, model._slapo.plan
+    shapes = {
+        id(p): plan.local_shape(name) if rows_of(p) else p.shape
+        for name, p in model.named_parameters()
+    }
+    sizes = {key: torch.Size(shape).numel() for key, shape in shapes.items()}
     wide = {id(p) for path, module in model.named_modules() if computes is not None
             for p in module.parameters(recurse=False) if stays_wide(model, path, module, computes)}  # fmt: skip
     masters = [p for p in held if is_divided(p) or (computes is not None and id(p) not in wide)]
@@ -68,7 +73,7 @@ def memory(
     weights = [p for p in held if id(p) not in mastered]
     states = [s for state in optimizer.state.values() for s in state.values()] if optimizer else []
     at_rest = Memory(
-        parameters=sum(_whole_size(p) for p in held),
+        parameters=sum(sizes.values()),
         weights=_bytes([*weights, *model.buffers()]), masters=_bytes(masters),
         gradients=_bytes(p.grad for p in held), states=_bytes(states),
     )  # fmt: skip
@@ -77,10 +82,6 @@ def memory(
     found = _in_step(model, batch, micro_batches)
     kinds = {**asdict(at_rest), **{k: found[k] for k in ("activations", "buffers", "gradients")}}
     return Memory(**{**kinds, "weights": at_rest.weights + found["weights"]})
-
-
-def _whole_size(p: Any) -> int:
-    return torch.Size(getattr(p, "whole_shape", p.shape)).numel()
 
 
 def _bytes(tensors: Iterable[Any]) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 from slapo_zoo.parallel.local_tensors import marked_as, put_part
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import TensorSpec
+from slapo_zoo.parallel.rank_plan import without_peft
 
 
 def local_tensors(
@@ -21,7 +22,7 @@ def local_tensors(
     """
     engine = model._slapo.data_parallel
     found = engine.kept(model) if rows else engine.tensors(model, grads)
-    found = {name.replace(".base_layer.", "."): t for name, t in found.items()}  # beside adapters
+    found = {without_peft(name): tensor for name, tensor in found.items()}
     local = {}
     for spec in specs:
         if spec.stage != mesh.coord("pp") or spec.name not in found:

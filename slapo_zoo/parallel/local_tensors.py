@@ -11,6 +11,20 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import Placement, TensorSpec
 
 
+class Rows(NamedTuple):
+    """Rows of a rank's tensor that it keeps of those that dp ranks divide.
+
+    Args:
+        first: row of the tensor that is whole over dp.
+        count: of the rows.
+        writes: whether this rank writes them; others hold copies.
+    """
+
+    first: int
+    count: int
+    writes: bool = True
+
+
 @dataclass
 class RowsOfRank:
     """The rows that each dp rank keeps of a tensor that dp ranks shard.
@@ -18,59 +32,52 @@ class RowsOfRank:
     Args:
         size: number of those ranks.
         rank: which of them we are.
+        writes: whether our rows go into files; there may be copies of them.
     """
 
     size: int
     rank: int
+    writes: bool = True
 
     def rows(self, shape: Sequence[int]) -> int:
         """Rows of a part; the last ones may hold fewer, or none."""
         return -(-shape[0] // self.size)
 
-    def mine(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Our first row of a whole tensor, and how many."""
+    def mine(self, shape: Sequence[int]) -> Rows:
+        """Our rows of a whole tensor."""
         rows = self.rows(shape)
         first = min(self.rank * rows, shape[0])
-        return first, min(rows, shape[0] - first)
+        return Rows(first, min(rows, shape[0] - first), self.writes)
 
     def part(self, whole: Tensor) -> Tensor:
         """Return this rank's rows of an unsharded tensor."""
-        return whole.narrow(0, *self.mine(whole.shape)).clone()
+        first, count, _ = self.mine(whole.shape)
+        return whole.narrow(0, first, count).clone()
 
     def note(self, part: Any, shape: Sequence[int]) -> Any:
         """Mark a parameter as this rank's rows of a tensor of `shape`."""
-        part.whole_shape, part.first_row = tuple(shape), self.mine(shape)[0]
+        part.dp_rows = self.mine(shape)
         return part
 
     def shape_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """Return the shape of this rank's rows of a whole parameter; one without an axis stays whole."""
         shape = tuple(parameter.shape)
-        return (self.mine(shape)[1], *shape[1:]) if shape else shape
+        return (self.mine(shape).count, *shape[1:]) if shape else shape
 
 
-class Rows(NamedTuple):
-    """Rows of a rank's tensor that it keeps of those that dp ranks divide; one of the copies writes them."""
+def rows_of(tensor: Any) -> Rows | None:
+    """Return the rows that a dp rank keeps of a tensor; None where it is unsharded over dp.
 
-    first: int
-    count: int
-    writes: bool = True
-
-
-def rows_of(tensor: Any, mesh: Mesh) -> Rows | None:
-    """Return the rows that a dp rank keeps of a tensor; None where it is unsharded over dp."""
-    if not hasattr(tensor, "first_row"):
-        return None
-    shards = mesh.size("loss") // getattr(tensor, "dp_copies", 1)
-    return Rows(tensor.first_row, len(tensor), mesh.coord("loss") < shards)
+    What a file holds of a model may be a piece of a parameter, or a state of an optimizer: so rows go
+    with the tensor. Its whole shape, and which ranks have the others, says the plan of the rank.
+    """
+    return getattr(tensor, "dp_rows", None)
 
 
 def marked_as(tensor: Any, part: Any, first: int | None = None) -> Any:
     """Mark a tensor as rows of one, from `first` on, where `part` is some rows of one."""
-    if hasattr(part, "first_row"):
-        tensor.first_row = part.first_row if first is None else first
-        tensor.dp_copies = getattr(part, "dp_copies", 1)
-        if first is None and hasattr(part, "whole_shape"):
-            tensor.whole_shape = part.whole_shape
+    if (rows := rows_of(part)) is not None:
+        tensor.dp_rows = Rows(rows.first if first is None else first, len(tensor), rows.writes)
     return tensor
 
 
@@ -119,13 +126,8 @@ def put_part(full: Tensor, part: Tensor, placement: Placement, n: int, r: int) -
 
 
 def is_divided(tensor: Tensor) -> bool:
-    """Return whether a tensor is sharded over dp: FSDP2's are DTensors, those of `dp_shard=` are marked."""
-    return hasattr(tensor, "full_tensor") or hasattr(tensor, "whole_shape")
-
-
-def dp_copies(tensor: Tensor, dp: int) -> int:
-    """Return how many dp ranks hold the same elements of a tensor."""
-    return getattr(tensor, "dp_copies", 1) if is_divided(tensor) else dp
+    """Return whether a tensor is sharded over dp: by FSDP2, whose tensors are DTensors, or by `dp_shard=`."""
+    return hasattr(tensor, "full_tensor") or rows_of(tensor) is not None
 
 
 def held_here(tensor: Tensor) -> Tensor:

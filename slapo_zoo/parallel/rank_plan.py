@@ -124,7 +124,13 @@ class RankPlan:
 
     def of(self, name: str) -> TensorPlan | None:
         """Return the row of a parameter or buffer, or None where the plan has none."""
-        return self.tensors.get(name)
+        return self.tensors.get(name) or self.tensors.get(without_peft(name))
+
+    def local_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of this rank's part of a tensor of the plan, whole over dp."""
+        row = self.of(name)
+        assert row is not None  # noqa: S101 - callers ask for what dp ranks divide
+        return row.local_shape(self.mesh.tp, self.mesh.coord("tp"))
 
     def saved_as(self, name: str) -> str:
         """Return the name under which files hold a tensor: several modules may share it."""
@@ -204,6 +210,11 @@ class RankPlan:
             lines.append("  " + " | ".join(part for part in told if part))
         lines += [f"  draws: {path} {directive}" for path, directive in self.sites.items()]
         return "\n".join(lines)
+
+
+def without_peft(name: str) -> str:
+    """Return the name of a tensor in its model, also where a layer of peft stands around its module."""
+    return name.replace(".base_layer.", ".")
 
 
 def partition(coords: Sequence[int], same: Mapping[int, object]) -> tuple[tuple[int, ...], ...]:

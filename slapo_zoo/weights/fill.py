@@ -76,7 +76,7 @@ def fill_from_folder(
                 tensor,
                 known[plan.saved_as(name)].shape,
                 known[plan.saved_as(name)].placement,
-                rows_of(tensor, mesh),
+                rows_of(tensor),
                 may_map=options.map_weights and held.get(name) is tensor,  # no view of another one
             )
             for name, tensor in local.items()
@@ -180,7 +180,7 @@ def _draw(
     def put(full_name: str, full: Tensor) -> None:
         for name in wanted[full_name]:
             part = part_of(full, plan.of(name), plan.mesh)
-            if rows := rows_of(missing[name], plan.mesh):
+            if rows := rows_of(missing[name]):
                 part = part.narrow(0, rows.first, rows.count)
             missing[name].detach().copy_(part)
 

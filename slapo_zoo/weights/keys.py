@@ -8,7 +8,7 @@ from functools import cache
 from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
-from slapo_zoo.parallel.local_tensors import marked_as
+from slapo_zoo.parallel.local_tensors import marked_as, rows_of
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import HeldBy, TensorSpec
 
@@ -54,7 +54,8 @@ class Piece:
     def view(self, tensor: Tensor, mesh: Mesh) -> Tensor:
         """The piece in this rank's tensor; none of its elements where another rank holds it."""
         held, length, place = self.spec.placement, self.spec.shape[0], self.number
-        own = getattr(tensor, "first_row", 0)  # dp ranks divide it
+        rows = rows_of(tensor)  # where dp ranks divide it
+        own = rows.first if rows else 0
         if place is None:
             begin = self.part * length
             first = min(max(own, begin), begin + length)

@@ -183,7 +183,7 @@ class Restored:
             state[key] = decode(kept)
             if _is_tensor(kept):
                 state[key] = torch.empty_like(p, dtype=getattr(torch, kept["$like"])).detach()
-                rows = rows_of(p, self._mesh)
+                rows = rows_of(p)
                 target = Target(state[key], spec.shape, spec.placement, rows)
                 self.targets[f"{name}.{key}"] = target
         return state

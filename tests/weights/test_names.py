@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slapo_zoo.parallel.local_tensors import rows_of
+from slapo_zoo.parallel.local_tensors import Rows, rows_of
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.weights.keys import KeyMap, Pieces
@@ -124,9 +124,9 @@ def test_pieces_of_rows_sharded_over_dp_are_split_for_the_file():
     spec = TensorSpec("conv.weight", (9, 2), "float32")
     whole = torch.arange(18.0).reshape(9, 2)
     own = whole[4:8].clone()
-    own.first_row, mesh = 4, Mesh(dp=2, rank=1)
+    own.dp_rows, mesh = Rows(4, 4), Mesh(dp=2, rank=1)
     found = keys.split({"conv.weight": own}, [spec], mesh)
     for i, (name, view) in enumerate(found.items()):
-        rows = rows_of(view, mesh)
+        rows = rows_of(view)
         assert rows.count == [0, 2, 2][i], name
         assert torch.equal(view, whole[3 * i :][rows.first : rows.first + rows.count])

@@ -26,7 +26,9 @@ from slapo_zoo.errors import SlapoError, agreed
 from slapo_zoo.language.directive import Directive, Placed, Site, State
 from slapo_zoo.language.planned_rows import plan_of, planned_rows
 from slapo_zoo.language.primitives import ForkRng, Shard, SumGradient, Sync
+from slapo_zoo.model.gradients.module_changes import own_name
 from slapo_zoo.parallel import gather as consolidate
+from slapo_zoo.parallel.local_tensors import rows_of
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.paths import select
 from slapo_zoo.parallel.placement import Placement, TensorSpec
@@ -160,13 +162,16 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
 
 
 @contextmanager
-def whole_sizes(model: nn.Module) -> Iterator[None]:
+def whole_sizes(model: Any) -> Iterator[None]:
     """Context in which weights that dp ranks divide (`dp_shard=`) show their whole size, and hold nothing."""
     shown: list[tuple[Any, str]] = []
-    for module in model.modules():
+    plan = model._slapo.plan
+    for path, module in model.named_modules():
         for leaf, p in module._parameters.items():
-            if hasattr(p, "whole_shape"):
-                module.__dict__[leaf] = p.new_empty(1).expand(p.whole_shape)  # pyright: ignore[reportOptionalMemberAccess]
+            if p is not None and rows_of(p) is not None:
+                module.__dict__[leaf] = p.new_empty(1).expand(
+                    plan.local_shape(own_name(f"{path}.{leaf}"))
+                )
                 shown.append((module, leaf))
     try:
         yield

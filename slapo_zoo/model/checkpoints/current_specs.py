@@ -10,7 +10,7 @@ from slapo_zoo.errors import SlapoError
 from slapo_zoo.model.checkpoints import adapters
 from slapo_zoo.model.gradients.module_changes import own_name, require_known_weights
 from slapo_zoo.parallel.placement import TensorSpec
-from slapo_zoo.parallel.rank_plan import TensorPlan
+from slapo_zoo.parallel.rank_plan import TensorPlan, without_peft
 from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.zoo.argument_values import to_dtype
 
@@ -88,6 +88,6 @@ def _added(model: Any, found: dict[str, Tensor], known: set[str]) -> dict[str, T
     }  # fmt: skip
     return {
         name: tensor for name, tensor in found.items()
-        if name.replace(".base_layer.", ".") not in known and name not in of_adapters
+        if without_peft(name) not in known and name not in of_adapters
         and name not in tied
     }  # fmt: skip

@@ -181,7 +181,7 @@ class _Save:
             names = names_of(self.model, self.whole)
             record, self.tensors = optimizers.collect(self.optimizer, names)
         self.tensors |= keys.to_files(local, specs, mesh)
-        self.rows = {name: rows_of(tensor, mesh) for name, tensor in self.tensors.items()}
+        self.rows = {name: rows_of(tensor) for name, tensor in self.tensors.items()}
         stream = self.model.schedule.state.random
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
         self.state = {
@@ -254,7 +254,7 @@ def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, s
     views = runtime.keys.split(own, runtime.specs, model.mesh)
     known = {spec.name: spec for spec in runtime.keys.read_specs(runtime.specs)}
     targets = {
-        name: Target(view, known[name].shape, known[name].placement, rows_of(view, model.mesh))
+        name: Target(view, known[name].shape, known[name].placement, rows_of(view))
         for name, view in views.items()
         if view.numel()
     }

@@ -74,7 +74,8 @@ class _Held:
             return None
         if name != self._name:
             self._name, self._files = name, {}  # the one before is given up first
-            whole = runtime.data_parallel.whole_of(self.held[name], self.held[name])
+            held, shape = self.held[name], runtime.plan.local_shape(name)
+            whole = runtime.data_parallel.whole_of(held, held, shape)
             self._files = runtime.keys.to_files({name: whole}, runtime.specs, self.model.mesh)
         return self._files.get(key)
 

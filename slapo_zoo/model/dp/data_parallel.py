@@ -103,8 +103,14 @@ class DataParallel:
         """Return the tensors to save: where a rank can write its rows alone, these rows."""
         return self.tensors(model)
 
-    def whole_of(self, p: Any, value: Any) -> Any:
-        """A tensor of `kept`, whole over dp; a collective call over dp where it is not."""
+    def whole_of(self, value: Any, p: Any, shape: tuple[int, ...]) -> Any:
+        """A value of the size of a parameter or of its rows, whole over dp; a collective call where it is rows.
+
+        Args:
+            value: the parameter, its gradient, or a state of its optimizer.
+            p: the parameter.
+            shape: of the parameter, whole over dp.
+        """
         return value
 
     def gives(self, mesh: Mesh) -> bool:

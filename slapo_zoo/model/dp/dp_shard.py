@@ -97,14 +97,15 @@ class Sharded(DataParallel):
         whole: dict[int, Tensor] = {}
         for name, p in named.items():
             if id(p) not in whole:
-                whole[id(p)] = self.whole_of(p, found[name].detach())
+                shape = model._slapo.plan.local_shape(name) if is_divided(p) else p.shape
+                whole[id(p)] = self.whole_of(found[name].detach(), p, shape)
         return {n: whole[id(named[n])] if n in named else x for n, x in found.items()}
 
-    def whole_of(self, p: Any, value: Any) -> Any:
+    def whole_of(self, value: Any, p: Any, shape: tuple[int, ...]) -> Any:
         """A value of the size of a parameter's part (itself, a gradient, a state), whole over dp."""
         if not (is_divided(p) and isinstance(value, Tensor) and value.shape == p.shape):
             return value.clone() if isinstance(value, Tensor) else value
-        (found,) = self.shards.gather([value.detach()], [p.whole_shape], value.dtype)
+        (found,) = self.shards.gather([value.detach()], [shape], value.dtype)
         is_padded = found.untyped_storage().nbytes() > found.nbytes
         return found.clone() if is_padded else found  # a gather holds its buffers a moment longer
 
@@ -125,11 +126,11 @@ def shard_over_dp(model: Any, blocks: Sequence[str], shards: Shards) -> None:
         blocks: paths of the repeated blocks: what lies in one is gathered in one collective.
         shards: over which ranks.
     """
-    runtime, ranks = model._slapo, model.mesh.size("loss")
+    runtime = model._slapo
     computes = runtime.precision.dtype
     wide = {f"{path}.{name}" for path, module in model.named_modules() if computes is not None
             and stays_wide(model, path, module, computes) for name in module._parameters}  # fmt: skip
-    units: dict[str, dict[Any, list[nn.Parameter]]] = {}
+    units: dict[str, dict[Any, list[tuple[nn.Parameter, tuple[int, ...]]]]] = {}
     parts: dict[int, nn.Parameter] = {}
     block_of = _block_of(model, blocks)
     for name, p in list(model.named_parameters()):
@@ -140,10 +141,12 @@ def shard_over_dp(model: Any, blocks: Sequence[str], shards: Shards) -> None:
             part = nn.Parameter(shards.part(p.detach()), p.requires_grad)
             part.__dict__.update({k: v for k, v in p.__dict__.items() if k[0] != "_"})
             shards.note(part, p.shape)
-        part.dp_copies, parts[id(p)] = ranks // shards.size, part
+        parts[id(p)] = part
         unit = block_of.get(id(p)) or name.rpartition(".")[0]
         kind = p.dtype, p.requires_grad, name in wide
-        units.setdefault(unit, {}).setdefault(kind, []).append(part)
+        units.setdefault(unit, {}).setdefault(kind, []).append(
+            (part, runtime.plan.local_shape(name))
+        )
     for module, name, p in _parameters_of(model):
         module._parameters[name] = parts.get(id(p), p)
     _refuse_calls_beside(model, blocks)

@@ -29,7 +29,7 @@ class Shards(RowsOfRank):
             all dp ranks, as DDP does, and leaves nothing to be summed.
     """
 
-    group: Any
+    group: Any = None
     copies: Any = None
     stage: int = 3
     averages: bool = False
@@ -43,7 +43,7 @@ class Shards(RowsOfRank):
         """Make the shards: the first `size` dp ranks, the next ones, and so on; a collective call of all ranks."""
         here, of_all = mesh.coord("loss"), mesh.size("loss")
         if size == of_all:
-            return Shards(size, here, mesh.group("loss"), None, stage)
+            return Shards(size, here, True, mesh.group("loss"), None, stage)
         group = copies = None
         for rank in mesh.ranks(loss=0):
             peers = mesh.seen_by(rank).peers("loss")
@@ -53,7 +53,7 @@ class Shards(RowsOfRank):
             for i in range(size):
                 made = new_group(peers[i::size])
                 copies = made if mesh.rank in peers[i::size] else copies
-        return Shards(size, here % size, group, copies, stage)
+        return Shards(size, here % size, here < size, group, copies, stage)
 
     @property
     def ranks(self) -> int:
@@ -104,7 +104,7 @@ class Shards(RowsOfRank):
         *sums, held = out.split(sizes)
         found: list[Any] = []
         for i, (grad, part, shape) in enumerate(zip(grads, sums, shapes, strict=True)):
-            mine = self.mine(shape)[1]
+            mine = self.mine(shape).count
             is_missing = grad is None and not held[i]
             found.append(None if is_missing else part.view(-1, *shape[1:])[:mine].clone())
         return found
@@ -124,13 +124,19 @@ class Group:
 
     Args:
         shards: over which ranks.
-        parameters: of one dtype, all trained or none.
+        parameters: of one dtype, all trained or none; each with its shape, whole over dp.
         is_wide: they compute in their own dtype, whatever the model computes in.
     """
 
-    def __init__(self, shards: Shards, parameters: Sequence[nn.Parameter], is_wide: bool):
-        self.shards, self.parameters, self.is_wide = shards, parameters, is_wide
-        self.shapes = [p.whole_shape for p in parameters]  # pyright: ignore[reportAttributeAccessIssue]
+    def __init__(
+        self,
+        shards: Shards,
+        parameters: Sequence[tuple[nn.Parameter, tuple[int, ...]]],
+        is_wide: bool,
+    ):
+        self.shards, self.is_wide = shards, is_wide
+        self.parameters = [p for p, _ in parameters]
+        self.shapes = [shape for _, shape in parameters]
         self._begun: tuple[Any, Tensor, Any] | None = None
         self._whole: list[Tensor] | None = None
         self.sums: list[Any] = [None] * len(parameters)  # whole gradients that wait, at stage 1

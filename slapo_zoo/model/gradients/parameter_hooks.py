@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from slapo_zoo.errors import MeshError
 from slapo_zoo.model.gradients.optimizers import whole
-from slapo_zoo.parallel.local_tensors import is_divided, part_of
+from slapo_zoo.parallel.local_tensors import is_divided, part_of, rows_of
 
 
 class OnWhole:
@@ -34,16 +34,18 @@ class OnWhole:
     def on(self, grad: Tensor) -> Tensor:
         """Return this rank's gradient after the hook."""
         runtime, p = self.reducer().runtime, self.parameter()  # pyright: ignore[reportOptionalMemberAccess]
-        mesh, rows = runtime.schedule.mesh, is_divided(p)
-        full, placed = grad, runtime.plan.sharded(self.name)
-        full = runtime.data_parallel.whole_of(p, full) if rows else full
+        mesh, plan, rows = runtime.schedule.mesh, runtime.plan, rows_of(p)
+        full, placed = grad, plan.sharded(self.name)
+        full = (
+            runtime.data_parallel.whole_of(full, p, plan.local_shape(self.name)) if rows else full
+        )
         full = whole(full, placed, mesh) if placed else full
         if full is grad:
             found = self.hook(grad)
             return grad if found is None else found
         found = self._called(full)
         found = part_of(found, placed, mesh) if placed else found
-        found = found.narrow(0, p.first_row, len(p)) if rows else found  # pyright: ignore[reportOptionalMemberAccess]
+        found = found.narrow(0, rows.first, rows.count) if rows else found
         return torch.empty_like(grad).copy_(found)
 
     def _called(self, full: Tensor) -> Tensor:

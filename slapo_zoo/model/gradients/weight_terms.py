@@ -17,7 +17,7 @@ from slapo_zoo.errors import MeshError
 from slapo_zoo.model.gradients.input_gradients import nodes_of, reached
 from slapo_zoo.model.gradients.of_models import runtime_of
 from slapo_zoo.parallel.collectives import group_size
-from slapo_zoo.parallel.local_tensors import is_divided
+from slapo_zoo.parallel.local_tensors import is_divided, rows_of
 from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS, TIED
 
 Place = tuple[Any, int, Any]  # a node, which of its edges leads to a parameter, and the parameter
@@ -59,8 +59,8 @@ def count_once(runtime: Any, loss: Tensor, began: int) -> None:
 
 def _factor(runtime: Any, row: Any, p: Any) -> float:
     """Return the factor that makes up for the sums over ranks that a gradient will, or will not, go through."""
-    mesh, divided = runtime.schedule.mesh, runtime.schedule.state.forward.tokens_divided
-    factor = mesh.size("loss") // p.dp_copies if is_divided(p) else 1.0
+    divided = runtime.schedule.state.forward.tokens_divided
+    factor = float(row.row_shards) if row and rows_of(p) else 1.0
     for one in row.sums(divided, PARTIAL, REPLICAS) if row else ():
         factor /= group_size(runtime.group(one))
     return factor
