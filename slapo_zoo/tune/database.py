@@ -1,4 +1,4 @@
-"""Measurements on disk: one line each, appended and forced out, so that a killed run loses none."""
+"""Results of a tuning search in a JSON-lines file: appended and synced one by one, so a killed run loses none."""
 
 import fcntl
 import json
@@ -12,17 +12,16 @@ from slapo_zoo.tune.space import Space
 
 
 class Database:
-    """Outcomes of tuning by key, in a file or in memory.
+    """Measured results of a tuning search by key, in a file or in memory.
 
-    The file holds a JSON object per line; a later line of the same key counts. A line that was cut
-    off by a kill or a full disk is passed over, and the next commit begins a new one. Several
-    processes may commit to one file.
+    The file holds one JSON object per line; of two lines with the same key the later one counts. A line
+    that a kill or a full disk left incomplete is skipped. Several processes may append to one file.
 
     Args:
-        db_file_name: where results are kept; None keeps them in memory.
+        db_file_name: path of the file; None keeps the results in memory.
 
     Attributes:
-        damaged: lines of the file that could not be read.
+        damaged: number of lines of the file that could not be parsed.
     """
 
     def __init__(self, db_file_name: str | Path | None = None):
@@ -31,7 +30,7 @@ class Database:
         self.damaged = 0
 
     def load(self) -> "Database":
-        """Read the file, if there is one."""
+        """Read all results from the file, if it exists; return this database."""
         if self.db_file_name is None or not self.db_file_name.exists():
             return self
         self.damaged = 0
@@ -44,7 +43,7 @@ class Database:
         return self
 
     def commit(self, key: str, data: Any) -> None:
-        """Keep a result; when this returns, it is on the disk."""
+        """Store the result `data` (JSON-serializable) under `key`; the file is synced before this returns."""
         line = json.dumps({"key": key, "data": data}).encode() + b"\n"
         self.db[key] = json.loads(line)["data"]  # what a reload would find
         if self.db_file_name is None:
@@ -69,7 +68,7 @@ class Database:
         return self.db[key]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the result of a key, or the default."""
+        """Return the result stored under `key`, or `default`."""
         return self.db.get(key, default)
 
     def __iter__(self) -> Iterator[str]:
@@ -81,14 +80,14 @@ class Database:
 
 @dataclass(frozen=True)
 class Scope:
-    """Conditions of a measurement: it is used again only where all of them are the same.
+    """Conditions of a measurement: a stored result is reused only where all of them are equal.
 
     Args:
-        device: name of the device and how many.
-        model: name and a hash of its config.
-        schedule: hash of the schedule or of the script.
-        versions: of the software.
-        setting: what else is fixed: tokens of a row, the dtype.
+        device: name and number of the devices.
+        model: name of the model and a hash of its config.
+        schedule: hash of the schedule or of the training script.
+        versions: package --> version, of the software that was measured.
+        setting: other fixed settings by name: tokens per row, dtype, memory limit.
     """
 
     device: str
@@ -98,7 +97,7 @@ class Scope:
     setting: Mapping[str, Any] = field(default_factory=dict)
 
     def key(self, point: Mapping[str, Any], steps: int | None = None) -> str:
-        """The key of a point, measured over so many steps."""
+        """Return the database key of a configuration (symbol --> value) that is measured over `steps` steps."""
         versions = ",".join(f"{name}={self.versions[name]}" for name in sorted(self.versions))
         setting = ",".join(f"{name}={self.setting[name]}" for name in sorted(self.setting))
         at = Space.cfg_dict_to_str(dict(sorted(point.items())))

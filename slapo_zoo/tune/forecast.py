@@ -1,4 +1,4 @@
-"""A training step of one layout, stage by stage, as `slapo-zoo plan` prints it: a view of the planner's."""
+"""Forecast of one training step per pipeline stage, for the tables of `slapo-zoo plan`."""
 
 import itertools
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ class StageForecast:
     """Predicted time and activations of one pipeline stage.
 
     Args:
-        rank: pp coordinate.
-        extent: first and last unit.
-        seconds: of forward and backward of a micro-batch.
-        flops: of both on one tp rank, what is recomputed included.
+        rank: pp coordinate of the rank that runs the stage.
+        extent: names of the first and the last unit of the stage.
+        seconds: forward and backward of one micro-batch.
+        flops: operations of both on one tp rank, recomputation included.
         activations: bytes kept from the forward of a micro-batch to its backward.
-        received: bytes that enter with a micro-batch.
+        received: bytes that the stage receives per micro-batch from the stage before.
     """
 
     rank: int
@@ -29,7 +29,7 @@ class StageForecast:
 
 
 def forecast(planner: Planner, layout: Layout) -> tuple[Forecasted, list[StageForecast]]:
-    """Forecast of a layout: its memory and time, and the stage that binds."""
+    """Return (memory and time of a training step under `layout`, the forecast of each pipeline stage)."""
     found, places = planner.forecast(layout), places_of(layout)
     names = [unit.name for unit in planner.profile(layout.tp, layout.sequence_parallel).units]
     edges = itertools.pairwise([0, *planner.cuts(layout.stages), len(names)])

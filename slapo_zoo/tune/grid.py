@@ -1,4 +1,4 @@
-"""The points of a space as vectors: what searches and models compute with."""
+"""Grid: the configurations of a tuning space as vectors, for search strategies and the surrogate model."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,11 +14,11 @@ MEMORY = {
 
 
 class Grid:
-    """All configurations of a space, by number.
+    """All configurations of a tuning space, each with a number (its index in `points`).
 
     Args:
-        points: the space.
-        memory: symbol --> +1 or -1: larger values take more or less memory.
+        points: the configurations, symbol --> value.
+        memory: symbol --> +1 where larger values take more memory, -1 where they take less.
     """
 
     def __init__(self, points: Sequence[Point], memory: Mapping[str, int] | None = None):
@@ -38,18 +38,22 @@ class Grid:
         return sorted(values) if all(is_number(v) for v in values) else values
 
     def find(self, point: Mapping[str, Any]) -> int | None:
-        """Return the number of a configuration, or None."""
+        """Return the number of a configuration, or None if the grid does not contain it."""
         return self.number.get(_key(point))
 
     def nearest(self, wanted: Sequence[float], among: Iterable[int]) -> int:
-        """Return the point whose indices are nearest."""
+        """Return which of the configurations numbered `among` is nearest to `wanted`, one value index per symbol."""
         chosen = np.fromiter(among, dtype=int)
         spans = np.array([max(len(self.values[n]) - 1, 1) for n in self.names])
         off = np.abs(self.index[chosen] - np.asarray(wanted)) / spans
         return int(chosen[off.sum(1).argmin()])
 
     def coordinates(self, without: Sequence[str] = ()) -> np.ndarray:
-        """[points, symbols and categories] in 0..1: numbers scaled, one column per category."""
+        """Return the configurations as an array [points, columns] in 0..1: scaled numbers, one column per category.
+
+        Args:
+            without: symbols to leave out.
+        """
         columns = []
         for j, name in enumerate(self.names):
             values = self.values[name]
@@ -62,7 +66,7 @@ class Grid:
         return np.stack(columns, 1) if columns else np.zeros((len(self.points), 1))
 
     def takes_more(self, small: int) -> np.ndarray:
-        """Return which points need at least as much memory as a point: a mask."""
+        """Return a mask [points] of the configurations that need at least as much memory as number `small`."""
         mask = np.ones(len(self.points), dtype=bool)
         for j, name in enumerate(self.names):
             direction = self.memory.get(name, 0) if all(map(is_number, self.values[name])) else 0
@@ -71,7 +75,7 @@ class Grid:
         return mask
 
     def takes_less(self, large: int) -> np.ndarray:
-        """Return which points need at most as much memory as a point: a mask."""
+        """Return a mask [points] of the configurations that need at most as much memory as number `large`."""
         mask = np.ones(len(self.points), dtype=bool)
         for j, name in enumerate(self.names):
             direction = self.memory.get(name, 0) if all(map(is_number, self.values[name])) else 0
@@ -80,10 +84,10 @@ class Grid:
         return mask
 
     def corners(self, here: np.ndarray) -> list[int]:
-        """Points from which memory is learned, the one that takes least first.
+        """Return the configurations to measure first for a model of memory, the smallest one first.
 
-        All symbols that tell memory at the end that takes least, then each of them alone at the other
-        end, then half-way in all; the others stay as they are `here`.
+        First all memory symbols take their value of least memory, then one symbol at a time takes its other
+        end, then all take their middle value. Other symbols keep the value indices of `here` [symbols].
         """
         axes = [
             j for j, n in enumerate(self.names) if self.memory.get(n) and len(self.values[n]) > 1
@@ -101,10 +105,10 @@ class Grid:
         return [place[tuple(row.tolist())] for row in wanted if tuple(row.tolist()) in place]
 
     def memory_terms(self) -> np.ndarray:
-        """[points, terms] of which peak memory is a sum: a constant, the rows, and rows times the rest.
+        """Return [points, terms]: features whose weighted sum models peak memory: 1, rows, and rows times the rest.
 
-        What recomputation or a kernel saves, it saves per row. Without a symbol that counts rows,
-        every symbol is a term.
+        Recomputation or a kernel saves memory per row. In a grid without a symbol that counts rows, every
+        symbol is a term of its own.
         """
         counts = [
             n
@@ -121,7 +125,7 @@ class Grid:
         return np.concatenate([one, rows[:, None], rows[:, None] * columns], 1)
 
     def memory_parts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return (rows, share of activations kept) of every configuration, each scaled to 0..1."""
+        """Return (rows, share of activations kept) of every configuration, each [points] and scaled to 0..1."""
         rows, kept = np.ones(len(self.points)), np.zeros(len(self.points))
         for name, direction in self.memory.items():
             values = self.values.get(name, [])
@@ -135,7 +139,7 @@ class Grid:
         return rows, kept
 
     def memory_rank(self) -> np.ndarray:
-        """0..1 at every point: how far its symbols are towards more memory."""
+        """Return [points] in 0..1: the mean position of the memory symbols between least (0) and most memory (1)."""
         found = np.zeros(len(self.points))
         names = [n for n in self.names if self.memory.get(n) and len(self.values[n]) > 1]
         for name in names:
@@ -144,17 +148,17 @@ class Grid:
         return found / max(len(names), 1)
 
     def text(self, number: int) -> str:
-        """Write a configuration in one line."""
+        """Format a configuration, given by its number, in one line."""
         return Space.cfg_dict_to_str(self.points[number])
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value lies on a scale."""
+    """Return whether a symbol's value is an int or float, so that values have an order; bool is a category."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _scaled(values: np.ndarray) -> np.ndarray:
-    """0..1, on a logarithmic scale where values span an order of magnitude."""
+    """Return values scaled to 0..1, logarithmically where the largest is at least 8 times the smallest."""
     low, high = values.min(), values.max()
     if low > 0 and high / low >= 8:
         values, low, high = np.log(values), np.log(low), np.log(high)

@@ -1,4 +1,4 @@
-"""Outcome of one measurement, and the ways to fail."""
+"""Outcome of one tuning measurement: throughput and memory, or the kind of failure."""
 
 import signal
 from collections.abc import Mapping
@@ -19,13 +19,13 @@ class Outcome:
     """Throughput and memory of one configuration, or why it failed.
 
     Args:
-        kind: ok; out_of_memory; crash; timeout; wrong (it computes something else); slow (given up
-            after the first steps).
-        throughput: rows per second, the higher the better; 0.0 where nothing was measured.
-        peak_memory: bytes of the fullest rank, 0 where unknown.
-        steps: over how many it was measured.
-        message: the error, in a line.
-        seconds: that the measurement took, start and all.
+        kind: "ok", "out_of_memory", "crash", "timeout", "wrong" (another loss than the plain model) or
+            "slow" (stopped after the first steps).
+        throughput: rows per second; 0.0 where nothing was measured.
+        peak_memory: bytes of the rank that used most; 0 where unknown.
+        steps: number of training steps that were timed.
+        message: the error in one line.
+        seconds: duration of the whole measurement, start of the process included.
     """
 
     kind: str
@@ -37,7 +37,7 @@ class Outcome:
 
     @property
     def is_measured(self) -> bool:
-        """Return whether there is a throughput."""
+        """Return whether the configuration ran, so that `throughput` is valid: kind "ok" or "slow"."""
         return self.kind in (OK, SLOW)
 
     def to_dict(self) -> dict[str, Any]:
@@ -51,11 +51,11 @@ class Outcome:
 
 
 def failure_of(returncode: int, text: str) -> Outcome:
-    """The outcome of a process that ended without a result.
+    """Return the outcome of a worker process that ended without writing one.
 
     Args:
-        returncode: as of `subprocess`.
-        text: what it wrote on stderr.
+        returncode: exit code as `subprocess` gives it; negative for a signal.
+        text: stderr of the process.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     last = lines[-1] if lines else ""

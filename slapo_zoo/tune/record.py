@@ -1,4 +1,4 @@
-"""Tuned values beside a card: `tuning.json`, one entry per device and setting, each with what was measured."""
+"""Store tuned values beside a schedule card: `tuning.json`, one entry per device and setting."""
 
 import json
 import os
@@ -14,13 +14,10 @@ from slapo_zoo.zoo.tuned import TUNING
 
 
 def record(card: Path, scope: Scope, point: Mapping[str, Any], outcome: Outcome) -> None:
-    """Write the best point of a search into the folder of a card.
+    """Write the fastest configuration of a search (`point`, symbol --> value) into a card's `tuning.json`.
 
-    Args:
-        card: its folder; it must be a whole card.
-        scope: what the measurement holds for.
-        point: the fastest.
-        outcome: its measurement.
+    Raises:
+        CardError: the folder `card` is no complete card.
     """
     read_card(card)  # CardError for anything else
     before = json.loads(files.read(card, TUNING)) if (card / TUNING).exists() else {}
@@ -37,7 +34,7 @@ def record(card: Path, scope: Scope, point: Mapping[str, Any], outcome: Outcome)
 
 
 def recorded(card: Path, device: str) -> dict[str, Any]:
-    """Return the tuned entries of one device by setting; empty where nothing was tuned."""
+    """Return the tuned entries of one device by setting; empty if the card has none."""
     if not (card / TUNING).exists():
         return {}
     return json.loads(files.read(card, TUNING)).get(device, {})

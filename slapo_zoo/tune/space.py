@@ -1,9 +1,8 @@
-"""A space of configurations whose symbols may depend on each other (polyhedral).
+"""A tuning space whose symbols may depend on each other (polyhedral).
 
-A symbol is created with its candidates, or with a function of symbols before it that returns them. One
-that has a condition exists only where the condition holds, and constraints cut points away. The older
-form is a function `update(arguments, space)` that is called again each time one more symbol is fixed and
-creates the symbols anew from what is known by then.
+A symbol has a list of candidates, or a function of earlier symbols that returns them; it may have a
+condition, and constraints exclude configurations. The older form is a function `update(arguments, space)`
+that is called again after each symbol is fixed and creates the symbols anew.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +17,7 @@ MOST_POINTS = 200_000
 
 
 class Space:
-    """The tuning space; symbols are fixed in the order in which they were created."""
+    """Tuning space: symbols with candidate values, fixed in the order in which they were created."""
 
     def __init__(self) -> None:
         self.space: dict[str, Symbol] = {}
@@ -32,12 +31,12 @@ class Space:
         self, name: str, vals: Iterable[Any] | Callable[..., Iterable[Any]],
         when: Callable[..., bool] | None = None,
     ) -> Symbol:  # fmt: skip
-        """Create a symbol; one that is fixed already stays, any other gets the new candidates.
+        """Create a symbol, or give an existing one new candidates unless it is fixed; return the symbol.
 
         Args:
-            name: of the symbol.
-            vals: candidates, or a function whose parameters are names of symbols before.
-            when: a function of symbols before: where it is False, points have no such symbol.
+            name: name of the symbol.
+            vals: candidates, or a function whose parameters are names of earlier symbols.
+            when: function of earlier symbols; where it is False, configurations lack this symbol.
         """
         known = self.space.get(name)
         if known is not None and known.is_fixed():
@@ -52,12 +51,12 @@ class Space:
         return self.space[name]
 
     def constrain(self, rule: Callable[..., bool]) -> None:
-        """Keep only points where a rule holds: `space.constrain(lambda tp, pp: tp * pp <= 8)`."""
+        """Keep only the configurations where `rule` holds: `space.constrain(lambda tp, pp: tp * pp <= 8)`."""
         _check_names("constrain", rule, list(self.space))
         self._constraints.append(rule)
 
     def next(self) -> Symbol | None:
-        """The next symbol to fix, in the order of creation; None after the last."""
+        """Return the next symbol to fix, in the order of creation; None after the last."""
         names = list(self.space)
         while self.fixed_idx + 1 < len(names):
             self.fixed_idx += 1
@@ -66,14 +65,14 @@ class Space:
         return None
 
     def reset(self) -> None:
-        """Forget the values that were chosen for symbols."""
+        """Unfix all symbols."""
         self.fixed_idx = -1
         for symbol in self.space.values():
             symbol.fixed_idx = -1
         self._settle()
 
     def to_dict(self) -> Point:
-        """Name --> value; SpaceError while a symbol is not fixed."""
+        """Return the configuration, symbol --> value; SpaceError while a symbol is not fixed."""
         return {n: symbol.value for n, symbol in self.space.items() if n not in self._absent}
 
     def clone(self) -> "Space":
@@ -89,24 +88,24 @@ class Space:
 
     @staticmethod
     def cfg_dict_to_str(cfg_dict: Mapping[str, Any]) -> str:
-        """A point in one line: `(batch_size: 8, ckpt_ratio: 0.5)`."""
+        """Format a configuration in one line: `(batch_size: 8, ckpt_ratio: 0.5)`."""
         return "(" + ", ".join(f"{name}: {value}" for name, value in cfg_dict.items()) + ")"
 
     def points(
         self, training_script_args: Any = None, update_space_fn: Update | None = None
     ) -> Iterator[Point]:
-        """Every point, in the order of the symbols and their candidates.
+        """Yield every configuration, in the order of the symbols and their candidates.
 
         Args:
-            training_script_args: handed to the function.
-            update_space_fn: creates symbols from what is fixed by then.
+            training_script_args: first argument of `update_space_fn`.
+            update_space_fn: older form of a space: creates symbols from those fixed so far.
         """
         space = self.clone()
         space.reset()
         yield from space._walk(training_script_args, update_space_fn)
 
     def all_points(self, *arguments: Any) -> list[Point]:
-        """`list(points(...))`; SpaceError where there is none, or more than MOST_POINTS."""
+        """Return `list(points(...))`; SpaceError where it is empty or longer than MOST_POINTS."""
         found: list[Point] = []
         for point in self.points(*arguments):
             found.append(point)
@@ -118,7 +117,7 @@ class Space:
         return found
 
     def log_space(self, training_script_args: Any, update_space_fn: Update) -> None:
-        """Log every point of the space and their number."""
+        """Log every configuration of the space and their number."""
         from slapo_zoo.parallel.rng.seeds import get_logger
 
         say, count = get_logger("slapo_zoo").info, 0
@@ -142,7 +141,7 @@ class Space:
             yield from branch._walk(arguments, update)
 
     def _settle(self) -> None:
-        """Compute the candidates that are functions of symbols fixed by now."""
+        """Compute the candidates and conditions that depend only on symbols that are fixed by now."""
         fixed = {n: symbol.value for n, symbol in self.space.items() if symbol.is_fixed()}
         self._absent = {n for n, rule in self._conditions.items()
                         if _applies(rule, fixed, self._absent) and not _call(rule, fixed)}  # fmt: skip

@@ -1,7 +1,6 @@
-"""Strategies: which point of a grid to measure next, from what is known by now.
+"""Search strategies: which configuration of a grid to measure next, given the measurements so far.
 
-A strategy has `ask(known, open_points)`; it keeps no state that could not be found again from the
-measurements, so a search that was killed resumes where it stopped.
+A strategy can rebuild its state from the measurements, so a killed search resumes where it stopped.
 """
 
 import random
@@ -33,7 +32,12 @@ class Strategy(Protocol):
     """A search strategy: it names the next configuration to measure."""
 
     def ask(self, known: Known, left: Sequence[int]) -> int | None:
-        """The number of the next point; None when no other is worth measuring."""
+        """Return the number of the next configuration to measure, or None when no other is worth it.
+
+        Args:
+            known: number of a configuration --> its outcome, in the order of measurement.
+            left: numbers of the configurations that are not measured yet.
+        """
         ...
 
 
@@ -61,13 +65,13 @@ class Random:
 
 
 class Coordinate:
-    """Coordinate descent: along one symbol after the other, to the nearest neighbours first."""
+    """Coordinate descent: tries the neighbours of the best configuration along one symbol after the other."""
 
     def __init__(self, grid: Grid, start: int = 0, **options: Any):
         self.grid, self.start = grid, start
 
     def ask(self, known: Known, left: Sequence[int]) -> int | None:
-        """A neighbour of the best point along one symbol; beyond a point that failed it looks back."""
+        """Return an unmeasured neighbour of the best configuration along one symbol, or None where there is none."""
         if not known:
             return self.start if self.start in left else (left[0] if left else None)
         best = best_of(known)
@@ -92,7 +96,7 @@ class Coordinate:
 
 
 class Optuna:
-    """The tree-structured Parzen estimator of `optuna` (Bergstra et al. 2011)."""
+    """Strategy that samples with `optuna`'s tree-structured Parzen estimator (Bergstra et al. 2011)."""
 
     def __init__(self, grid: Grid, seed: int = 0, start: int = 0, **options: Any):
         try:
@@ -111,7 +115,7 @@ class Optuna:
         self.told: set[int] = set()
 
     def ask(self, known: Known, left: Sequence[int]) -> int | None:
-        """The free point nearest to what the sampler draws."""
+        """Return the unmeasured configuration that is nearest to the sampler's suggestion."""
         if not left:
             return None
         if not known:
@@ -133,13 +137,13 @@ class Optuna:
 
 
 class Model:
-    """A surrogate of throughput and memory; the largest expected improvement is measured next.
+    """Bayesian optimization: a surrogate of throughput and memory picks the largest expected improvement.
 
     Args:
         grid: the space.
-        start: the first point.
-        prior: relative throughput that a planner expects at every point, or None.
-        options: of other strategies.
+        start: number of the first configuration to measure.
+        prior: relative throughput of every configuration as the planner expects it, or None.
+        options: ignored; arguments of other strategies.
     """
 
     def __init__(
@@ -152,7 +156,7 @@ class Model:
             self.priors = [np.log(np.maximum(np.asarray(prior, float), 1e-12))]
 
     def ask(self, known: Known, left: Sequence[int]) -> int | None:
-        """The start; then where most is to be gained."""
+        """Return `start` first, then the configuration with the largest expected gain; None if that is too small."""
         if not left:
             return None
         if not known:
@@ -172,7 +176,7 @@ class Model:
         return int(free[chosen]) if gain[chosen] > WORTH or len(known) < FEWEST else None
 
     def _spread(self, known: Known, left: Sequence[int]) -> int:
-        """A point from which much is learned: where memory is a question, a corner that may fit."""
+        """Return an informative configuration: a corner of memory use that may fit, else the one farthest from all."""
         corners = self.grid.corners(self.grid.index[self.start])
         ran = [i for i, outcome in known.items() if outcome.is_measured]
         silent = [i for i in ran if not known[i].peak_memory]
@@ -187,9 +191,9 @@ class Model:
         return int(free[distance.argmax()])
 
     def _unseen(self, ran: list[int], left: Sequence[int]) -> int | None:
-        """A point that tells what a symbol does to memory, of which only one value ran so far.
+        """Return a configuration that varies a memory symbol of which only one value has run, or None.
 
-        From where all symbols take least, half-way along that symbol of what may still fit.
+        All other memory symbols take their value of least memory.
         """
         corners = self.grid.corners(self.grid.index[self.start])[:1]
         for j, name in enumerate(self.grid.names) if corners else ():
@@ -202,7 +206,7 @@ class Model:
         return None
 
     def _gain(self, known: Known, ran: list[int]) -> np.ndarray:
-        """Expected improvement of log throughput at every point, weighted with the chance to run; the mean over all priors."""
+        """Return [points]: expected gain of log throughput times the probability to fit, the mean over all priors."""
         values = np.log([known[i].throughput for i in ran])
         gain = np.zeros(len(self.grid.points))
         for prior in self.priors:
@@ -221,13 +225,16 @@ def _in_a_row(known: Known) -> int:
 
 
 def best_of(known: Known) -> int | None:
-    """The number of the fastest point that ran to its end."""
+    """Return the number of the fastest configuration that ran to its end, or None."""
     ran = [i for i, outcome in known.items() if outcome.kind == OK]
     return max(ran, key=lambda i: known[i].throughput, default=None)
 
 
 def easiest(grid: Grid, known: Known, left: Sequence[int]) -> int | None:
-    """A point that needs less memory than all that failed: half-way down to the least there is."""
+    """Return an unmeasured configuration that needs less memory than all that failed; None if nothing is left.
+
+    It lies half-way between the failures and the smallest; after three failures it is the smallest.
+    """
     if not left:
         return None
     failed = [i for i, outcome in known.items() if outcome.kind == OUT_OF_MEMORY]
@@ -246,7 +253,7 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
 
 
 def find_strategy(name: str) -> Callable[..., Strategy]:
-    """Return the strategy of a name; an unknown name is an error with the known ones."""
+    """Return the strategy class of a name; SlapoError lists all names where it is unknown."""
     if name not in STRATEGIES:
         hint = f"choose one of {', '.join(STRATEGIES)}"
         raise SlapoError("tune", f"search={name!r}", "no such strategy", hint)

@@ -1,7 +1,7 @@
-"""A model of what was measured: a Gaussian process over a quadratic trend, and the memory that runs out.
+"""Surrogate of measurements: a Gaussian process over a quadratic trend, and a model of memory use.
 
 The trend says that step time changes smoothly with batch size and recomputation; the process corrects it
-where measurements disagree. Rasmussen and Williams 2006, chapter 2; expected improvement: Jones et al. 1998.
+where measurements differ. Rasmussen and Williams 2006, chapter 2; expected improvement: Jones et al. 1998.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ class Surrogate:
 
     Args:
         coordinates: [points, axes] in 0..1.
-        measured: numbers of points.
-        values: at those.
+        measured: numbers of the configurations that were measured.
+        values: measured value of each.
     """
 
     def __init__(self, coordinates: np.ndarray, measured: Sequence[int], values: Sequence[float]):
@@ -54,7 +54,7 @@ class Surrogate:
         self.deviation = self.scale * np.sqrt(np.maximum(prior - (half**2).sum(0), 1e-12))
 
     def improvement(self, best: float) -> np.ndarray:
-        """Return the expected improvement over `best` at every configuration."""
+        """Return the expected improvement over the value `best` at every configuration, [points]."""
         from math import erf, pi
 
         gain = self.mean - best
@@ -74,18 +74,17 @@ def _kernel(a: np.ndarray, b: np.ndarray, length: float) -> np.ndarray:
 def fits(
     grid: Grid, ran: Sequence[int], peaks: Sequence[float], failed: Sequence[int]
 ) -> np.ndarray:
-    """Return the probability that each configuration fits into memory.
+    """Return the probability [points] that each configuration fits into memory; 1 until one has failed.
 
-    Where peaks were measured, memory is estimated from them (`Grid.memory_terms`), and the limit lies
-    between the highest peak and the least estimate of what failed. Without, every law of memory that
-    agrees with what ran and what failed has its say. Until a point fails, all are taken to fit: a limit
-    that nothing met would keep the search from the points that take most, and those are often the fastest.
+    From measured peaks a linear model of memory is fitted (`Grid.memory_terms`); the limit lies between the
+    highest measured peak and the lowest estimate of a failure. Without peaks, all memory laws of `_by_laws`
+    that agree with the outcomes are averaged.
 
     Args:
         grid: the space.
-        ran: numbers of points that fit.
-        peaks: their bytes; 0 where unknown.
-        failed: numbers of points that ran out of memory.
+        ran: numbers of configurations that fit.
+        peaks: peak bytes of each; 0 where unknown.
+        failed: numbers of configurations that ran out of memory.
     """
     if not failed:
         return np.ones(len(grid.points))
@@ -102,10 +101,10 @@ def fits(
 
 
 def _by_laws(grid: Grid, ran: Sequence[int], failed: Sequence[int]) -> np.ndarray:
-    """The share of all laws of memory that agree with what happened under which a point fits.
+    """Return [points]: the share of memory laws consistent with the outcomes under which a configuration fits.
 
-    A law says what a row keeps beside its inputs, which recomputation saves, and how much there is in all:
-    memory = rows * (1 + kept * what is not recomputed), up to a limit.
+    A law is: memory = rows * (1 + kept * share that is not recomputed), up to an unknown limit; `kept`
+    takes the values of KEPT.
     """
     rows, kept = grid.memory_parts()
     memory = rows[None] * (1.0 + KEPT[:, None] * kept[None])  # [laws, points]

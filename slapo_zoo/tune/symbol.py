@@ -1,4 +1,4 @@
-"""A tunable symbol: a name, its candidate values, and which of them it is fixed at."""
+"""Symbol: a tunable name with its candidate values, and the one at which it is fixed."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,18 +7,18 @@ from slapo_zoo.errors import SlapoError
 
 
 class SpaceError(SlapoError, ValueError):
-    """A space, a symbol or a point of a space is not as it must be."""
+    """Error of an invalid tuning space, symbol or configuration."""
 
 
 class Symbol:
-    """One knob of a search space and its candidate values.
+    """One tunable symbol of a space and its candidate values.
 
     Comparisons with a number are False until the symbol is fixed, so that a function that builds a
-    space may ask `if batch_size >= 64:` before it is known.
+    space may test `if batch_size >= 64:` early.
 
     Args:
-        name: of the symbol.
-        vals: candidate values, in an order in which neighbours are alike.
+        name: name of the symbol.
+        vals: candidate values, ordered so that neighbours are similar.
     """
 
     def __init__(self, name: str, vals: Iterable[Any]):
@@ -26,18 +26,18 @@ class Symbol:
 
     @property
     def value(self) -> Any:
-        """The value it is fixed at; SpaceError (a ValueError) before."""
+        """Return the value at which the symbol is fixed; SpaceError (a ValueError) before."""
         if not self.is_fixed():
             problem = f"it has not been fixed at one of {self.vals}"
             raise SpaceError("Symbol", self.name, problem, "call fix_at(index) first")
         return self.vals[self.fixed_idx]
 
     def is_fixed(self) -> bool:
-        """Return whether a value was chosen."""
+        """Return whether `fix_at` has chosen a candidate."""
         return self.fixed_idx != -1
 
     def fix_at(self, idx: int) -> None:
-        """Choose the candidate at an index."""
+        """Fix the symbol at the candidate with index `idx`; SpaceError if there is none."""
         if not 0 <= idx < len(self.vals):
             problem = f"found index {idx}, it has {len(self.vals)} values"
             raise SpaceError(
@@ -46,7 +46,7 @@ class Symbol:
         self.fixed_idx = idx
 
     def add(self, val: Any) -> None:
-        """Add a candidate, unless it is one already."""
+        """Append a candidate value, unless the symbol has it already."""
         if val not in self.vals:
             self.vals.append(val)
 

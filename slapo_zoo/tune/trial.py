@@ -1,4 +1,4 @@
-"""Work of a tuner's worker: build a model at one point, check what it computes, time its training steps."""
+"""Worker process of the tuner: build a model in one configuration, check its loss, time its training steps."""
 
 import json
 import os
@@ -37,16 +37,16 @@ class Job:
 
     Args:
         model: a family, a folder or a Hub id; only its config is used.
-        point: symbol --> value: knobs of `from_pretrained`, `batch_size` (rows of a step and copy),
+        point: symbol --> value: knobs of `from_pretrained`, `batch_size` (rows per step and replica),
             `threads`; several kernels are joined by "+".
-        steps: timed.
+        steps: number of timed steps.
         seq_len: tokens of a row.
-        changes: fields of the config to change.
-        dtype: of the parameters.
-        device: cpu or cuda; None takes what there is.
-        memory: bytes that a rank may take; 0 for all.
-        probe: loss of the plain schedule on the probe, or None.
-        threads: of the process.
+        changes: fields of the config to override.
+        dtype: dtype of the parameters.
+        device: "cpu" or "cuda"; None takes a GPU where there is one.
+        memory: bytes that a rank may use; 0 for no limit.
+        probe: expected loss on the probe batch (that of the plain schedule), or None to skip the check.
+        threads: CPU threads of the process.
     """
 
     model: str
@@ -62,14 +62,14 @@ class Job:
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
+        """Number of ranks: tp * pp * dp."""
         sizes = (int(self.point.get(name) or 1) for name in ("tp", "pp", "dp"))
         tp, pp, dp = sizes
         return tp * pp * dp
 
 
 def build(job: Job) -> Any:
-    """The model of a job on this rank, in training mode."""
+    """Build the model of a job on this rank, in training mode."""
     config, head = config_of(job.model)
     for name, value in (job.changes or {}).items():
         setattr(config, name, value)
@@ -83,7 +83,7 @@ def build(job: Job) -> Any:
 
 
 def measure(job: Job) -> Outcome:
-    """Run one measurement on this rank: the probe batch, then the timed steps."""
+    """Measure a job on this rank: check the loss of a probe batch, then time the steps."""
     torch.set_num_threads(int(job.point.get("threads") or job.threads))
     with AnonymousPeak(exact=False) as peak:
         model = build(job)
@@ -100,7 +100,7 @@ def measure(job: Job) -> Outcome:
 
 
 def differs(loss: float, job: Job) -> str:
-    """Return why the loss of the probe is not that of the plain schedule, or the empty string."""
+    """Return why the probe loss differs from that of the plain schedule, or "" where it agrees."""
     if loss != loss or abs(loss) == float("inf"):
         return f"the loss of the probe is {loss}"
     if job.probe is None:
@@ -115,7 +115,7 @@ def differs(loss: float, job: Job) -> str:
 
 
 def timed_steps(model: Any, batch: Any, job: Job) -> list[float]:
-    """Run steps (forward, backward, AdamW) and return the seconds of each."""
+    """Run training steps (forward, backward, AdamW) and return the seconds of each after the warm-up."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     found = []
     for _ in range(WARM_UP + job.steps):
@@ -134,7 +134,7 @@ def _batch(model: Any, rows: int, seq_len: int, device: torch.device) -> dict[st
 
 
 def limit_memory(job: Job) -> None:
-    """Let allocations beyond the limit fail: on the CPU by the kernel's, on a GPU by the allocator's."""
+    """Limit this process to `job.memory` bytes more: by the kernel's limit on a CPU, by torch's allocator on a GPU."""
     if not job.memory:
         return
     if torch.cuda.is_available() and job.device != "cpu":
@@ -150,13 +150,13 @@ def limit_memory(job: Job) -> None:
 
 
 def on_rank(job: Job) -> Outcome:
-    """Run the trial on each rank."""
+    """Set the memory limit and measure the job: what each rank of a measurement runs."""
     limit_memory(job)
     return measure(job)
 
 
 def run(job: Job) -> Outcome:
-    """Run a measurement on as many ranks as the configuration asks for; keep the memory of the fullest rank."""
+    """Measure a job on `job.world` local ranks; return rank 0's outcome with the highest peak memory."""
     try:
         found = (
             [on_rank(job)]
@@ -174,7 +174,7 @@ def run(job: Job) -> Outcome:
 
 
 def main() -> None:
-    """A job from the command line; its outcome goes to the file that the environment names."""
+    """Run the job given as JSON in argv[1]; write its outcome to the file named by SLAPO_ZOO_RESULT."""
     data = json.loads(sys.argv[1])
     job = Job(**{field.name: data[field.name] for field in fields(Job) if field.name in data})
     outcome = run(job)

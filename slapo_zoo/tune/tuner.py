@@ -1,4 +1,4 @@
-"""The loop: ask a strategy, look the point up or measure it, keep the result, stop in time."""
+"""The tuning loop: ask a strategy for a configuration, measure it or look it up, store the result."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,10 +19,10 @@ class Trial:
     """One measured configuration and its outcome.
 
     Args:
-        number: of the point in the grid.
+        number: number of the configuration in the grid.
         point: symbol --> value.
-        outcome: what became of it.
-        was_known: it came from the database.
+        outcome: its measurement.
+        was_known: the outcome came from the database.
     """
 
     number: int
@@ -36,11 +36,11 @@ class Limits:
     """Limits of a search: how many configurations and steps, and when to give up.
 
     Args:
-        evaluations: at most; those from the database count, so that a resumed run ends alike.
-        patience: stop after so many without a better one; 0 for never.
-        quick_steps: measure these first, and go on only where it is promising; 0 for no such phase.
-        steps: of a full measurement.
-        slack: a point goes on when its quick throughput is at least this share of the best quick one.
+        evaluations: most configurations, those from the database included, so that a resumed run ends alike.
+        patience: stop after so many configurations without a better one; 0 for never.
+        quick_steps: steps of a first short measurement; 0 skips it.
+        steps: steps of a full measurement.
+        slack: smallest ratio to the best quick throughput with which a full measurement follows.
     """
 
     evaluations: int = 50
@@ -55,8 +55,8 @@ class Result:
     """All measured configurations of a search, and the fastest.
 
     Args:
-        trials: in order.
-        pruned: number of points that were never measured, by reason.
+        trials: the measurements, in order.
+        pruned: reason --> number of configurations that were never measured for it.
     """
 
     trials: list[Trial] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Result:
 
     @property
     def best(self) -> Trial | None:
-        """The fastest configuration that ran to its end, or None."""
+        """Return the fastest configuration that ran to its end, or None."""
         number = best_of({trial.number: trial.outcome for trial in self.trials})
         return next((trial for trial in self.trials if trial.number == number), None)
 
@@ -74,13 +74,13 @@ class Tuner:
 
     Args:
         grid: the space.
-        measure: (point, steps) --> outcome.
-        strategy: which point is next.
-        database: where outcomes are kept.
-        scope: what they hold for.
+        measure: (configuration, steps) --> its outcome.
+        strategy: chooses the next configuration.
+        database: store of outcomes; None keeps them in memory.
+        scope: conditions under which stored outcomes may be reused.
         limits: when to stop.
-        refused: number of a point --> why it cannot be (the planner's word); never measured.
-        on_trial: called after each.
+        refused: number of a configuration --> why the planner excludes it; it is never measured.
+        on_trial: called with (trial, result so far) after each measurement.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Tuner:
         self._quick = 0.0
 
     def run(self) -> Result:
-        """Search until a limit or the strategy says stop."""
+        """Search until a limit is reached or the strategy returns None; return all measurements."""
         result, known = Result(), dict[int, Outcome]()
         left = [i for i in range(len(self.grid.points)) if i not in self.refused]
         if self.refused:
@@ -137,7 +137,7 @@ class Tuner:
         return self._measured(number, point, limits.steps)
 
     def _measured(self, number: int, point: Point, steps: int) -> Trial:
-        """Return the outcome from the database, or measure it and store it at once."""
+        """Return the outcome from the database, or measure the configuration and store it at once."""
         key = self.scope.key(point, steps)
         if key in self.database:
             return Trial(number, point, Outcome.from_dict(self.database[key]), was_known=True)

@@ -1,4 +1,4 @@
-"""`slapo-zoo tune MODEL`: the space of a model's knobs, the planner's word on it, workers that measure."""
+"""The search of `slapo-zoo tune MODEL`: its space, the planner's forecasts, and measuring workers."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -25,17 +25,17 @@ from slapo_zoo.zoo.tuned import machine_name, model_name
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings that all points of a search share.
+    """Settings that all measurements of a search share.
 
     Args:
         model: a family, a folder or a Hub id.
         ranks: processes of a measurement: tp * pp * dp.
         seq_len: tokens of a row.
-        dtype: of the parameters.
-        device: cpu or cuda.
-        memory: bytes of a rank; 0 for all there is.
-        timeout_s: of a measurement.
-        changes: fields of the config to change.
+        dtype: dtype of the parameters.
+        device: "cpu" or "cuda".
+        memory: bytes that a rank may use; 0 for no limit.
+        timeout_s: seconds after which a measurement is stopped.
+        changes: fields of the config to override.
     """
 
     model: str
@@ -49,10 +49,10 @@ class Setting:
 
 
 def space_for(setting: Setting, symbols: Mapping[str, list[Any]]) -> Space:
-    """The space of a model: given symbols, and layouts of all ranks.
+    """Return the tuning space: the given symbols, and tp, pp and dp for all ranks.
 
     Args:
-        setting: of the search.
+        setting: settings of the search.
         symbols: name --> candidates; knobs of `from_pretrained`, `batch_size`, `threads`, `kernels`.
 
     Raises:
@@ -85,7 +85,7 @@ UNSAID = ("loss_type",)  # what transformers reads of a config where it is set, 
 
 
 def check_changes(model: str, changes: Mapping[str, Any]) -> None:
-    """SlapoError for the first name that is no field of the model's config."""
+    """Raise SlapoError for the first of `changes` (field --> value) that is no field of the model's config."""
     config, _ = config_of(model)
     for name in changes:
         if not hasattr(config, name) and name not in UNSAID:
@@ -95,7 +95,7 @@ def check_changes(model: str, changes: Mapping[str, Any]) -> None:
 
 
 def points_for(setting: Setting, symbols: Mapping[str, list[Any]]) -> list[Point]:
-    """All points that can be measured: micro-batches divide the rows, a policy needs recomputation."""
+    """Return the valid configurations: micro-batches divide the rows, and a recompute policy needs a ratio."""
 
     def legal(point: Point) -> bool:
         rows, count = point.get("batch_size", 8), point.get("micro_batches") or 1
@@ -111,7 +111,7 @@ def points_for(setting: Setting, symbols: Mapping[str, list[Any]]) -> list[Point
 
 
 def default_symbols(model: str) -> dict[str, list[Any]]:
-    """Return what is searched where nothing is asked: rows of a step, and the options that the family's table lists."""
+    """Return the symbols searched by default: batch sizes, and options that the family's table marks tunable."""
     config, _ = config_of(model)
     tunable = table_for(config.model_type).tunable
     found: dict[str, list[Any]] = {"batch_size": [1, 2, 4, 8, 16, 32]}
@@ -122,7 +122,7 @@ def default_symbols(model: str) -> dict[str, list[Any]]:
 
 
 class Forecaster:
-    """Return the planner's forecast of each point: memory, and relative throughput."""
+    """Planner of a tuning search: forecasts throughput and memory of every configuration."""
 
     def __init__(self, setting: Setting, hardware: Hardware | None = None):
         device = hardware or HARDWARE["cpu" if setting.device == "cpu" else "a100"]
@@ -139,7 +139,7 @@ class Forecaster:
         )
 
     def judge(self, grid: Grid) -> tuple[list[float], dict[int, str]]:
-        """Expected throughput of every point, and why some cannot be."""
+        """Return (expected rows per second of every configuration, {number: why it cannot run})."""
         expected, refused = [], {}
         for i, point in enumerate(grid.points):
             rows, count = int(point.get("batch_size", 8)), int(point.get("micro_batches") or 1)
@@ -159,14 +159,14 @@ class Forecaster:
 
 
 class Workers:
-    """Measures points in fresh processes, each checked against the loss of the plain schedule."""
+    """Measure configurations in fresh processes, each checked against the loss of the plain schedule."""
 
     def __init__(self, setting: Setting):
         self.setting = setting
         self.probe: float | None = None
 
     def __call__(self, point: Point, steps: int) -> Outcome:
-        """Measure one configuration in processes of its own."""
+        """Measure one configuration over `steps` steps in a fresh process."""
         if self.probe is None:
             self.probe = self._probe()
         return measure_in_worker(self._job(point, steps, self.probe), self.setting.timeout_s)
@@ -187,7 +187,7 @@ class Workers:
 
 
 def scope_of(setting: Setting) -> Scope:
-    """Return the conditions of the measurements of a search."""
+    """Return the conditions under which outcomes of this search may be reused from the database."""
     config, _ = config_of(setting.model)
     for name, value in (setting.changes or {}).items():
         setattr(config, name, value)

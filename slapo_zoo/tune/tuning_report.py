@@ -1,4 +1,4 @@
-"""Display of a search: the best so far, a table, CSV, and pictures."""
+"""Reports of a tuning search: progress lines, a table, JSON, CSV and plots."""
 
 import csv
 import statistics
@@ -13,7 +13,7 @@ from slapo_zoo.weights.ledger import as_table
 
 
 def printer(total: int) -> OnTrial:
-    """Return a function that prints a line per evaluation, with the best so far."""
+    """Return a callback that prints a line per measurement of at most `total`, with the best so far."""
 
     def on_trial(trial: Trial, result: Result) -> None:
         best = result.best
@@ -25,7 +25,7 @@ def printer(total: int) -> OnTrial:
 
 
 def line_of(trial: Trial) -> str:
-    """Write one measured configuration in one line."""
+    """Format one measured configuration in one line."""
     outcome = trial.outcome
     known = " (known)" * trial.was_known
     rate = f" {outcome.throughput:.4g} rows/s" if outcome.throughput else ""
@@ -34,7 +34,7 @@ def line_of(trial: Trial) -> str:
 
 
 def as_text(result: Result, most: int = 10) -> str:
-    """Write the fastest configurations, the failures by kind, and what was never measured."""
+    """Format the `most` fastest configurations, the failures by kind, and what was never measured."""
     names = list(dict.fromkeys(name for trial in result.trials for name in trial.point))
     ran = (t for t in result.trials if t.outcome.kind == "ok")
     ran = sorted(ran, key=lambda t: -t.outcome.throughput)[:most]
@@ -49,7 +49,7 @@ def as_text(result: Result, most: int = 10) -> str:
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """The outcome for programs: every evaluation in order, and the best."""
+    """Return a search as JSON data: every measurement in order, and the index of the best."""
     trials = [
         {"point": trial.point, **vars(trial.outcome), "was_known": trial.was_known}
         for trial in result.trials
@@ -71,7 +71,7 @@ def write_csv(result: Result, path: Path) -> None:
 
 
 def draw_trace(result: Result, path: Path) -> None:
-    """Throughput of every evaluation, and the best so far."""
+    """Plot the throughput of every measurement and the best so far into the image file `path`."""
     plt = _pyplot()
     rates = [trial.outcome.throughput for trial in result.trials]
     best = [max(rates[: i + 1]) for i in range(len(rates))]
@@ -85,7 +85,7 @@ def draw_trace(result: Result, path: Path) -> None:
 
 
 def draw_surface(result: Result, grid: Grid, path: Path) -> bool:
-    """The median throughput over the two numeric symbols with most values; False if there are not two."""
+    """Plot the median throughput over the two numeric symbols with most values; False if there are not two."""
     numeric = [
         n for n in grid.names if len(grid.values[n]) > 1 and all(map(is_number, grid.values[n]))
     ]

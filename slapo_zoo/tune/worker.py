@@ -1,4 +1,4 @@
-"""One measurement in a process of its own: it may run out of memory, hang or die, and nothing else does."""
+"""Run one measurement in its own process, so that a crash, a hang or a lack of memory ends only that process."""
 
 import json
 import os
@@ -19,12 +19,12 @@ RESULT = "SLAPO_ZOO_RESULT"  # environment variable: where a trial writes its ou
 def run_trial(
     command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None
 ) -> Outcome:
-    """Run a command in a new session; the outcome that it wrote, or how it failed.
+    """Run a command in a new session; return the outcome that it wrote, or how it failed.
 
     Args:
         command: program and arguments; no shell.
-        timeout_s: it and all that it started are ended after so many seconds.
-        environment: variables beside those of this process.
+        timeout_s: seconds after which the command and its children are killed.
+        environment: variables added to those of this process.
     """
     with tempfile.TemporaryDirectory() as place:
         result = Path(place, "result.json")
@@ -41,6 +41,6 @@ def run_trial(
 
 
 def measure_in_worker(job: Mapping[str, Any], timeout_s: float) -> Outcome:
-    """Measure a job (see `trial.Job`) in a fresh interpreter."""
+    """Measure a job (the fields of `trial.Job`) in a fresh Python process."""
     command = [sys.executable, "-m", "slapo_zoo.tune.trial", json.dumps(job)]
     return run_trial(command, timeout_s, {"OMP_NUM_THREADS": str(job.get("threads") or 1)})

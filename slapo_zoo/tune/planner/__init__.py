@@ -1,4 +1,4 @@
-"""Which (tp, pp, dp, micro-batch, recomputation) fits a cluster and is fastest, by simulation: the one model of cost.
+"""Planner: simulate which layout (tp, pp, dp, micro-batches, recomputation) fits a cluster and is fastest.
 
 Imports `cards`, `zoo` and lower.
 """

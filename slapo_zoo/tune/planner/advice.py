@@ -1,4 +1,4 @@
-"""Worth of a simulated step, and what binds it: for people who have to choose or to pay."""
+"""Throughput, MFU, cost and bottleneck of a simulated training step."""
 
 from dataclasses import dataclass, replace
 
@@ -12,13 +12,13 @@ class Worth:
     """Throughput, MFU and bottleneck of a predicted step.
 
     Args:
-        tokens_per_s: of the whole cluster.
-        mfu: share of the peak rate that goes into the model's own operations; None where no peak is known.
-        gpu_hours: of devices, for 10^9 tokens.
-        binds: share of the step that is compute, the network, the bubble, the optimizer.
+        tokens_per_s: tokens per second of the whole cluster.
+        mfu: model flops per second divided by the peak rate; None where the device's peak is unknown.
+        gpu_hours: device hours to train on 10^9 tokens.
+        binds: compute, bubble, transfers and optimizer --> share of the step, 0 to 1.
         faster_link: share of the step that links and network of twice the rate would save.
-        spare: bytes of the device that nothing takes.
-        error: mean error of such times on published runs; None where none was compared.
+        spare: bytes of device memory that stay free on the fullest rank.
+        error: mean relative error of such forecasts against published runs; None if never compared.
     """
 
     tokens_per_s: float
@@ -45,12 +45,7 @@ class Worth:
 
 
 def worth(planner: Planner, found: Forecasted) -> Worth:
-    """Return throughput, MFU and bottleneck of a forecast step.
-
-    Args:
-        planner: that made it.
-        found: the forecast.
-    """
+    """Return throughput, MFU and bottleneck of a step that the planner has forecast."""
     at, step, hardware = found.layout, found.step, planner.hardware
     gpus = at.tp * at.pp * at.dp
     tokens = at.dp * at.micro_batches * at.rows * planner.seq_len

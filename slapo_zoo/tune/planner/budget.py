@@ -1,4 +1,4 @@
-"""A policy for each block, so that what a rank keeps for its backwards stays within a budget."""
+"""Choose an activation policy for each block, so that the activations of a rank stay within a budget."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,21 +20,21 @@ def policies_within(
     budget: int, asked: str, config: Any, auto_class: Any, mesh: Mesh, options: BuildOptions,
     dtype: torch.dtype, shape: tuple[int, int], micro_batches: int | None,
 ) -> tuple[str, ...]:  # fmt: skip
-    """A policy for each block, so that what a rank keeps for its backwards fits.
+    """Return one activation policy per block, so that the kept activations of every rank fit into `budget` bytes.
 
     Args:
-        budget: bytes of a rank.
-        asked: the argument, as the error names it.
-        config: of the model.
-        auto_class: its head.
-        mesh: its layout.
-        options: of the model.
-        dtype: of its parameters.
-        shape: rows and tokens of a micro-batch.
-        micro_batches: of a step.
+        budget: bytes per rank.
+        asked: the user's argument, as the error shows it.
+        config: config of the model.
+        auto_class: head class of the model.
+        mesh: sizes of tp, pp and dp.
+        options: build options of the model.
+        dtype: dtype of the parameters.
+        shape: (rows, tokens) of a micro-batch.
+        micro_batches: micro-batches per step; None takes 2 * pp, or 1 without a pipeline.
 
     Raises:
-        MeshError: nothing fits; the nearest that does is named.
+        MeshError: no mixture of policies fits; the smallest budget that does is named.
     """
     rows, tokens = shape
     layout = Layout(
@@ -63,7 +63,7 @@ def _per_rank(layout: Layout, options: BuildOptions) -> int:
 
 
 def hardware_of(device: torch.device | str) -> Hardware:
-    """The profile of a device, or of the one that is most like it."""
+    """Return the planner's profile for a device: "cpu", or the GPU with that name; unknown GPUs count as an H100."""
     kind = torch.device(device)
     if kind.type != "cuda":
         return HARDWARE["cpu"]
@@ -72,10 +72,10 @@ def hardware_of(device: torch.device | str) -> Hardware:
 
 
 def require_shape(value: Any) -> tuple[int, int]:
-    """Return (rows, tokens) of `micro_batch_shape`; MeshError where it is none.
+    """Return `micro_batch_shape` as (rows, tokens).
 
     Raises:
-        SlapoError: they are not two positive numbers.
+        SlapoError: the value is not a pair of positive integers.
     """
     if not (isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(n, int) and n > 0 for n in value)):  # fmt: skip
         problem = f"found {value!r}, expected (rows, tokens) of a micro-batch"

@@ -1,4 +1,4 @@
-"""Measure a machine once: the few numbers of `Hardware`, each the best of some repeats."""
+"""Measure the hardware profile of this machine: rates of products, memory and links, each the best of repeats."""
 
 import os
 import time
@@ -20,7 +20,7 @@ def measure(device: str | None, ranks: int = 2) -> Hardware:
 
     Args:
         device: "cpu", "cuda", or None for a GPU where there is one.
-        ranks: local processes that sum a tensor; 1 measures no link.
+        ranks: local processes that all-reduce a tensor to measure the link; 1 skips that measurement.
     """
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     cuda = on.type == "cuda"
@@ -40,7 +40,7 @@ def measure(device: str | None, ranks: int = 2) -> Hardware:
 
 
 def best_time(run: Callable[[], Any], device: torch.device, repeats: int = REPEATS) -> float:
-    """Seconds of the fastest of some runs; other work on a machine only ever adds."""
+    """Return the seconds of the fastest of `repeats` runs, after one warm-up run."""
     found = []
     for _ in range(repeats + 1):
         begin = time.perf_counter()
@@ -52,21 +52,21 @@ def best_time(run: Callable[[], Any], device: torch.device, repeats: int = REPEA
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations per second of a square matrix product."""
+    """Measure a square matrix product and return its floating-point operations per second."""
     size = SIZE if device.type == "cpu" else 8 * SIZE
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2.0 * size**3 / best_time(lambda: a @ b, device)
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes per second that a sum of two large tensors reads and writes."""
+    """Measure the addition of two large tensors and return the bytes per second that it reads and writes."""
     count = ELEMENTS if device.type == "cpu" else 32 * ELEMENTS
     a, b = (torch.randn(count, device=device) for _ in range(2))
     return 3.0 * a.nbytes / best_time(lambda: torch.add(a, b), device)
 
 
 def launch_time(device: torch.device, count: int = 200) -> float:
-    """Seconds of an operation on next to no data."""
+    """Return the mean seconds of `count` additions to a tensor of 8 elements: the overhead of one operation."""
     x = torch.ones(8, device=device)
 
     def many() -> None:
@@ -83,7 +83,7 @@ def host_memory() -> int:
 
 
 def sum_rate(device: str) -> float:
-    """Bytes per second of one rank in a sum over all, counted as on a ring."""
+    """Measure an all-reduce over all ranks; return the bytes per second that one rank sends, as in a ring."""
     on = torch.empty(0, device=device).device
     x = torch.ones(BUCKET_BYTES // 4, device=on)
     seconds = best_time(lambda: dist.all_reduce(x), on, 3)

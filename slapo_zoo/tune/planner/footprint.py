@@ -1,7 +1,6 @@
-"""Footprint of a training step, read off its tape: which bytes are alive when, and what is computed.
+"""Memory and work of a training step, read from its tape of recorded operations.
 
-Every storage is followed from its birth to its death, so transient tensors, the loss and the gradients
-count, and whatever a family does in its forward is seen as it is.
+Every storage is followed from its allocation to its release, so temporaries, the loss and gradients count.
 """
 
 import itertools
@@ -20,7 +19,7 @@ ADD = torch.ops.aten.add.Tensor
 
 
 class Alive(NamedTuple):
-    """A storage: its bytes, the number of the call that made it, and whether that was within a unit."""
+    """Storage that is allocated: its bytes, the index of the unit call that made it, and whether inside that unit."""
 
     size: int
     call: int
@@ -28,7 +27,7 @@ class Alive(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Totals at a moment; the peaks are those since the moment before."""
+    """Totals at one point of the tape; `peak` and `grown` are the maxima since the previous `Moment`."""
 
     work: tuple[float, ...]
     gathered: int
@@ -40,11 +39,11 @@ class Moment(NamedTuple):
 
 
 class Footprint:
-    """Memory and work along the tape of a forward and backward.
+    """Memory and work of every unit call along the tape of one forward and backward.
 
     Args:
-        rows: of the tape.
-        last: the unit that runs last.
+        rows: the recorded operations, in order.
+        last: path of the unit that runs last; the loss counts as its own.
     """
 
     def __init__(self, rows: Sequence[Row], last: str):
@@ -101,7 +100,7 @@ class Footprint:
         self.ends.append(self._now(sum(ref.nbytes for ref in new)))
 
     def _attention_ends(self, row: Row) -> None:
-        """Note what an attention does, and what it keeps beside q, k, v and its output."""
+        """Record the work of an attention call, and the bytes it keeps beside q, k, v and its output."""
         begin, live = self._begun.pop()
         result = sum(ref.nbytes for ref in (*row.reads[:3], *row.writes))
         work, kept = self.attention.get(len(self.ends), (Work(), 0.0))
@@ -109,7 +108,7 @@ class Footprint:
         self.attention[len(self.ends)] = work, kept + max(self.live - live - result, 0.0)
 
     def _survivors(self) -> list[tuple[int, int]]:
-        """Bytes that each call has made and that wait for its backward; those of them from before it began."""
+        """Return per unit call (bytes kept for the backward, those of them made before the unit began)."""
         found, before = [0] * len(self.ends), [0] * len(self.ends)
         for storage in self.alive.values():
             at = min(storage.call, len(found) - 1)
@@ -118,7 +117,10 @@ class Footprint:
         return list(zip(found, before, strict=True))
 
     def _summed_in_place(self, row: Row) -> int | None:
-        """The storage that a sum of autograd goes into: it adds in place, but not to fake tensors."""
+        """Return the storage into which autograd adds a gradient, or None where `row` is no such addition.
+
+        Autograd adds real gradients in place; on fake tensors it allocates a new one.
+        """
         if row.op is not ADD or not row.backward:
             return None
         same = len(row.reads) == 2 and row.reads[0].shape == row.reads[1].shape
@@ -143,14 +145,14 @@ class Footprint:
             self.live -= self.alive.pop(storage).size
 
     def _summed(self, storage: int) -> None:
-        """Gradients stay; they are counted apart, for in a later micro-batch they are there already."""
+        """Move a parameter's gradient from `live` to `gradients`: later micro-batches find it already allocated."""
         if storage in self.alive:
             self.live -= self.alive[storage].size
             self.gradients += self.alive[storage].size
             self.alive[storage] = self.alive[storage]._replace(size=0)
 
     def uses(self) -> list[tuple[str, Use]]:
-        """The unit of each call, and what it took, in order."""
+        """Return (unit, its cost) of each unit call in forward order."""
         found, below = [], 0
         begun, gathered = Meter().now(), 0
         end_of_step = self._now()
@@ -176,7 +178,7 @@ class Footprint:
 def parameter_bytes(
     model: Any, units: list[str]
 ) -> tuple[dict[str, tuple[int, int]], list[tuple[int, frozenset[str]]]]:
-    """Return, for every unit, the bytes of its own parameters and of the largest one; and the shared ones."""
+    """Return ({unit: (bytes of its own parameters, bytes of the largest)}, [(bytes, units) of each shared one])."""
     holders: dict[int, tuple[int, set[str]]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         unit = next((u for u in units if name == u or name.startswith(f"{u}.")), units[0])

@@ -1,4 +1,4 @@
-"""A device and its links as a few numbers: measured once by `slapo-zoo calibrate`, or a named profile."""
+"""Hardware profiles of the planner: rates of a device and its links, named ones or measured ones."""
 
 import json
 from collections.abc import Mapping
@@ -16,29 +16,29 @@ class Hardware:
     """Description of a cluster for the planner.
 
     Args:
-        name: of the device.
+        name: name of the device.
         source: where the numbers come from.
         matmul: dtype --> floating-point operations per second of large matrix products.
         bandwidth: bytes per second that other operations read and write.
-        operation_s: seconds that the host takes to launch an operation.
-        link: bytes per second that a rank sends in a collective of its node.
+        operation_s: seconds that the host needs to launch one operation.
+        link: bytes per second that a rank sends in a collective within its node.
         network: bytes per second of a device to another node, one way.
-        latency_s: of a collective, however small and however few take part.
-        hop_s: that each rank of a node adds to it.
-        node_hops: by how many such ranks a doubling of the nodes is felt.
+        latency_s: seconds of an empty collective.
+        hop_s: seconds that each rank of a node adds to a collective.
+        node_hops: number of such additions per doubling of the nodes.
         per_node: devices of a node.
         memory: bytes of a device.
         reserved: bytes that libraries and the context take on each device.
-        optimizer_copies: temporaries of the optimizer's step: of the largest parameter, or (foreach
-            on CUDA) of all of them when `foreach`.
-        scratch: short-lived memory inside of operations, which a dry run cannot see, in units of what a
-            block returns for a micro-batch.
-        foreach: whether torch's optimizers take their many-tensor form here.
-        multiprocessors: that take tiles of a product in waves; 0 where products are not cut so.
-        peak: operations per second of the data sheet, in 16 bits; 0 where it is not known.
-        host: bytes per second between a device and the memory of its host, one way; 0: they are one.
-        error: mean error of a step's time beside published runs on it; 0 where none was compared.
-        fill: by how much longer the sum of a tile seems, for it fills and drains a multiprocessor.
+        optimizer_copies: temporaries of the optimizer step, in copies of the largest parameter; with
+            `foreach` the step makes temporaries of all parameters instead.
+        scratch: short-lived memory inside operations, which a dry run cannot see, in multiples of a
+            block's output for one micro-batch.
+        foreach: whether torch's optimizers use their multi-tensor implementation on this device.
+        multiprocessors: number of them, which compute tiles of a product in waves; 0 to ignore tiles.
+        peak: 16-bit operations per second of the data sheet; 0 where unknown.
+        host: bytes per second between device and host memory, one way; 0 where both are the same memory.
+        error: mean relative error of forecast step times against published runs; 0 if never compared.
+        fill: elements added to the inner size of a tile: the time to fill and drain a multiprocessor.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Hardware:
     host: float = 0.0
 
     def flops(self, dtype: str) -> float:
-        """Operations per second in a dtype; the nearest known one where it was not measured."""
+        """Return the operations per second in a dtype; of bfloat16, else the fastest, where it was not measured."""
         return self.matmul.get(dtype) or self.matmul.get("bfloat16") or max(self.matmul.values())
 
     def write(self, path: Path) -> None:
@@ -85,17 +85,17 @@ def data_sheet(
     name: str, matmul: float, bandwidth: float, link: float, network: float, memory: float,
     host: float, multiprocessors: int = 0, single: float | None = None,
 ) -> Hardware:  # fmt: skip
-    """Make a hardware profile from a data sheet; shares of its rates are expected, as the constants of this file say.
+    """Return a hardware profile from the peak rates of a data sheet, scaled by this file's fitted shares.
 
     Args:
-        name: of the device.
+        name: name of the device.
         matmul: dense operations per second of 16-bit matrix units.
-        bandwidth: of its memory, bytes per second.
-        link: to the other devices of its node, bytes per second, one way.
-        network: to other nodes, bytes per second, one way.
-        memory: bytes.
-        host: to the memory of its host, bytes per second, one way.
-        multiprocessors: number of them; 0 where products are not cut into tiles.
+        bandwidth: bytes per second of the device memory.
+        link: bytes per second to the other devices of the node, one way.
+        network: bytes per second to other nodes, one way.
+        memory: bytes of a device.
+        host: bytes per second to the host memory, one way.
+        multiprocessors: number of them; 0 to ignore that products run as tiles.
         single: operations per second in float32; None: half of `matmul`, in TF32.
     """
     rate = MATMUL * matmul
@@ -128,7 +128,11 @@ HARDWARE["v100"] = replace(HARDWARE["v100"], error=0.12)  # of Aceso's 13 rows, 
 
 
 def find_hardware(name: str) -> Hardware:
-    """A named profile, or one from a file that `calibrate` wrote."""
+    """Return the hardware profile of a name, or from a JSON file that `slapo-zoo calibrate` wrote.
+
+    Raises:
+        SlapoError: no such name or file, or the file is no profile.
+    """
     if name in HARDWARE:
         return HARDWARE[name]
     path = Path(name)
@@ -147,5 +151,5 @@ def find_hardware(name: str) -> Hardware:
 
 
 def with_memory(hardware: Hardware, memory: float | None) -> Hardware:
-    """The profile with another size of memory, unless None."""
+    """Return the profile with `memory` bytes per device; unchanged for None."""
     return hardware if memory is None else replace(hardware, memory=memory)

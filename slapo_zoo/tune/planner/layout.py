@@ -1,4 +1,4 @@
-"""The configurations that a planner looks at: every way to divide a cluster, a batch and the memory."""
+"""Layouts: the configurations of mesh, micro-batches, pipeline order and recomputation that the planner tries."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -16,21 +16,21 @@ MOST_INTERLEAVED = 32  # ranks of an interleaved pipeline
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """One configuration; the names are those of `from_pretrained` where it has them.
+    """One configuration that the planner evaluates; fields are named like arguments of `from_pretrained`.
 
     Args:
         tp: ranks that shard each layer.
-        pp: ranks that shard the layers.
-        dp: copies of the model.
-        rows: of a micro-batch.
-        micro_batches: of a step and copy.
-        pipeline_order: name of the order.
-        stages_per_rank: of it.
-        checkpoint_ratio: share of the blocks that are recomputed.
-        checkpoint_policy: what they keep; or a name for each block.
+        pp: ranks that shard the layers into stages.
+        dp: data-parallel replicas.
+        rows: rows of a micro-batch.
+        micro_batches: micro-batches per step and replica.
+        pipeline_order: name of the pipeline order.
+        stages_per_rank: pipeline stages on each pp rank.
+        checkpoint_ratio: share of the blocks that are recomputed, 0 to 1.
+        checkpoint_policy: what recomputed blocks keep; or one policy per block.
         sequence_parallel: tp ranks shard the tokens too.
-        dp_shard: of the copies, how many share one set of states among them (ZeRO).
-        zero_stage: what they share: 1 the optimizer's states, 2 gradients too, 3 weights too.
+        dp_shard: dp ranks over which ZeRO shards; 1 turns ZeRO off.
+        zero_stage: ZeRO shards optimizer states (1), gradients too (2), weights too (3).
     """
 
     tp: int = 1
@@ -52,7 +52,7 @@ class Layout:
         return self.pp * self.stages_per_rank
 
     def knobs(self) -> dict[str, Any]:
-        """The arguments of `from_pretrained` that differ from its defaults."""
+        """Return the arguments of `from_pretrained` for this layout that differ from their defaults."""
         defaults, found = asdict(Layout()), asdict(self)
         found.pop("rows")
         if self.stages_per_rank == 1:
@@ -74,7 +74,7 @@ class Layout:
 
 
 def places_of(layout: Layout) -> StageMap:
-    """Return which pipeline rank holds which stage."""
+    """Return the map between pipeline ranks and stages of a layout."""
     if layout.pipeline_order.endswith(".csv"):
         return StageMap.make(layout.pipeline_order, layout.pp, None)
     return _places(layout.pipeline_order, layout.pp, layout.stages_per_rank)
@@ -99,14 +99,14 @@ def layouts(
     tp: int, gpus: int, batch: int, blocks: int, orders: Sequence[str] = ("1f1b", "interleaved_1f1b"),
     sequence_parallel: bool = False,
 ) -> Iterator[Layout]:  # fmt: skip
-    """Yield every layout with `tp` ranks that uses all devices and divides the batch evenly.
+    """Yield every layout with `tp` ranks per layer that uses all devices and splits the batch evenly.
 
     Args:
         tp: ranks that shard each layer.
-        gpus: devices.
-        batch: rows of a step, all copies together.
-        blocks: of the model, the most stages there may be.
-        orders: of the pipeline to look at.
+        gpus: number of devices.
+        batch: rows of a step over all replicas.
+        blocks: number of blocks of the model, which bounds the number of stages.
+        orders: pipeline orders to try.
         sequence_parallel: tp ranks shard the tokens too.
     """
     for pp in (n for n in divisors(gpus // tp) if n <= blocks):
@@ -126,7 +126,10 @@ def layouts(
 def orders_for(
     pp: int, count: int, blocks: int, orders: Sequence[str]
 ) -> Iterator[tuple[str, int]]:
-    """Return (order, stages per rank) that can run with so many micro-batches."""
+    """Yield each (order, stages per rank) of `orders` that can run `count` micro-batches on `pp` ranks.
+
+    A model of `blocks` blocks has at most as many stages.
+    """
     if pp == 1:
         yield "1f1b", 1
         return
@@ -139,13 +142,13 @@ def orders_for(
 
 @lru_cache(maxsize=4096)
 def in_flight(order: str, pp: int, virtual: int, micro_batches: int, rank: int) -> tuple[int, ...]:
-    """Return the number of micro-batches that each stage of a rank holds at the fullest moment.
+    """Return, for each stage of a rank, its micro-batches in flight when the rank holds most.
 
     Args:
-        order: of the pipeline.
-        pp: its ranks.
+        order: name of the pipeline order.
+        pp: number of pipeline ranks.
         virtual: stages per rank.
-        micro_batches: of a step.
+        micro_batches: micro-batches of a step.
         rank: pp coordinate.
     """
     if pp == 1:
@@ -163,7 +166,7 @@ def in_flight(order: str, pp: int, virtual: int, micro_batches: int, rank: int) 
 
 @lru_cache(maxsize=512)
 def _played(order: str, pp: int, virtual: int, micro_batches: int) -> list[tuple[int, ...]]:
-    """Count the micro-batches in flight on every rank, from the order itself."""
+    """Return `in_flight` of every pp rank, counted by walking through the actions of the order."""
     places = places_of(Layout(pp=pp, pipeline_order=order, stages_per_rank=virtual))
     found = []
     for rank, actions in enumerate(places.actions(micro_batches)):

@@ -1,4 +1,4 @@
-"""Results of a search of layouts: as tables, as JSON, and the winner as a file that others load."""
+"""Reports of a layout search: text tables, JSON, and the fastest layout's schedule as a file."""
 
 from collections.abc import Collection
 from dataclasses import asdict
@@ -17,7 +17,7 @@ COLUMNS = (
 
 
 def as_json(planner: Planner, found: Found, most: int) -> dict[str, Any]:
-    """The outcome for programs; sizes in bytes, times in seconds."""
+    """Return the outcome of a search as JSON data with at most `most` layouts; bytes and seconds."""
     return {
         "hardware": asdict(found.hardware), "parameters": found.parameters, "batch": found.rows,
         "seq_len": found.seq_len, "looked_at": found.looked_at, "fit": len(found.feasible),
@@ -36,7 +36,7 @@ def _entry(found: Found, f: Forecasted) -> dict[str, Any]:
 
 
 def as_text(planner: Planner, found: Found, most: int, explain: bool) -> str:
-    """Return the fastest layouts for people, and with `explain` why the others cannot be."""
+    """Return the text report of the `most` fastest layouts; with `explain` also why the others were refused."""
     fit = f"{len(found.feasible)} of {found.looked_at} configurations fit"
     title = f"{found.parameters / 1e9:.3g}B parameters on {found.hardware.name}: {fit}"
     size = found.hardware.memory / GIB
@@ -66,21 +66,16 @@ def _cells(found: Found, f: Forecasted) -> list[str]:
 
 
 def call_of(f: Forecasted, without: Collection[str] = ()) -> str:
-    """Return the knobs of a layout as arguments of `from_pretrained`."""
+    """Return a layout as arguments in a call of `from_pretrained`, leaving out the names in `without`."""
     knobs = f.layout.knobs().items()
     return ", ".join(f"{name}={value!r}" for name, value in knobs if name not in without)
 
 
 def write_schedule(planner: Planner, found: Found, path: Path) -> Forecasted:
-    """Write the program of the fastest layout; `from_pretrained(schedule=path)` takes it.
-
-    Args:
-        planner: that searched.
-        found: what it found.
-        path: of the JSON file.
+    """Write the schedule of the fastest layout as JSON for `from_pretrained(schedule=path)`; return the layout.
 
     Raises:
-        MeshError: nothing fits.
+        MeshError: no layout fits.
     """
     from slapo_zoo.cards.make import make_program
     from slapo_zoo.parallel.mesh import Mesh

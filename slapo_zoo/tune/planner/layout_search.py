@@ -1,4 +1,4 @@
-"""Every configuration of a cluster, simulated: what fits, what does not and why, what is fastest."""
+"""Planner: forecast every layout of a cluster, say which fit into memory, and rank them by step time."""
 
 import copy
 import itertools
@@ -41,9 +41,9 @@ class Forecasted:
 
     Args:
         layout: the configuration.
-        step: times and bytes of a step.
+        step: times and bytes sent of a step.
         ranks: memory of every pipeline rank.
-        fullest: which of them needs most.
+        fullest: index of the pipeline rank that needs most memory.
     """
 
     layout: Layout
@@ -53,22 +53,22 @@ class Forecasted:
 
     @property
     def memory(self) -> float:
-        """Bytes of the fullest rank, without what libraries take."""
+        """Bytes of the fullest rank, without the memory that libraries reserve."""
         return self.ranks[self.fullest].total
 
 
 @dataclass(frozen=True)
 class Found:
-    """Layouts that fit, fastest first, and why others do not.
+    """Result of a layout search: layouts that fit, and why others do not.
 
     Args:
         feasible: layouts that fit, the fastest first.
-        refused: (a layout or a tp size, why it cannot be), the nearest to fitting first.
-        looked_at: number of configurations.
-        hardware: that was assumed.
-        rows: of a step.
+        refused: (layout or tp size, why it is impossible), the nearest to fitting first.
+        looked_at: number of configurations that were evaluated.
+        hardware: hardware profile of the search.
+        rows: rows of a step.
         seq_len: tokens of a row.
-        parameters: of the model.
+        parameters: number of parameters of the model.
     """
 
     feasible: list[Forecasted]
@@ -80,21 +80,21 @@ class Found:
     parameters: int
 
     def tokens_per_s(self, found: Forecasted) -> float:
-        """Return the tokens per second of the whole cluster."""
+        """Return the tokens per second of the whole cluster under one of the forecasts."""
         return self.rows * self.seq_len / found.step.seconds
 
 
 class Planner:
-    """Judges layouts of one model on one kind of device.
+    """Forecast time and memory of layouts of one model on one kind of device.
 
     Args:
-        config: of `transformers`.
-        hardware: the devices.
+        config: config of `transformers`.
+        hardware: profile of the devices.
         seq_len: tokens of a row.
-        precision: of the parameters and products: "bf16" and "fp16" with weights and sums in float32,
-            "bf16-pure" and "fp16-pure" without, or "fp32".
+        precision: "bf16" or "fp16" (float32 master weights and gradients), "bf16-pure" or "fp16-pure"
+            (without masters), or "fp32".
         runtime: "eager", "kernels", "compiled" or "megatron": how element-wise operations are run.
-        auto_class: which head.
+        auto_class: head class; None takes the one that the config names.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Planner:
         self._costs: list[tuple[str, float]] = []
 
     def profile(self, tp: int, sequence_parallel: bool = False) -> Profile:
-        """The model on one of so many tp ranks; one dry run each."""
+        """Return the unit costs of the model on one of `tp` ranks; each combination needs one dry run."""
         key = tp, sequence_parallel and tp > 1
         if key not in self._profiles:
             self._profiles[key] = self.family.profile(
@@ -121,16 +121,16 @@ class Planner:
     def search(
         self, gpus: int, batch: int, orders: Sequence[str] | None = None, divided: bool = True
     ) -> Found:  # fmt: skip
-        """Look at every layout that uses all devices.
+        """Forecast every layout that uses all devices, and return them ranked.
 
         Args:
             gpus: number of devices.
-            batch: rows of a step over all copies.
-            orders: of the pipeline to look at.
-            divided: whether tp ranks may shard the tokens too.
+            batch: rows of a step over all replicas.
+            orders: pipeline orders to try; None takes the usual ones.
+            divided: whether sequence parallelism is tried too.
 
         Raises:
-            MeshError: no layout divides the devices and the batch.
+            MeshError: no layout uses all devices and splits the batch evenly.
         """
         limit = self.hardware.memory - self.hardware.reserved
         fits, refused, looked_at = [], [], 0
@@ -159,7 +159,7 @@ class Planner:
     def _refined(
         self, fits: Sequence[Forecasted], limit: float, orders: Sequence[str] | None
     ) -> list[Forecasted]:
-        """Return layouts near the fastest ones that are faster still."""
+        """Return layouts that are faster than the fastest of `fits`, found by changing one knob at a time."""
 
         def fit(layout: Layout) -> bool:
             return self.most_memory(layout) <= limit
@@ -171,7 +171,13 @@ class Planner:
     def _mixed(
         self, fits: Sequence[Forecasted], over: Sequence[Layout], limit: float
     ) -> list[Forecasted]:
-        """Yield the layouts that memory binds, with a policy for each block of each stage."""
+        """Return forecasts with a policy of its own for each block, for layouts that memory limits.
+
+        Args:
+            fits: forecasts of layouts that fit.
+            over: layouts that do not fit, tried where none fits.
+            limit: bytes per rank.
+        """
         bound: dict[Any, Forecasted] = {}
         for one in sorted(fits, key=lambda f: f.step.seconds)[:STARTS]:
             at = one.layout
@@ -185,7 +191,7 @@ class Planner:
         return [f for f in found if f is not None]
 
     def _least_zero(self, layout: Layout, limit: float) -> tuple[Layout, float]:
-        """Return (the layout with as little ZeRO as makes it fit, its bytes); the last one tried where none fits."""
+        """Return (the layout with the lowest ZeRO stage that makes it fit, its bytes); ZeRO-3 where none fits."""
         memory = self.most_memory(layout)
         for stage in (1, 3) if layout.dp > 1 else ():
             if memory <= limit:
@@ -214,7 +220,7 @@ class Planner:
                 yield from layouts(tp, gpus, batch, blocks, sequence_parallel=divided, **more)
 
     def forecast(self, layout: Layout) -> Forecasted:
-        """Return the forecast of a layout."""
+        """Return predicted time and memory of a training step under `layout`."""
         stages, times = zip(*self.stages_of(layout), strict=True)
         places, ranks = places_of(layout), self.ranks(layout)
         fullest = max(range(layout.pp), key=lambda rank: ranks[rank].total)
@@ -233,7 +239,7 @@ class Planner:
         ]
 
     def most_memory(self, layout: Layout) -> float:
-        """Bytes of the fullest rank; of ranks with like stages the first holds most in the usual orders."""
+        """Return the bytes of the fullest rank; of ranks with equal stages the usual orders need only the first."""
         stages, places = self.stages_of(layout), places_of(layout)
         seen: set[Any] = set()
         most = 0.0
@@ -257,11 +263,11 @@ class Planner:
         return replace(found, total=found.total + scratch, working=found.working + scratch)
 
     def on(self, hardware: Hardware, precision: str | None = None) -> "Planner":
-        """The same model on other devices; what was found of it is shared.
+        """Return a planner of the same model on other devices; both share the profiles of the model.
 
         Args:
-            hardware: the devices.
-            precision: another one whose numbers take as many bytes.
+            hardware: profile of the devices.
+            precision: another precision whose elements take as many bytes; None keeps this one.
         """
         other = copy.copy(self)
         other.hardware, other._stages = hardware, {}
@@ -270,11 +276,11 @@ class Planner:
         return other
 
     def how(self, layout: Layout) -> How:
-        """Return how the layout is run: hardware, runtime, precision and tp."""
+        """Return hardware, runtime, precision and tp of a layout, from which times are computed."""
         return How(self.hardware, self.runtime, self.precision, layout.tp)
 
     def why(self, found: Forecasted) -> str:
-        """Return in words why a layout does not fit."""
+        """Return one line that lists the memory by which a forecast exceeds the device."""
         total = (found.memory + self.hardware.reserved) / GIB
         rank = found.ranks[found.fullest]
         sizes = {name: getattr(rank, name) for name in PARTS} | {
@@ -285,7 +291,7 @@ class Planner:
                 f" ({parts})")  # fmt: skip
 
     def stages_of(self, layout: Layout) -> list[tuple[StageMemory, StageTime]]:
-        """Memory and time of every stage, in order; those of like units share one object."""
+        """Return (memory, time) of every pipeline stage, in order; stages of equal units share one object."""
         what = (layout.tp, layout.sequence_parallel, layout.rows, layout.checkpoint_ratio,
                 layout.checkpoint_policy)  # fmt: skip
         if (what, layout.stages) not in self._stages:
@@ -303,7 +309,7 @@ class Planner:
     def _marks(
         self, what: Any, profile: Profile, layout: Layout
     ) -> tuple[Recompute, tuple[int, ...], Any]:
-        """Return (what is recomputed, a mark per unit that is equal for like units, stages known so far)."""
+        """Return (recomputation policies, a mark per unit that equal units share, cache of stages by their marks)."""
         if what in self._stages:
             return self._stages[what]
         blocks, policy = self.family.blocks, layout.checkpoint_policy
@@ -326,11 +332,11 @@ class Planner:
         return self._stages[what]
 
     def edges(self, stages: int) -> list[int]:
-        """Index of the first call of every stage, and the number of calls."""
+        """Return the index of the first unit call of every stage, and the total number of calls."""
         return [0, *self.cuts(stages), len(self.profile(1).units)]
 
     def costs(self) -> list[tuple[str, float]]:
-        """Return (unit, estimated operations) of every call of the unscheduled model, as cuts are placed by."""
+        """Return (unit, estimated operations) of every unit call of the unscheduled model, to balance stages by."""
         if not self._costs:
             family = self.family
             config = copy.deepcopy(family.small)
@@ -345,7 +351,7 @@ class Planner:
         return set(self.family.blocks)
 
     def cuts(self, stages: int) -> list[int]:
-        """Index of the first call of every stage but the first."""
+        """Return the index of the first unit call of every stage but the first."""
         key = "cuts", stages
         if key not in self._stages:
             names, costs = zip(*self.costs(), strict=True)
@@ -357,7 +363,7 @@ class Planner:
 
 
 def _no_layout(gpus: int, batch: int, refused: list[tuple[str, str]]) -> MeshError:
-    """The error of a search that had nothing to look at: what was refused first, or sizes that do not divide."""
+    """Return the error of a search without candidates: the first refused tp size, or sizes that do not divide."""
     near = -(-batch // gpus) * gpus
     problem = f"no layout of {gpus} devices divides {batch} rows"
     hint = f"choose a batch that {gpus} or a divisor of it divides, e.g. {near}"
@@ -368,7 +374,11 @@ def _no_layout(gpus: int, batch: int, refused: list[tuple[str, str]]) -> MeshErr
 
 
 def require_feasible(found: Found, what: str) -> Forecasted:
-    """The fastest layout; MeshError with the nearest miss where none fits."""
+    """Return the fastest layout of a search.
+
+    Raises:
+        MeshError: none fits; it names `what` (the option) and the layout that comes nearest.
+    """
     if found.feasible:
         return found.feasible[0]
     name, reason = found.refused[0]

@@ -1,8 +1,8 @@
-"""Meter of a device's work, operation by operation on a tape: products, bytes, kernels.
+"""Meter: count matrix products, bytes and kernel launches of the operations on a tape.
 
 Bytes are counted twice. *Eager*: every operation reads its inputs and writes its outputs. *Fused*: a chain
-of element-wise operations is one kernel, so what only the chain uses never reaches memory; a reduction
-(softmax, a norm, a sum) takes the chain before it into its kernel, and what comes after it begins a new one.
+of element-wise operations is one kernel, so its intermediate tensors are never written. A reduction
+(softmax, norm, sum) ends the chain and joins its kernel.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ RING = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all
 
 
 class Meter:
-    """Running totals of the operations that it is told of."""
+    """Running totals of products, bytes, launches and collectives over noted operations."""
 
     def __init__(self) -> None:
         self.products: list[Product] = []
@@ -30,7 +30,7 @@ class Meter:
         self._read: set[int] = set()  # what the running chain has read already
 
     def note(self, row: Row) -> None:
-        """Count one operation, or one collective."""
+        """Count one operation or collective of the tape."""
         if row.transfer is not None:
             self.comm += RING[row.transfer.kind] * row.transfer.bytes
             self.collectives += 1
@@ -60,7 +60,7 @@ class Meter:
             self._pending[ref.storage] = ref.nbytes
 
     def settle(self, storages: Iterable[int] | None = None) -> None:
-        """Write what chains have made: that which a product reads, or at the end of a phase all."""
+        """Count pending outputs of element-wise chains as written: those in `storages`, or all for None."""
         for key in list(self._pending) if storages is None else storages:
             if key in self._pending:
                 self.fused += self._pending.pop(key)
@@ -68,17 +68,17 @@ class Meter:
         self._read.clear()
 
     def died(self, storage: int) -> None:
-        """A storage is gone: what a chain made and used up is never written."""
+        """Drop a released storage: a chain that made and consumed it never writes it to memory."""
         self._pending.pop(storage, None)
         self._read.discard(storage)
 
     def now(self) -> tuple[float, ...]:
-        """Return the totals of a phase that ends now: its results count as written."""
+        """Return the running totals, after counting all pending outputs as written."""
         self.settle()
         return (len(self.products), self.moved, self.ops, self.fused, self.launches, self.comm,
                 self.collectives)  # fmt: skip
 
     def between(self, begin: tuple[float, ...], end: tuple[float, ...]) -> Work:
-        """The work between two moments."""
+        """Return the work between two results of `now`."""
         products = tuple(self.products[int(begin[0]) : int(end[0])])
         return Work(products, *(b - a for a, b in zip(begin[1:], end[1:], strict=True)))

@@ -1,8 +1,7 @@
-"""The cheapest way to hold activations within so many bytes: what each block keeps, recomputes or offloads.
+"""Choose for each block to keep, recompute or offload its activations, at least cost within a memory limit.
 
-Of all mixtures of the blocks of a rank those remain that no other one beats in bytes and in seconds, block
-after block; the fastest of them that fits is taken. That is exact for the planner's figures up to MOST
-mixtures; where there are more, of those that take nearly the same bytes one remains.
+Block after block, only mixtures remain that no other one beats in both bytes and seconds; the fastest
+that fits is taken. With more than MOST mixtures only one per range of bytes remains.
 """
 
 from collections.abc import Sequence
@@ -20,9 +19,9 @@ class Mixture(NamedTuple):
     """A policy of recomputation per block, with the time and memory it takes.
 
     Args:
-        bytes: that they keep on the device.
-        seconds: that it costs for a micro-batch.
-        choices: (block, policy), linked: (the last one, those before it).
+        bytes: activations kept on the device.
+        seconds: extra time per micro-batch.
+        choices: linked list ((block, policy), choices of the blocks before).
     """
 
     bytes: float
@@ -33,12 +32,12 @@ class Mixture(NamedTuple):
 def choose(
     planner: Any, layout: Layout, budget: float | Sequence[float]
 ) -> tuple[tuple[str, ...] | None, int]:
-    """Return (a policy for each block, or None where nothing fits; the least bytes of a rank).
+    """Return (an activation policy per block, or None where nothing fits; fewest bytes that a rank can keep).
 
     Args:
-        planner: of the model.
-        layout: the configuration; what it says of recomputation is not looked at.
-        budget: bytes of a rank, or of each.
+        planner: planner of the model.
+        layout: the configuration; its own recomputation settings are ignored.
+        budget: bytes of activations per rank: one number, or one for each rank.
     """
     budgets = budget if isinstance(budget, Sequence) else [budget] * layout.pp
     profile, how = planner.profile(layout.tp, layout.sequence_parallel), planner.how(layout)
@@ -83,9 +82,11 @@ def _both(a: Mixture, b: Mixture) -> Mixture:
 
 
 def _front(options: dict[str, list[Mixture]], offloads: bool) -> list[Mixture]:
-    """Mixtures that no other one beats, the smallest first.
+    """Return the mixtures that no other one beats in bytes and seconds, the smallest first.
 
-    With any that is offloaded, two blocks are on their way at a time.
+    Args:
+        options: block --> its alternatives.
+        offloads: whether offloading is allowed; it needs two blocks of buffer on the device.
     """
     moving = 2 * max((each[0].bytes for each in options.values()), default=0.0)
     front = [Mixture(moving * offloads, 0.0)]
@@ -110,7 +111,7 @@ def _unbeaten(mixtures: Sequence[Mixture]) -> list[Mixture]:
 
 
 def _note(found: dict[str, str], best: Mixture | None) -> None:
-    """Blocks that several ranks hold take what keeps least."""
+    """Add a rank's policies to `found`; a block on several ranks takes the one that keeps least."""
     chain = best.choices if best else None
     while chain is not None:
         (name, policy), chain = chain
@@ -118,13 +119,9 @@ def _note(found: dict[str, str], best: Mixture | None) -> None:
 
 
 def mixed(planner: Any, layout: Layout, limit: float, seconds: float = float("inf")) -> Any:
-    """The forecast of a layout whose blocks have the policies that cost least in all; None if none is good.
+    """Return the forecast of a layout whose blocks have the cheapest mixed policies, or None if that is no gain.
 
-    Args:
-        planner: of the model.
-        layout: the configuration.
-        limit: bytes of a rank, all in all.
-        seconds: that a step may take.
+    `limit` is bytes of memory per rank, `seconds` the longest step that is worth returning.
     """
     ranks = planner.ranks(layout)
     room = [limit - rank.total + rank.activations for rank in ranks]

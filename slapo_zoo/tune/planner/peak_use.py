@@ -8,16 +8,16 @@ from slapo_zoo.language.products import Product
 
 
 class Work(NamedTuple):
-    """Work of a device in one phase of a unit.
+    """Work of a device in the forward or backward of one unit.
 
     Args:
         products: matrix products and attentions.
-        moved: bytes that all other operations read and write, each by itself.
-        ops: operations that write memory.
-        fused: bytes that are read and written where chains of element-wise operations are one kernel.
-        launches: kernels then.
-        comm: bytes that cross the tp ranks on a ring of many.
-        collectives: number of them.
+        moved: bytes that all other operations read and write when run one by one.
+        ops: number of operations that write memory.
+        fused: bytes read and written when chains of element-wise operations are fused.
+        launches: number of kernels when fused.
+        comm: bytes that a rank sends over tp, in a ring of many ranks.
+        collectives: number of collectives over tp.
     """
 
     products: tuple[Product, ...] = ()
@@ -34,7 +34,7 @@ class Work(NamedTuple):
         return sum(product.flops for product in self.products)
 
     def plus(self, other: "Work") -> "Work":
-        """Return the work of both, one after the other."""
+        """Return the sum of two pieces of work that run one after the other."""
         return Work(*(a + b for a, b in zip(self, other, strict=True)))
 
     def times(self, factor: float) -> "Work":
@@ -47,25 +47,25 @@ class Work(NamedTuple):
 
 
 class Use(NamedTuple):
-    """One call of a unit on one tp rank, for a micro-batch.
+    """Cost of one call of a unit on one tp rank, for one micro-batch.
 
-    The peaks are counted above what was alive when the forward of the unit began (and, for the
-    backward, above the gradients of parameters).
+    Peaks are bytes above what was alive when the forward of the unit began (in the backward, also above
+    the gradients of parameters).
 
     Args:
-        forward: what the device does in the forward.
-        backward: what it does in the backward.
+        forward: work of the forward.
+        backward: work of the backward.
         attention: the part of the forward that is softmax(q k') v.
-        kept: bytes that the forward leaves alive.
-        attention_kept: the part of them that lies between q, k, v and the output of attention.
-        gathered: bytes that its forward gathered over tp, of sequence parallelism.
-        matmuls: bytes of its results of matrix products and fused attention.
-        output: bytes that it returns and that no unit before returned.
-        forward_peak: most bytes alive in its forward.
-        backward_peak: most bytes alive in its backward.
-        backward_growth: most bytes alive in its backward, gradients of its own parameters included.
-        received: bytes that a stage receives which begins with this unit.
-        before: the part of `kept` that was made before the unit began, behind the one before it.
+        kept: bytes that the forward keeps for the backward.
+        attention_kept: the part of `kept` between q, k, v and the output of attention.
+        gathered: bytes that the forward gathered over tp for sequence parallelism.
+        matmuls: bytes of the outputs of matrix products and fused attention.
+        output: bytes that the unit returns and no unit before returned.
+        forward_peak: peak bytes in the forward.
+        backward_peak: peak bytes in the backward.
+        backward_growth: peak bytes in the backward, gradients of the unit's own parameters included.
+        received: bytes that a stage that begins with this unit receives from the stage before.
+        before: the part of `kept` that was made after the previous unit and before this one.
     """
 
     forward: Work = Work()
@@ -83,11 +83,11 @@ class Use(NamedTuple):
     before: float = 0.0
 
     def toward(self, other: "Use", share: float) -> "Use":
-        """The point at `share` of the way from here to the other; beyond 1 it is extrapolated."""
+        """Interpolate linearly between two costs: self at share 0, other at 1; extrapolate beyond 1."""
         return tree_map(lambda a, b: a + (b - a) * share, self, other)
 
     def times(self, factor: float) -> "Use":
-        """The use for `factor` times as many tokens, where all costs grow evenly with them."""
+        """Return the cost for `factor` times as many tokens, if all costs grow in proportion."""
         if factor == 1:
             return self
         return Use(*(x.times(factor) if isinstance(x, Work) else factor * x for x in self))

@@ -1,8 +1,8 @@
-"""Cost of every unit of a model on one tp rank, for any number of rows: one dry run, then scaled.
+"""Profile: the cost of every unit of a model on one tp rank, from dry runs on fake tensors.
 
-A model of many equal blocks runs with three blocks of each kind: the first, which may do more (a
-mask, a position bias), the last, whose backward comes first and finds no gradient to add to, and one that
-stands for all between. Two numbers of rows are run, and between and beyond them everything is a straight line.
+A model of many equal blocks is run with three per stack: the first, which may also make masks; the
+last, whose backward comes first; and one that stands for all others. Two numbers of rows are run; costs
+for other numbers are interpolated linearly.
 """
 
 import copy
@@ -45,12 +45,12 @@ class Unit:
     """Costs of one call of a unit (a block, an embedding, a head) on one tp rank.
 
     Args:
-        name: its path.
-        few: what it takes for ROWS[0] rows.
-        many: what it takes for ROWS[1] rows.
-        parameters: bytes of the parameters that no other unit has.
-        largest: bytes of the largest of them.
-        is_block: a stage may end after it, and it may be recomputed.
+        name: path of the module.
+        few: cost for ROWS[0] rows.
+        many: cost for ROWS[1] rows.
+        parameters: bytes of the parameters that only this unit has.
+        largest: bytes of the largest of these parameters.
+        is_block: a stage may end after the unit, and it may be recomputed.
     """
 
     name: str
@@ -70,11 +70,11 @@ class Profile:
     """Costs of every unit of a model on one tp rank.
 
     Args:
-        units: calls of its units, in order.
-        shared: (bytes, names of units) of parameters that several units have.
+        units: the unit calls, in order.
+        shared: (bytes, names of units) of each parameter that several units share.
         seq_len: tokens of a row.
-        itemsize: bytes of a number.
-        total_parameters: of the whole model, tied ones once.
+        itemsize: bytes of a parameter's element.
+        total_parameters: number of parameters of the whole model, tied ones counted once.
     """
 
     units: list[Unit]
@@ -94,13 +94,13 @@ class Profile:
 
 
 class Family:
-    """A config and its whole model on meta: the blocks, and whether few of them can stand for all.
+    """A config with its model on meta, and a smaller config whose few blocks stand for all where possible.
 
     `target_len` may be set before the first profile: tokens of a decoder's row, where they are fewer.
 
     Args:
-        config: of `transformers`; it is not changed.
-        auto_class: which head; None takes the config's own class.
+        config: config of `transformers`; it is not changed.
+        auto_class: head class; None takes the config's own.
     """
 
     def __init__(self, config: Any, auto_class: Any = None):
@@ -124,13 +124,13 @@ class Family:
         return [seq_len, *([other(self.config)] if other else [])]
 
     def _built(self, config: Any) -> tuple[Any, list[str]]:
-        """A model on meta and the paths of its blocks."""
+        """Return the model of a config on meta, and the paths of its blocks."""
         seam = self.table.seam
         model = hf.build_on_meta(self.cls, copy.deepcopy(config), torch.float32, seam)
         return model, block_paths(Schedule(model, Mesh()), self.table)
 
     def _small(self) -> Any:
-        """The config with few blocks of each kind, or None where blocks differ or none says how many."""
+        """Return the config with few blocks per stack, or None where blocks differ or the config has no layer count."""
         kinds = _kinds(self.blocks)
         if self.table.calls or max(map(len, kinds.values())) <= KEPT_BLOCKS + 1:
             return None
@@ -146,17 +146,17 @@ class Family:
         attention: str | None = None, on_cpu: bool = False, scores: bool = True,
         parts: bool = False,
     ) -> Profile:  # fmt: skip
-        """A dry run of the model on one tp rank.
+        """Return the unit costs of the model on one tp rank, from dry runs.
 
         Args:
             tp: ranks that shard each layer.
-            sequence_parallel: they divide the tokens too.
+            sequence_parallel: tp ranks shard the tokens too.
             seq_len: tokens of a row.
-            dtype: of the parameters.
-            attention: the attention back end.
-            on_cpu: whether it would run on a CPU.
+            dtype: dtype of the parameters.
+            attention: attention backend.
+            on_cpu: whether the model would run on a CPU.
             scores: whether attention with dropout writes its scores to memory.
-            parts: under sequence parallelism a rank keeps its part of the tokens alone.
+            parts: under sequence parallelism a rank keeps only its own tokens.
         """
         outline = Outline(self.small, self.cls, Mesh(tp=tp), dtype, attention=attention,
                           sequence_parallel=sequence_parallel and tp > 1)  # fmt: skip
@@ -184,7 +184,7 @@ class Family:
         return [replace(named[like], name=name) for name, like in names]
 
     def repeat(self, calls: list[tuple[str, T]]) -> list[tuple[str, T]]:
-        """Repeat (name, value) of the calls of a small model to those of the whole one; the middle block repeats."""
+        """Expand (unit, value) pairs of the small model to the full depth: the middle block's value is repeated."""
         found, kinds = [], _kinds(self.blocks) if self.is_small else {}
         for name, value in calls:
             kind, _, index = name.rpartition(".")
@@ -199,7 +199,7 @@ class Family:
 
 
 def _kinds(blocks: list[str]) -> dict[str, list[str]]:
-    """The lists that the blocks are in --> their blocks."""
+    """Group block paths by the list that contains them: path of the list --> paths of its blocks."""
     kinds: dict[str, list[str]] = {}
     for block in blocks:
         kinds.setdefault(block.rpartition(".")[0], []).append(block)
@@ -212,11 +212,11 @@ def _shapes(model: Any, block: str) -> tuple[Any, ...]:
 
 
 def shorter(config: Any, counts: set[int]) -> Any:
-    """The config with KEPT_BLOCKS layers wherever it names one of `counts`; None if layers differ.
+    """Return the config with KEPT_BLOCKS layers per stack, or None where layers differ from each other.
 
     Args:
-        config: of the whole model.
-        counts: how many blocks of each kind there are.
+        config: config of the whole model.
+        counts: layer counts to replace.
     """
     small = copy.deepcopy(config)
     if hasattr(config, "attention_types"):
@@ -241,11 +241,11 @@ def _parts(config: Any) -> list[tuple[str, Any]]:
 
 
 class _Masks(RandomStream):
-    """Stands for the random stream: masks of the right size, of which nothing is drawn.
+    """Stand-in for the random stream in dry runs: masks have the right size, and nothing is drawn.
 
     Args:
         on_cpu: whether the model would run on a CPU.
-        in_bytes: a mask has a byte per number, and no numbers of other ranks.
+        in_bytes: masks take a byte per element, and no elements of other ranks.
     """
 
     def __init__(self, on_cpu: bool, in_bytes: bool = False):
@@ -295,14 +295,17 @@ class _Masks(RandomStream):
 def dry_run(
     outline: Outline, rows: int, tokens: tuple[int, int], stream: "_Masks", scores: bool = True
 ) -> list[tuple[str, Use]]:
-    """One training step of a micro-batch on fake tensors, dropout included.
+    """Run one training step on fake tensors with dropout; return (unit, cost) of each unit call.
 
     Args:
-        outline: of any rank of the mesh.
-        rows: of the micro-batch.
-        tokens: of a row, and of a row of the decoder; 0: as many.
-        stream: stands for the random stream.
+        outline: scheduled model on meta, of any rank.
+        rows: rows of the micro-batch.
+        tokens: tokens of a row, and of a decoder's row (0: equally many).
+        stream: stand-in for the random stream.
         scores: whether attention with dropout writes its scores to memory.
+
+    Raises:
+        ArchitectureError: the head has no loss.
     """
     dtype = next(outline.model.parameters()).dtype
     kinds = ("cut_pipeline_stage", "checkpoint")
@@ -340,7 +343,7 @@ def _loss(tape: Tape, output: Any) -> Tensor:
 
 
 def _in_parts(calls: list[tuple[str, Use]], blocks: set[str], tp: int) -> list[tuple[str, Use]]:
-    """Keep a shard of what is whole on every rank before the first block."""
+    """Divide by tp what each rank keeps from before the first block, since a rank then keeps only its tokens."""
     first = next(i for i, (name, _) in enumerate(calls) if name in blocks)
     if calls[first + 1][0] not in blocks:
         return calls
@@ -352,7 +355,7 @@ def _in_parts(calls: list[tuple[str, Use]], blocks: set[str], tp: int) -> list[t
 
 
 def _untie(model: Any, mode: Any) -> None:
-    """Give every module parameters of its own: what stages share is added up by who knows the cuts."""
+    """Give every module its own copy of tied parameters; the planner adds up what stages share by itself."""
     seen: set[int] = set()
     for module in model.modules():
         for name, p in module._parameters.items():

@@ -1,4 +1,4 @@
-"""How long a device takes for a matrix product, and a group of devices for a collective."""
+"""Seconds of a matrix product on a device, and of a collective over a group of devices."""
 
 import math
 from functools import lru_cache
@@ -13,10 +13,10 @@ FUSED_ATTENTION = 0.6  # rate of a fused attention beside a large product
 
 
 def product_seconds(hardware: Hardware, dtype: str, product: Product) -> float:
-    """Return the seconds of one batch of matrix products, or of a fused attention: by flops or by bytes.
+    """Return the seconds of a batch of matrix products or of a fused attention: limited by flops or by bytes.
 
-    On a GPU whole waves of tiles run, one tile on each multiprocessor; the best tile is taken. Before a
-    tile's first product and after its last a multiprocessor fills and drains, as if the sum were longer.
+    On a GPU the product runs as waves of tiles, one tile per multiprocessor, in the best tile shape;
+    `hardware.fill` is the extra time of a tile.
     """
     rate, moved = hardware.flops(dtype), product.moved / hardware.bandwidth
     if not product.n:
@@ -28,7 +28,7 @@ def product_seconds(hardware: Hardware, dtype: str, product: Product) -> float:
 
 @lru_cache(maxsize=1 << 16)
 def _tiled(batch: float, m: float, n: float, k: float, count: int, fill: float) -> float:
-    """Operations that would take as long at the full rate."""
+    """Return the operations that would take as long at the full rate, for the best tile shape."""
     return min(
         math.ceil(batch * math.ceil(m / rows) * math.ceil(n / columns) / count)
         * count * 2.0 * rows * columns * (k + fill) / share
@@ -37,10 +37,10 @@ def _tiled(batch: float, m: float, n: float, k: float, count: int, fill: float) 
 
 
 def group_rate(hardware: Hardware, ranks: int, stride: int = 1, cards: int | None = None) -> float:
-    """Return the bytes per second of a ring of `ranks` devices that lie `stride` apart.
+    """Return the bytes per second of a ring of `ranks` devices whose ranks are `stride` apart.
 
-    Across nodes every node's share of the ring uses the network cards of its own devices, as the rings of
-    NCCL do: with eight members in a node eight cards carry one ring. `cards`: at most so many.
+    Across nodes the members of a node share the ring over their network cards, at most `cards` of them
+    (None: one card per member), as NCCL's rings do.
     """
     if ranks * stride <= hardware.per_node:
         return hardware.link
@@ -52,15 +52,10 @@ def collective_seconds(
     hardware: Hardware, ranks: int, moved: float, count: float, stride: int = 1,
     cards: int | None = None,
 ) -> float:  # fmt: skip
-    """Return the seconds of `count` collectives over a group.
+    """Return the seconds of `count` collectives over a group of `ranks` devices that are `stride` ranks apart.
 
-    Args:
-        hardware: the cluster.
-        ranks: of the group.
-        moved: bytes that a rank would send on a ring of very many ranks, all collectives together.
-        count: of collectives.
-        stride: distance of the group's neighbours.
-        cards: of a node that carry a ring; None for one of each member.
+    `moved` is the bytes that a rank sends in all of them together, in a ring of many ranks; `cards` the
+    network cards per node that carry the ring, one per member for None.
     """
     if ranks == 1:
         return 0.0

@@ -1,7 +1,7 @@
-"""A layout made faster knob by knob: orders, ZeRO and the least recomputation that fits.
+"""Refine the fastest layouts one knob at a time: pipeline order, ZeRO, and the least recomputation that fits.
 
-The wide search looks at two orders, six shares of recomputation and as little ZeRO as makes a layout fit.
-Around the fastest that it finds every other value of these knobs is looked at here.
+The wide search tries two orders, six shares of recomputation and the lowest ZeRO stage that fits; here
+every other value of these knobs is tried around its fastest layouts.
 """
 
 from bisect import bisect_left
@@ -25,14 +25,14 @@ Fits = Callable[[Layout], bool]
 def refine(
     forecast: Forecast, fits: Fits, found: Sequence[Any], blocks: int, orders: Sequence[str] | None
 ) -> list[Any]:
-    """Search for faster layouts near the fastest that were found.
+    """Return forecasts that are faster than those of the wide search, found near its fastest ones.
 
     Args:
-        forecast: of a layout.
-        fits: whether it fits.
+        forecast: layout --> its forecast.
+        fits: layout --> whether it fits into memory.
         found: forecasts of the wide search.
-        blocks: of the model.
-        orders: of the pipeline that may be taken; None for all.
+        blocks: number of blocks of the model.
+        orders: pipeline orders that may be used; None for all.
     """
     starts: dict[Any, Any] = {}
     for one in sorted(found, key=lambda f: f.step.seconds):
@@ -46,14 +46,7 @@ def refine(
 
 @dataclass(frozen=True)
 class Climb:
-    """Search from a layout to faster ones, one knob at a time.
-
-    Args:
-        forecast: of a layout.
-        fits: whether it fits.
-        blocks: of the model.
-        orders: of the pipeline.
-    """
+    """Hill climbing from a layout to faster ones, one knob at a time; arguments as in `refine`."""
 
     forecast: Forecast
     fits: Fits
@@ -61,7 +54,7 @@ class Climb:
     orders: Sequence[str]
 
     def from_here(self, best: Any) -> Any:
-        """The fastest that can be reached; `best` itself where nothing is faster."""
+        """Return the fastest forecast that can be reached from `best`; `best` itself where nothing is faster."""
         while True:
             before = best.step.seconds
             for layout in (*self._sharded(best.layout), *self._ordered(best.layout)):
@@ -70,21 +63,21 @@ class Climb:
                 return best
 
     def _sharded(self, layout: Layout) -> Iterator[Layout]:
-        """The layout itself, and with every form of ZeRO."""
+        """Yield the layout without ZeRO, and with every ZeRO stage and shard count."""
         yield replace(layout, dp_shard=1, zero_stage=3)
         for shards in divisors(layout.dp)[1:]:
             for stage in (1, 2, 3):
                 yield replace(layout, dp_shard=shards, zero_stage=stage)
 
     def _ordered(self, layout: Layout) -> Iterator[Layout]:
-        """The layout in every order that is not too long to simulate."""
+        """Yield the layout in every pipeline order that is short enough to simulate."""
         count = layout.micro_batches
         for order, virtual in orders_for(layout.pp, count, self.blocks, self.orders):
             if layout.pp > 1 and (order in CLOSED or count * layout.pp * virtual <= MOST_FORWARDS):
                 yield replace(layout, pipeline_order=order, stages_per_rank=virtual)
 
     def _least_recomputed(self, layout: Layout, best: Any) -> Any:
-        """The faster of `best` and the layout with as little recomputation as makes it fit."""
+        """Return the faster of `best` and the layout with the least recomputation that fits."""
         steps = min(self.blocks, GRAIN)
         for policy in ("", "save_matmuls"):
             each = [

@@ -1,4 +1,4 @@
-"""How a step is run, and in which precision: what the planner has to know of it."""
+"""Runtimes and precisions of the planner: how a step is run, and bytes per parameter."""
 
 from dataclasses import dataclass
 
@@ -14,16 +14,16 @@ class Runtime:
 
     Args:
         fused: chains of element-wise operations are one kernel.
-        host: operations of the host for a kernel of such a chain: views, autograd, Python.
-        scores: attention writes its scores to memory wherever it drops probabilities.
-        parts: under sequence parallelism a rank keeps its part of the tokens alone, and gathers the others
-            again in the backward; a dropout keeps a byte per number.
-        accumulates: the product that makes a weight's gradient adds it to those of earlier micro-batches.
-        scatters: a stage sends every tp rank's share of its output, and not the whole of it from each.
-        fused_optimizer: the optimizer's step makes no temporary tensors.
-        overlapped: sums over dp run in buckets while the last micro-batch's backward does.
+        host: host-side operations (views, autograd, Python) per kernel of such a chain.
+        scores: attention writes its scores to memory wherever it has dropout.
+        parts: under sequence parallelism a rank keeps only its own tokens and gathers the others again in
+            the backward; a dropout mask takes one byte per element.
+        accumulates: the product that makes a weight gradient adds it to those of earlier micro-batches.
+        scatters: every tp rank of a stage sends its share of the output to the next, not all of it.
+        fused_optimizer: the optimizer step makes no temporary tensors.
+        overlapped: the all-reduce over dp overlaps with the backward of the last micro-batch.
         even: stages have equally many blocks, whatever the embedding and the head cost.
-        casts: 16-bit weights beside masters live while forwards and backwards run, and no longer.
+        casts: 16-bit copies of master weights live only while forwards and backwards run.
     """
 
     fused: bool = False
@@ -61,10 +61,10 @@ class Precision:
     """Bytes per parameter for its weight, gradient and optimizer state in one precision.
 
     Args:
-        dtype: of products and activations.
-        weights: of the parameter itself.
-        gradients: of what micro-batches add up to.
-        optimizer: of AdamW's states, and of a copy in float32.
+        dtype: dtype of products and activations.
+        weights: bytes of a weight.
+        gradients: bytes of the gradient that micro-batches accumulate.
+        optimizer: bytes of AdamW's states and, if there is one, the float32 master copy.
     """
 
     dtype: str
@@ -84,7 +84,7 @@ class Precision:
 
     @property
     def has_masters(self) -> bool:
-        """Return whether the optimizer steps copies of the weights, and not the weights."""
+        """Return whether the optimizer updates float32 master copies instead of the weights."""
         return self.optimizer > 2 * self.update
 
     @property
@@ -103,7 +103,7 @@ PRECISIONS = {
 
 
 def find_runtime(name: str) -> Runtime:
-    """Return the runtime of a name; an unknown one is an error that lists all."""
+    """Return the runtime of a name; SlapoError lists all names where it is unknown."""
     if name not in RUNTIMES:
         hint = f"choose one of {', '.join(RUNTIMES)}"
         raise SlapoError("Planner", f"runtime={name!r}", "no such runtime", hint)
@@ -111,7 +111,7 @@ def find_runtime(name: str) -> Runtime:
 
 
 def find_precision(name: str) -> Precision:
-    """Return the precision of a name; an unknown one is an error that lists all."""
+    """Return the precision of a name; SlapoError lists all names where it is unknown."""
     name = precision_name(name)
     if name not in PRECISIONS:
         hint = f"choose one of {', '.join(PRECISIONS)}"
@@ -120,7 +120,7 @@ def find_precision(name: str) -> Precision:
 
 
 def precision_of(dtype: str) -> str:
-    """The precision in which everything has one dtype, as `torch.float32` or `bfloat16`."""
+    """Return the name of the precision that uses one dtype ("torch.float32", "bfloat16") for everything."""
     name = dtype.removeprefix("torch.")
     found = (n for n, p in PRECISIONS.items() if p.dtype == name and p.weights == p.gradients)
     return next(found, "fp32")

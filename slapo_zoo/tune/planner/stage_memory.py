@@ -1,7 +1,7 @@
-"""The most memory that each pipeline rank needs in a training step, part by part.
+"""Peak memory of each pipeline rank in a training step, part by part.
 
-Three moments are looked at: the middle of a backward, when activations are alive and gradients grow; the
-sums over dp; the optimizer's step. The largest counts.
+The maximum of three moments counts: the middle of a backward, when activations are alive and gradients
+grow; the all-reduce over dp; and the optimizer step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,16 +19,16 @@ PREFETCHED = 2  # units whose weights are whole at a time where each rank keeps 
 
 @dataclass(frozen=True)
 class Recompute:
-    """Share and policy of the blocks whose activations are recomputed.
+    """Policy of each unit: keep, recompute, or offload its activations.
 
     Args:
-        blocks: their names.
-        policy: what they keep: "" nothing, "save_matmuls" the results of matrix products, "attention"
-            all but what lies between q, k, v and the output of attention, "offload" all on the host,
-            "sharded" nothing, and of their input a share.
-        regathered: share of the tokens gathered over tp that is not kept but gathered again.
-        each: unit --> its own policy, "keep" and "recompute" too.
-        shares: tp ranks that keep a share of a block's input where its policy is "sharded".
+        blocks: names of the blocks that are recomputed with `policy`.
+        policy: what those blocks keep: "" nothing, "save_matmuls" outputs of matrix products, "attention"
+            all but what lies between q, k, v and the output of attention, "offload" everything in host
+            memory, "sharded" nothing but a tp shard of their input.
+        regathered: share of the gathered tokens that the backward gathers again instead of keeping.
+        each: unit --> its own policy ("keep" and "recompute" are possible too), before `policy`.
+        shares: number of tp ranks over which "sharded" divides a block's input.
     """
 
     blocks: frozenset[str] = frozenset()
@@ -38,12 +38,12 @@ class Recompute:
     shares: int = 1
 
     def of(self, name: str) -> str:
-        """The policy of a unit: "keep", "recompute" or what it keeps."""
+        """Return the policy of the unit `name`: "keep", "recompute", or a name that `policy` may have."""
         found = self.policy if name in self.blocks else "keep"
         return self.each.get(name, found) or "recompute"
 
     def held(self, unit: Unit, use: Use) -> float:
-        """Bytes that a unit keeps from its forward to its backward."""
+        """Return the bytes that a unit keeps from its forward to its backward."""
         kept = use.kept - self.regathered * use.gathered
         policy = self.of(unit.name)
         if policy in ("keep", "offload"):
@@ -53,7 +53,7 @@ class Recompute:
         return min(kept, use.before + use.output + use.matmuls * (policy == "save_matmuls"))
 
     def elsewhere(self, units: Sequence[Unit], uses: Sequence[Use]) -> list[float]:
-        """Bytes of the input of each unit that its tp peers keep."""
+        """Return for each unit the bytes of its input that only other tp ranks keep ("sharded" policy)."""
         hidden = min(
             (u.output for n, u in zip(units, uses, strict=True) if n.is_block), default=0.0
         )
@@ -63,22 +63,22 @@ class Recompute:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """One stage for one micro-batch, in bytes where nothing else is said.
+    """Memory of one pipeline stage for one micro-batch.
 
     Args:
-        parameters: number of its weights.
-        largest: numbers in the largest of them.
-        widest: numbers in all of the block that has most.
-        around: numbers in what is no block.
+        parameters: number of parameters.
+        largest: elements of the largest parameter.
+        widest: elements of all parameters of the largest block.
+        held: bytes that a micro-batch keeps from its forward to its backward.
+        peak: most bytes alive above `held` in a backward, once all gradients exist.
+        growing: most bytes of activations and gradients together in a first backward.
+        received: bytes received per micro-batch.
+        sent: bytes sent per micro-batch.
+        around: elements of the parameters outside blocks.
         inner: `peak` while a block runs.
-        first: numbers in the largest unit before the blocks, what it shares with later ones included.
-        last: numbers in the largest unit behind them.
-        held: what a micro-batch keeps from its forward to its backward.
-        peak: most alive above that, in a backward, when all gradients are there.
-        growing: most activations and gradients together in a first backward.
-        received: what enters with a micro-batch.
-        sent: what leaves with one.
-        elsewhere: of what enters, what tp peers keep until the backward.
+        first: elements of the parameters of the largest unit before the blocks, tied ones included.
+        last: the same of the largest unit after the blocks.
+        elsewhere: bytes of `received` that only other tp ranks keep until the backward.
     """
 
     parameters: int
@@ -99,7 +99,7 @@ class StageMemory:
 def stage_memory(
     profile: Profile, begin: int, end: int, rows: int, again: Recompute
 ) -> StageMemory:
-    """Return the memory of units begin..end of a profile, as one stage."""
+    """Return the memory of a stage of the units begin..end of a profile, for a micro-batch of `rows` rows."""
     units, uses = profile.units[begin:end], profile.uses(rows)[begin:end]
     shared = [(size, names & {u.name for u in units}) for size, names in profile.shared]
     shared = [(size, names) for size, names in shared if names]
@@ -139,7 +139,7 @@ def stage_memory(
 
 
 def _around(units: Sequence[Unit], shared: Sequence[tuple[int, frozenset[str]]]) -> tuple[int, int]:
-    """Bytes of the parameters of the largest unit before the blocks, and of that behind them."""
+    """Return the parameter bytes of (the largest unit before the blocks, the largest unit after them)."""
     at = [i for i, unit in enumerate(units) if unit.is_block] or [len(units)]
     early = {unit.name for unit in units[: at[0]]}
     tied = [size for size, names in shared if names & early]
@@ -149,16 +149,16 @@ def _around(units: Sequence[Unit], shared: Sequence[tuple[int, frozenset[str]]])
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank of a pipeline.
+    """Bytes on one pipeline rank.
 
     Args:
         weights: parameters.
-        gradients: one per parameter.
+        gradients: gradients of all parameters.
         optimizer: states of AdamW.
-        activations: what its micro-batches in flight keep.
-        working: short-lived tensors at the fullest moment.
-        buffers: what it receives for its micro-batches in flight, forward and backward.
-        total: at the fullest moment; the parts need not all be at their most then.
+        activations: activations that the micro-batches in flight keep.
+        working: short-lived tensors at the peak.
+        buffers: receive and send buffers of the micro-batches in flight, forward and backward.
+        total: peak memory; at most the sum of the parts, whose own peaks may differ in time.
     """
 
     weights: int
@@ -174,16 +174,7 @@ def rank_memory(
     stages: Sequence[StageMemory], in_flight: Sequence[float], layout: Layout, precision: Precision,
     runtime: Runtime, hardware: Hardware,
 ) -> RankMemory:  # fmt: skip
-    """Return the peak memory of a rank that holds some stages.
-
-    Args:
-        stages: that it holds.
-        in_flight: micro-batches that each holds at the fullest moment, the running one included.
-        layout: the configuration.
-        precision: of the parameters.
-        runtime: how the model is run.
-        hardware: the device.
-    """
+    """Return the peak memory of a rank that holds some stages, `in_flight` micro-batches of each at the peak."""
     m, largest = layout.micro_batches, max(stage.largest for stage in stages)
     count = sum(stage.parameters for stage in stages)
     around = sum(stage.around for stage in stages)
@@ -217,10 +208,10 @@ def rank_memory(
 def _resident(
     count: int, around: int, layout: Layout, precision: Precision
 ) -> tuple[int, int, int]:
-    """Bytes of weights, gradients and states of so many parameters, in a step.
+    """Return bytes of (weights, gradients, optimizer states) that a rank holds during a step.
 
-    Where dp divides them each rank has its part of what the optimizer steps, and whole weights beside it:
-    all, or with ZeRO-3 those around the blocks.
+    With ZeRO a rank holds shards of what the optimizer updates, and beside them unsharded weights: all
+    `count` of them, or with ZeRO-3 only the `around` outside blocks.
     """
     n, stage = layout.dp_shard, layout.zero_stage
     if n == 1:
@@ -232,7 +223,7 @@ def _resident(
 
 
 def _made_whole(widest: int, layout: Layout, precision: Precision) -> int:
-    """Return the bytes of tensors that are unsharded for a while: weights of running blocks, gradients until they are summed."""
+    """Return bytes of tensors that ZeRO-2 and 3 hold unsharded for a while: weights of running blocks and gradients."""
     if layout.dp_shard == 1 or layout.zero_stage == 1:
         return 0
     weights = precision.weights * (layout.zero_stage == 3)

@@ -1,4 +1,4 @@
-"""How long a step takes: what each stage computes and moves, the order, and the collectives."""
+"""Seconds of a training step: work of each stage, the pipeline order, and the collectives."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ GRADIENT_PASSES = 3  # for the norm, for scaling, for the update
 
 @dataclass(frozen=True)
 class How:
-    """Hardware, runtime, precision and tp: what decides how long some work takes.
+    """Hardware, runtime, precision and tp, from which the seconds of some work are computed.
 
     Args:
-        hardware: the cluster.
+        hardware: profile of the cluster.
         runtime: how the model is run.
-        precision: of the parameters.
+        precision: precision of the parameters.
         tp: ranks that shard each layer.
     """
 
@@ -35,7 +35,7 @@ class How:
     tp: int = 1
 
     def seconds(self, work: Work) -> float:
-        """Return the seconds of a phase of a unit: on the device, or of the host that launches it; and its collectives."""
+        """Return the seconds of a forward or backward of a unit: the slower of device and host, plus collectives."""
         hardware, dtype = self.hardware, self.precision.dtype
         moved, launches = work.moved, work.ops
         if self.runtime.fused:
@@ -46,7 +46,7 @@ class How:
         return max(device, launches * hardware.operation_s) + shared
 
     def again(self, use: Use, policy: str) -> float:
-        """Seconds that a policy costs: what is recomputed of a unit's forward, or waited for."""
+        """Return the extra seconds that an activation policy costs a unit: recomputation, or waiting for the host."""
         if policy == "offload":
             copied = use.kept / self.hardware.host
             waits = (max(copied - self.seconds(w), 0.0) for w in (use.forward, use.backward))
@@ -66,11 +66,11 @@ class StageTime:
 
     Args:
         forward_s: seconds of the forward, tp collectives included.
-        backward_s: of the backward, what is recomputed included.
-        flops: of both on one rank, what is recomputed included.
-        comm: bytes that it sends over tp.
-        received: bytes that enter.
-        units: number of its units; ZeRO gathers and sums each by itself.
+        backward_s: seconds of the backward, recomputation included.
+        flops: operations of both on one rank, recomputation included.
+        comm: bytes that a rank sends over tp.
+        received: bytes received from the stage before.
+        units: number of units; ZeRO gathers and reduces each by itself.
     """
 
     forward_s: float
@@ -91,16 +91,16 @@ class StepTime:
     """Predicted seconds and bytes sent of one training step.
 
     Args:
-        seconds: of it.
-        bubble: share of the pipeline's time in which a rank waits.
-        compute_s: of the busiest rank, tp collectives included.
-        gradients_s: of the sums over dp.
-        optimizer_s: of the optimizer's step.
-        transfer_s: that the busiest rank waits for its neighbours' tensors.
-        tp_bytes: that one rank sends over tp in a step.
-        dp_bytes: over dp.
-        pp_bytes: over pp.
-        flops: of one step on the busiest rank.
+        seconds: time of the whole step.
+        bubble: share of the pipeline's time in which a rank waits, 0 to 1.
+        compute_s: seconds of compute on the busiest rank, tp collectives included.
+        gradients_s: seconds of the gradient all-reduce over dp.
+        optimizer_s: seconds of the optimizer step.
+        transfer_s: seconds that the busiest rank waits for tensors of its neighbours.
+        tp_bytes: bytes that one rank sends over tp in a step.
+        dp_bytes: bytes that one rank sends over dp.
+        pp_bytes: bytes that one rank sends over pp.
+        flops: operations of one step on the busiest rank.
     """
 
     seconds: float
@@ -116,7 +116,7 @@ class StepTime:
 
     @property
     def bubble_share(self) -> float:
-        """Share of the step in which the busiest rank waits for other stages, without transfers."""
+        """Share of the step in which the busiest rank waits for other stages, without the time of transfers."""
         within = self.seconds - self.gradients_s - self.optimizer_s
         return max(self.bubble * within - self.transfer_s, 0.0) / self.seconds
 
@@ -124,7 +124,7 @@ class StepTime:
 def stage_time(
     profile: Profile, begin: int, end: int, rows: int, again: Recompute, how: How
 ) -> StageTime:
-    """Return the time of units begin..end of a profile, as one stage."""
+    """Return the time of a stage that consists of the units begin..end of a profile (see `stage_memory`)."""
     share = (how.tp - 1) / how.tp
     forward = backward = flops = comm = 0.0
     cache = profile.cache
@@ -148,13 +148,13 @@ def stage_time(
 
 
 def step_time(stages: Sequence[StageTime], layout: Layout, parameters: float, how: How) -> StepTime:
-    """Return the time of all stages in their order.
+    """Return the time of a training step.
 
     Args:
-        stages: of the whole pipeline; stage i is on rank i % pp.
+        stages: times of all stages of the pipeline, in order.
         layout: the configuration.
-        parameters: of the fullest rank.
-        how: it is run.
+        parameters: number of parameters on the fullest rank.
+        how: hardware, runtime, precision and tp.
     """
     m, precision, hardware = layout.micro_batches, how.precision, how.hardware
     wait = [_transfer(stage.received, layout, how) for stage in stages]
@@ -178,10 +178,10 @@ def step_time(stages: Sequence[StageTime], layout: Layout, parameters: float, ho
 def _pipeline(
     stages: Sequence[StageTime], wait: Sequence[float], layout: Layout
 ) -> tuple[float, list[StageTime], list[float]]:
-    """Return (seconds of forwards and backwards, stages of the busiest rank, seconds of a micro-batch per rank).
+    """Return (seconds of all forwards and backwards, stages of the busiest rank, seconds of a micro-batch per rank).
 
-    Of the usual orders in closed form: the busiest rank works through, and once every other stage is
-    waited for. The others are simulated action by action.
+    The usual orders have a closed form: the busiest rank works without pause, after one wait for every
+    other stage. Other orders are simulated action by action. `wait`: seconds of a transfer per stage.
     """
     places, m = places_of(layout), layout.micro_batches
     held = [[stages[i] for i in places.stages_of(rank)] for rank in range(layout.pp)]
@@ -205,14 +205,14 @@ def _pipeline(
 
 
 def _cost(stage: StageTime, kind: str) -> float:
-    """Seconds of an action; half of a backward is that of the inputs."""
+    """Return the seconds of one pipeline action; a backward of inputs or of weights alone is half a backward."""
     if kind == FORWARD:
         return stage.forward_s
     return stage.backward_s * (1.0 if kind == BACKWARD else 0.5)
 
 
 def _transfer(received: float, layout: Layout, how: How) -> float:
-    """Seconds until a tensor has come from the stage before."""
+    """Return the seconds to receive `received` bytes from the stage before."""
     if not received:
         return 0.0
     hardware = how.hardware
@@ -226,10 +226,10 @@ def _transfer(received: float, layout: Layout, how: How) -> float:
 def _gradients(
     parameters: float, layout: Layout, how: How, micro_batch_s: float, mine: Sequence[StageTime]
 ) -> tuple[float, float]:
-    """Return (seconds, bytes that a rank sends) of the sums over dp, and of what ZeRO gathers.
+    """Return (seconds, bytes that a rank sends) of the gradient all-reduce over dp and of ZeRO's gathers.
 
-    What is gathered and summed for every micro-batch hides behind it, and only what is longer is seen;
-    so do the sums behind the last backward, but for the last bucket.
+    Only time that does not overlap counts: what runs per micro-batch overlaps with its compute, and the
+    all-reduce overlaps with the last backward, except for its last bucket.
     """
     precision, stage, shards = how.precision, layout.zero_stage, layout.dp_shard
     weights, gradients = parameters * precision.weights, parameters * precision.gradients
