@@ -1,4 +1,4 @@
-"""From a config to a program: tables, rules, knobs, derivation, the choice of kernels.
+"""Zoo: make a schedule from a config by tables, rules, options, derivation and the choice of kernels.
 
 Imports `pipeline`, `weights` and lower; tables are found by name.
 """

@@ -1,4 +1,4 @@
-"""Applying a zoo table: sharded tensors, random streams, recomputation and pipeline cuts."""
+"""Apply a zoo table to a model: shards, random streams, kernels, recomputation and pipeline cuts."""
 
 import dataclasses
 from typing import Any
@@ -27,7 +27,7 @@ KEEP, RECOMPUTE = "keep", "recompute"
 
 
 def block_paths(sch: Schedule, table: Table) -> list[str]:
-    """Paths of the repeated blocks, in order; none where a derived table found no stack."""
+    """Return the paths of the repeated blocks in order; empty where a derived table found no stack of blocks."""
     prefix = base_prefix(sch.model)
     if not table.blocks:
         return []
@@ -36,7 +36,7 @@ def block_paths(sch: Schedule, table: Table) -> list[str]:
 
 
 def units_of(model: Any, table: Table, blocks: list[str]) -> list[str]:
-    """List the units that a stage holds as a whole, in the order in which they run."""
+    """Return the modules that a pipeline stage holds as a whole, in the order in which they run."""
     late = [base_prefix(model) + path for path in table.after_blocks]
     return leaf_units(model, blocks, late, table.order)
 
@@ -48,17 +48,17 @@ def apply_table(
     num_stages: int | None = None,
     tuned_kernels: Any = None,
 ) -> Schedule:
-    """Apply a table: tensor and sequence parallelism, random streams, kernels, recomputation, cuts.
+    """Apply a table to a schedule: tensor and sequence parallelism, random streams, kernels, recomputation, cuts.
 
-    Rows that match no module of this head class are skipped, and so is a division of a tensor
-    that the module does not have (a Linear without bias).
+    Rows that match no module of this head class are skipped, and so are shards of a tensor that the
+    module does not have (a Linear without bias). Returns the schedule.
 
     Args:
-        sch: a schedule of an unscheduled model on meta.
-        table: of its family.
-        options: all that can be asked of a model; its schedule does not count here.
+        sch: schedule of a model on meta to which nothing was applied yet.
+        table: table of the model's family.
+        options: build options; `schedule` is ignored.
         num_stages: pipeline stages; None takes pp.
-        tuned_kernels: what "auto" means where a search found it fastest for this very model.
+        tuned_kernels: value of `kernels=` that "auto" means, from a search for this very model; or None.
     """
     _require_needed(sch, table, options.sequence_parallel)
     blocks = block_paths(sch, table)
@@ -83,7 +83,7 @@ def apply_table(
 
 
 def _require_needed(sch: Schedule, table: Table, tokens_divided: bool) -> None:
-    """Raise ArchitectureError for a config whose forward the table cannot shard."""
+    """Raise ArchitectureError for a config value with which the table cannot shard the model."""
     config, mesh = sch.model.config, sch.mesh
     where = {"": mesh.tp > 1, "sp": tokens_divided and mesh.tp > 1, "pp": mesh.pp > 1}
     hints = {"sp": "leave sequence_parallel out", "pp": "use pp=1"}
@@ -100,10 +100,10 @@ def _require_needed(sch: Schedule, table: Table, tokens_divided: bool) -> None:
 
 
 def block_policies(count: int, options: BuildOptions) -> list[str]:
-    """Return the policy of each block's activations: KEEP, RECOMPUTE, or the name of a policy.
+    """Return the activation policy of each of `count` blocks: KEEP, RECOMPUTE, or the name of a policy.
 
     Raises:
-        ArchitectureError: a policy without blocks, or a list that is no list of one per block.
+        ArchitectureError: a policy at a ratio of 0, or a list with another length than `count`.
     """
     policy, ratio = options.checkpoint_policy, options.checkpoint_ratio
     what = f"checkpoint_policy={policy!r:.60}"
@@ -137,11 +137,10 @@ def _apply_rows(sch: Schedule, rows: list[Row]) -> None:
 
 
 def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
-    """Sequence parallelism (arXiv:2205.05198): between `row` and `enter`, ranks hold some tokens.
+    """Return the rows of sequence parallelism (arXiv:2205.05198): from a `row` to the next `enter`, tokens are sharded.
 
-    Each stack of blocks divides its tokens at its first block and joins them after its last; blocks that
-    are called several times do so at each call. What every rank holds whole inside gets a part of its
-    gradient from each rank.
+    The first block of each stack shards the tokens, and the last one gathers them; blocks that run several
+    times do both at each call. Parameters that are replicated inside the stack get their gradient summed.
     """
     leave = any(isinstance(d, Sync) and d.sequence_axis is not None for _, r in rows for d in r)
     if not leave and not table.all_tokens:
@@ -175,7 +174,7 @@ def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
 
 
 def _where(sch: Schedule, pattern: str, directive: Directive) -> list[str]:
-    """The pattern, or those of its modules that have the parameter: ModernBERT's first block has no norm."""
+    """Return the pattern, or the paths of its modules that have the parameter: ModernBERT's first block has no norm."""
     if not isinstance(directive, Shard | SumGradient):
         return [pattern]
     name, modules = directive.param_name, sch.state.modules
@@ -186,9 +185,9 @@ def _where(sch: Schedule, pattern: str, directive: Directive) -> list[str]:
 
 
 def place_cuts(sch: Schedule, table: Table, num_stages: int) -> list[tuple[str, int]]:
-    """The blocks (and which of their calls) that end a stage, balanced by estimated cost.
+    """Return (block, index of its call) of every block that ends a stage; MeshError for more stages than blocks.
 
-    Embeddings, heads and the loss count, and so do an encoder and a decoder that differ.
+    Stages are balanced by estimated cost; embeddings, heads and the loss count.
     """
     blocks = block_paths(sch, table)
     calls = getattr(sch.model.config, table.calls) if table.calls else 1
@@ -205,7 +204,7 @@ def place_cuts(sch: Schedule, table: Table, num_stages: int) -> list[tuple[str, 
 
 
 def step_costs(model: Any, units: list[str], blocks: list[str], num_stages: int) -> list[UnitCost]:
-    """Return the cost of each unit in a step: its number of weights where the forward cannot run on fake tensors."""
+    """Return the cost of each unit in a step; its number of weights if the forward fails on fake tensors."""
     try:
         found = unit_costs(model, units)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):
@@ -217,7 +216,7 @@ def step_costs(model: Any, units: list[str], blocks: list[str], num_stages: int)
 
 
 def spread(num_blocks: int, ratio: float) -> list[int]:
-    """Return the indices of round(ratio * num_blocks) blocks, spread evenly."""
+    """Return the indices of round(ratio * num_blocks) blocks, spread evenly; MeshError for a ratio outside 0..1."""
     if not 0.0 <= ratio <= 1.0:
         what, hint = f"checkpoint_ratio={ratio}", "0.0 keeps all activations, 1.0 recomputes all"
         raise MeshError("zoo", what, "expected a number from 0 to 1", hint)

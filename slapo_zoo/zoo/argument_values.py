@@ -1,4 +1,4 @@
-"""Resolve the arguments of the loader: the mesh, the folder, the dtype, the device."""
+"""Resolve arguments of the loader: mesh, checkpoint folder, dtype, device and config."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,7 +22,7 @@ from slapo_zoo.zoo.table import families, table_for
 
 
 def make_mesh(tp: int, pp: int, dp: int | None) -> Mesh:
-    """The mesh of this process; joins the process group of the launcher if there is none yet."""
+    """Return the mesh of this process, in the launcher's process group; MeshError if the sizes do not match."""
     if not dist.is_initialized() and is_distributed_launch():
         init_distributed()
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -39,7 +39,7 @@ def make_mesh(tp: int, pp: int, dp: int | None) -> Mesh:
 def local_folder(
     name_or_path: str, revision: str | None, allow_pickle: bool, hub: HubArguments = HubArguments()  # noqa: B008 - frozen
 ) -> Path:  # fmt: skip
-    """A local folder as it is; a model of the Hub is fetched into the cache first."""
+    """Return a local folder, or download a Hub model and return its folder; SlapoError if there is neither."""
     if Path(name_or_path).exists():
         return Path(name_or_path) / hub.subfolder
     from huggingface_hub import snapshot_download
@@ -61,7 +61,7 @@ def local_folder(
 
 
 def checkpoint_dtype(config: Any, checkpoint: CheckpointFolder) -> torch.dtype:
-    """The dtype that the config names, else that of the first floating tensor of the files."""
+    """Return the dtype that the config names, else the dtype of the first floating tensor in the files."""
     if config.dtype is not None:
         return config.dtype
     dtypes = (checkpoint.dtype(key) for key in checkpoint.keys())  # noqa: SIM118 - not a dict
@@ -72,7 +72,7 @@ SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """Return the torch dtype of a name; a dtype is returned as it is."""
+    """Return the torch dtype of a name ("bf16" too); SlapoError if there is no such floating dtype."""
     name = str(dtype).removeprefix("torch.")
     found: Any = getattr(torch, SHORT.get(name, name), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
@@ -82,7 +82,7 @@ def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
-    """The device asked for, else this rank's GPU under nccl or alone, else the CPU."""
+    """Return the requested device; for None this rank's GPU, or the CPU without one or under gloo."""
     if device is not None:
         return _named_device(device)
     if dist.is_initialized() and dist.get_backend() != "nccl":
@@ -94,7 +94,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
 
 
 def _named_device(device: str | torch.device) -> torch.device:
-    """The device of a name; SlapoError where there is none, before anything is read."""
+    """Return the torch device of a name; SlapoError if this machine has no such device."""
     try:
         found = torch.device(device)
         is_there = found.type != "cuda" or (found.index or 0) < torch.cuda.device_count()
@@ -113,13 +113,11 @@ def _named_device(device: str | torch.device) -> torch.device:
 def changed_config(
     folder: Path, changes: dict[str, Any], hub: HubArguments = HubArguments()  # noqa: B008 - frozen
 ) -> Any:  # fmt: skip
-    """The config of a checkpoint with some fields changed.
-
-    Legal names are the fields of the config. What plain `transformers` takes beside them has an
-    argument of its own here, or would be ignored: an error says which.
+    """Return the config of a checkpoint with some fields changed.
 
     Raises:
-        SlapoError: a name that is no field; a checkpoint that is quantized.
+        SlapoError: a name is no field of the config (arguments of plain `transformers` get the argument to
+            pass instead); the checkpoint has no config, or is quantized.
     """
     if instead := [name for name in changes if name in INSTEAD]:
         raise unknown_knob("from_pretrained", instead[0], ())
@@ -140,7 +138,7 @@ def changed_config(
 
 
 def _without_quantization(folder: Path, config: Any) -> Any:
-    """The config, unless it says that the weights are quantized."""
+    """Return the config; SlapoError if its weights are quantized."""
     if (found := getattr(config, "quantization_config", None)) is None:
         return config
     method = found.get("quant_method") if isinstance(found, dict) else None
@@ -150,10 +148,7 @@ def _without_quantization(folder: Path, config: Any) -> Any:
 
 
 def config_of(name: str) -> tuple[Any, str | None]:
-    """The config of a family, a folder or a model of the Hub, and the head to take if it names none.
-
-    A bare family has the defaults of its config.
-    """
+    """Return (config of a family, folder or Hub id, head class to use or None); a bare family has default sizes."""
     from transformers import CONFIG_MAPPING
 
     hf.register_models()
@@ -175,7 +170,7 @@ def config_of(name: str) -> tuple[Any, str | None]:
 
 
 def checkpoint_config(name: str) -> Any:
-    """The config of a checkpoint folder or Hub id whose family has a table; no bare family."""
+    """Return the config of a checkpoint folder or Hub id whose family has a table; a bare family is an error."""
     if problem := _no_folder(name):
         raise WeightsError(name, "model", problem, "name a checkpoint folder")
     config = _read_config(name, "name a checkpoint folder, or the id of a model on the Hub")
@@ -184,7 +179,7 @@ def checkpoint_config(name: str) -> Any:
 
 
 def _no_folder(name: str) -> str:
-    """Describe the problem of a name that can only be a folder, or return ""."""
+    """Return why a name that can only be a local folder is none, or ""."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return "" if (folder / "config.json").exists() else "found no config.json"
@@ -193,7 +188,7 @@ def _no_folder(name: str) -> str:
 
 
 def _read_config(name: str, hint: str) -> Any:
-    """config.json of a folder or of the Hub; nothing of it is run, and one request asks the Hub."""
+    """Return the config of a folder or Hub id, without running its code; SlapoError with `hint` on failure."""
     try:
         if not Path(name).exists():
             _ask_the_hub(name)
@@ -204,7 +199,7 @@ def _read_config(name: str, hint: str) -> Any:
 
 
 def _ask_the_hub(name: str) -> None:
-    """Raise what the Hub, or the network, says to one request; `transformers` would try five times."""
+    """Send one request for config.json, so that a network error is raised at once: `transformers` tries five times."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import HfHubHTTPError
@@ -222,7 +217,7 @@ OF_FAMILIES = HEADS[:3]  # what a bare family has; its published cards are for t
 
 
 def usual_head(config: Any, head: str | None = None, heads: Sequence[str] = HEADS) -> str | None:
-    """Return the head, or the first one with a loss where neither it nor the config names one."""
+    """Return `head`; without one, and if the config names none, the first of `heads` with a loss, or None."""
     import transformers
 
     if head or config.architectures:

@@ -1,4 +1,4 @@
-"""Integer arithmetic over named numbers, read from text and never executed: `"n_embd // n_head"`.
+"""Parse and evaluate integer arithmetic over named numbers without running code: `"n_embd // n_head"`.
 
 comparison = sum ("==" | "!=" | "<=" | "<" | ">=" | ">") sum
 sum        = product (("+" | "-") product)*
@@ -27,7 +27,7 @@ _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
 
 @dataclass(frozen=True)
 class Operation:
-    """A node: `left op right`; a leaf is an int or the name of one."""
+    """Node `left op right` of a syntax tree; leaves are integers and names."""
 
     op: str
     left: "Node"
@@ -38,7 +38,7 @@ Node = int | str | Operation
 
 
 class Named(int):
-    """A number that remembers what it is called: a schedule can then be written for other sizes."""
+    """An int that remembers its name in the config, so that a schedule can be written for other sizes."""
 
     name: str = ""
 
@@ -56,26 +56,26 @@ def parse(text: str) -> Node:
 
 
 def parse_comparison(text: str) -> Operation:
-    """Parse a comparison of two sums into a tree."""
+    """Parse a comparison of two sums into a tree; ScheduleError for anything else."""
     found = _Parser(text).whole(comparison=True)
     assert isinstance(found, Operation)  # noqa: S101 - the grammar has no other
     return found
 
 
 def evaluate(text: str, numbers: Mapping[str, int]) -> int:
-    """The value of a sum over named numbers; ScheduleError on an unknown name or a division by 0."""
+    """Return the value of arithmetic over named numbers; ScheduleError for an unknown name or a division by 0."""
     return _value(parse(text), text, numbers)
 
 
 def holds(text: str, numbers: Mapping[str, int]) -> bool:
-    """Return whether a comparison of named numbers is true."""
+    """Return whether a comparison is true for the given numbers."""
     node = parse_comparison(text)
     sides = (_value(side, text, numbers) for side in (node.left, node.right))
     return _COMPARISONS[node.op](*sides)
 
 
 def names_in(node: Node) -> set[str]:
-    """Return the names that a tree contains."""
+    """Return the names that a syntax tree contains."""
     if isinstance(node, Operation):
         return names_in(node.left) | names_in(node.right)
     return {node} if isinstance(node, str) else set()
@@ -101,7 +101,7 @@ def _value(node: Node, text: str, numbers: Mapping[str, int]) -> int:
 
 
 class _Parser:
-    """Recursive descent with a limit on length and nesting."""
+    """Recursive-descent parser with limits on length and nesting."""
 
     def __init__(self, text: str):
         self.text, self.at, self.depth = text, 0, 0

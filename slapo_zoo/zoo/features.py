@@ -1,4 +1,4 @@
-"""Features of each table of the zoo, read from its rows."""
+"""Features of each zoo table (tp, pp, sequence parallelism, ...), read from its rows."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +20,7 @@ def _directives(table: Table) -> Iterator[Directive]:
 
 
 def _any(kind: type, **wanted: Any) -> Callable[[Table], bool]:
-    """Return whether some directive of a kind has these arguments."""
+    """Return a function of a table: whether some directive of class `kind` has these arguments."""
 
     def found(table: Table) -> bool:
         return any(
@@ -50,7 +50,7 @@ FEATURES: dict[str, Callable[[Table], bool]] = {
 
 
 def features() -> dict[str, dict[str, bool]]:
-    """model_type --> feature --> whether its table has it."""
+    """Return {model_type: {feature: whether its table has it}} for all families."""
     tables = {name: table_for(name) for name in families()}
     return {
         name: {feature: has(table) for feature, has in FEATURES.items()}

@@ -1,4 +1,4 @@
-"""Arguments of `from_pretrained` of transformers: what each means here, so that a pasted call runs."""
+"""Arguments of transformers' `from_pretrained` and `save_pretrained`: accepted, translated or refused."""
 
 import copy
 from collections.abc import Collection
@@ -40,17 +40,17 @@ SAVED_ANYWAY: dict[str, tuple[tuple[Any, ...], str]] = {
 
 @dataclass(frozen=True)
 class HubArguments:
-    """Place of a checkpoint and how it is read, by the argument names of transformers.
+    """Arguments of transformers that say where a checkpoint is and how it is read.
 
     Args:
-        token: of the Hub.
-        cache_dir: where its files are kept.
-        local_files_only: take what is there already.
-        force_download: fetch it once more.
-        subfolder: of the repository or folder.
-        variant: `model.<variant>.safetensors`.
-        config: a config instead of the checkpoint's, or the folder or name of one.
-        ignore_mismatched_sizes: draw tensors anew whose size differs.
+        token: access token of the Hub.
+        cache_dir: folder of downloaded files.
+        local_files_only: use downloaded files only.
+        force_download: download again.
+        subfolder: folder within the repository or folder.
+        variant: read files named `model.<variant>.safetensors`.
+        config: a config to use instead of the checkpoint's, or the folder or name of one.
+        ignore_mismatched_sizes: draw new values for tensors whose size differs.
     """
 
     token: Any = None
@@ -64,7 +64,7 @@ class HubArguments:
 
     @staticmethod
     def taken(given: dict[str, Any]) -> "HubArguments":
-        """Those among the arguments, which lose them, and also those that say what is done anyway."""
+        """Remove these arguments from `given` and return them; arguments that ask for the usual are removed too."""
         for name, allowed in ANYWAY.items():
             if name in given and any(given[name] is one for one in allowed):
                 del given[name]
@@ -73,17 +73,17 @@ class HubArguments:
 
     @property
     def fetching(self) -> dict[str, Any]:
-        """Return the arguments of `snapshot_download`."""
+        """Return the arguments for `snapshot_download`."""
         names = ("token", "cache_dir", "local_files_only", "force_download")
         return {name: getattr(self, name) for name in names}
 
     @property
     def stem(self) -> str:
-        """Return the first part of the names of the weight files: `model`, or `model.<variant>`."""
+        """Return the first part of the weight files' names: `model`, or `model.<variant>`."""
         return f"model.{self.variant}" if self.variant else "model"
 
     def own_config(self, changes: dict[str, Any]) -> Any:
-        """The config that was given, with some fields changed; None where the checkpoint's is meant."""
+        """Return a changed copy of the config that was passed, or None where the checkpoint's is to be read."""
         if self.config is None or isinstance(self.config, str | Path):
             return None
         config = copy.deepcopy(self.config)
@@ -96,12 +96,12 @@ class HubArguments:
 
 
 def renamed(given: dict[str, Any], attention: Any, dtype: Any) -> tuple[Any, Any]:
-    """Attention and dtype, also by the names that transformers has for them.
+    """Return (attention, dtype), also where they were given by the names of transformers.
 
     Args:
-        given: further arguments, which lose both names.
-        attention: as it was passed by our name.
-        dtype: likewise.
+        given: further arguments; `attn_implementation` and `torch_dtype` are removed.
+        attention: value of our own argument; SlapoError if both are given.
+        dtype: value of our own argument.
     """
     theirs = given.pop("attn_implementation", None)
     if theirs is not None:
@@ -115,11 +115,11 @@ def renamed(given: dict[str, Any], attention: Any, dtype: Any) -> tuple[Any, Any
 
 
 def saved_stem(given: dict[str, Any], allowed: Collection[str]) -> str:
-    """Return the first part of weight file names, from the arguments of `save_pretrained` of transformers.
+    """Return the first part of weight file names that arguments of transformers' `save_pretrained` ask for.
 
     Args:
-        given: which lose all that says what is done anyway, and `variant`.
-        allowed: names that may be left.
+        given: the arguments; `variant` and those that ask for the usual are removed.
+        allowed: names that may remain; SlapoError for others.
     """
     where = "save_pretrained"
     for name, (values, hint) in SAVED_ANYWAY.items():

@@ -1,7 +1,7 @@
-"""Which kernels a model gets, and why: the knob `kernels=`.
+"""Choose the kernels of a model and record why: the argument `kernels=`.
 
-Where a kernel applies follows from the classes of the modules, so tables name none. Whether it is
-switched on follows from what was measured on the device (slapo_zoo.dispatch.fast_enough).
+Whether a kernel applies follows from the classes of the modules, so tables name none. Whether it is
+used follows from measurements on the device (slapo_zoo.dispatch.fast_enough).
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,11 @@ class Choice:
     """Decision about one kernel at one place of a model, with its reason.
 
     Args:
-        kernel: its name.
-        pattern: of the modules that it could serve.
-        accepted: whether it serves them.
+        kernel: name of the kernel.
+        pattern: modules that the kernel could replace.
+        accepted: whether it replaces them.
         reason: why, or why not.
-        by_device: nobody asked for it; what was measured on this device decided.
+        by_device: the choice was left to measurements ("auto" or "measure").
     """
 
     kernel: str
@@ -47,16 +47,16 @@ class Choice:
 
 
 def device_name(device: torch.device | str) -> str:
-    """Return the key of a dispatch table: "cpu", or the name of the GPU."""
+    """Return the name under which measurements of a device are stored: "cpu", or the name of the GPU."""
     kind = torch.device(device)
     return torch.cuda.get_device_name(kind) if kind.type == "cuda" else kind.type
 
 
 def asked_names(asked: Any) -> list[str] | None:
-    """The kernels that a value of the knob names, or None for "auto" and "measure".
+    """Return the kernel names in a value of `kernels=`, or None for "auto" and "measure".
 
     Raises:
-        ScheduleError: an unknown name; the error has all that there are.
+        ScheduleError: an unknown name; the error lists all names.
     """
     if asked in ("auto", "measure"):
         return None
@@ -71,7 +71,7 @@ def asked_names(asked: Any) -> list[str] | None:
 
 
 def kernels_of(value: Any) -> Any:
-    """Turn a symbol's value into an argument of `from_pretrained`: "a+b" --> ["a", "b"], "" --> none at all.
+    """Turn a tuning symbol's value into a value of `kernels=`: "a+b" --> ["a", "b"], "" --> "reference".
 
     >>> kernels_of("geglu+rms_norm"), kernels_of(""), kernels_of("auto")
     (['geglu', 'rms_norm'], 'reference', 'auto')
@@ -83,14 +83,14 @@ def kernels_of(value: Any) -> Any:
 def choose(
     sch: Schedule, asked: Any, device: str, attention: str | None = None, tuned: Any = None
 ) -> list[Choice]:
-    """Resolve `kernels=` for a model: every kernel that serves a module of it.
+    """Return a decision for every kernel that could replace a module of the model.
 
     Args:
-        sch: the schedule; nothing is changed.
-        asked: "auto", "measure" (see `measure_here`), "reference", a name, or several.
-        device: see `device_name`.
-        attention: the back end that was asked for, or None: "auto" puts no kernel in its place.
-        tuned: what a search found fastest for this very model, which "auto" then means; or None.
+        sch: schedule of the model; it is not changed.
+        asked: value of `kernels=`: "auto", "measure", "reference", a name, or several.
+        device: result of `device_name`.
+        attention: attention backend that was asked for; "auto" then replaces no attention. Or None.
+        tuned: value of `kernels=` that a search found fastest for this very model, for "auto"; or None.
     """
     names, by_device = asked_names(asked), asked in ("auto", "measure")
     if by_device and tuned is not None:
@@ -113,7 +113,7 @@ def choose(
 
 
 def _places(sch: Schedule, kernel: Kernel) -> dict[str, list[str]]:
-    """Pattern --> paths of the modules that a kernel serves, one pattern per class."""
+    """Return {pattern: paths of the modules that a kernel serves}, one pattern per class."""
     if kernel.sites is not None:
         return {path: [path] for path in kernel.sites(sch.model)}
     served = {cls for cls in {type(m) for m in sch.state.modules.values()}
@@ -141,7 +141,7 @@ def _verdict(
 
 
 def measured(sch: Schedule, kernel: Kernel, device: str) -> tuple[bool, str]:
-    """Return whether a kernel was measured, or is estimated, not to lose on a device for a model's size."""
+    """Return (whether to use a kernel on a device for a model's size, why), by measurement or estimate."""
     dtype, size = _dtype(sch), _size(sch.model.config, kernel)
     found = decide(kernel.name, str(dtype).removeprefix("torch."), size, device)
     instead = kernel.falls_back(dtype, size, device) if kernel.name not in PRIOR else ""
@@ -153,7 +153,7 @@ def _dtype(sch: Schedule) -> torch.dtype:
 
 
 def _size(config: Any, kernel: Kernel) -> int:
-    """Return the size that a kernel's table is looked up by: the width; for attention that of a head."""
+    """Return the width of a model, or for an attention kernel the size of a head: the key into its measurements."""
     width = getattr(config, "hidden_size", None) or 1024
     if not any(name.endswith("Attention") for name in kernel.serves):
         return width
@@ -163,9 +163,9 @@ def _size(config: Any, kernel: Kernel) -> int:
 
 
 def _outermost(sch: Schedule, choices: Sequence[Choice]) -> list[Choice]:
-    """A kernel whose modules all lie inside modules that others serve is left out: they may not run.
+    """Reject kernels all of whose modules lie inside modules that another accepted kernel replaces.
 
-    One module of many may: it does there what the module did.
+    Modules inside a replaced one may not run at all.
     """
     hiding = [c for c in choices if c.accepted and not load_kernels()[c.kernel].runs_inside]
     served = {path: c for c in hiding for path in sch[c.pattern].paths}
@@ -188,10 +188,10 @@ def _outer(path: str, served: dict[str, Choice]) -> Choice | None:
 
 
 def measure_here(sch: Schedule, device: str) -> None:
-    """Measure the kernels that serve a model on this device, unless this user has done it before.
+    """Measure the kernels that serve a model on this device, unless this user has done so before.
 
-    A collective call: rank 0 measures for seconds and keeps the table in the user's cache folder; all
-    ranks then follow this one table.
+    A collective call: rank 0 measures for some seconds and stores the table in the user's cache folder;
+    all ranks use this table.
     """
     served = sorted(k.name for k in load_kernels().values() if _places(sch, k))
 
@@ -204,7 +204,7 @@ def measure_here(sch: Schedule, device: str) -> None:
 def apply_kernels(
     sch: Schedule, asked: Any, device: str, attention: str | None = None, tuned: Any = None
 ) -> None:
-    """Put the chosen kernels into a scheduled model; `sch.kernels` says what was decided and why."""
+    """Choose kernels by `choose` and put the accepted ones into the schedule; `sch.kernels` lists all decisions."""
     if asked == "reference":
         return
     if asked == "measure":

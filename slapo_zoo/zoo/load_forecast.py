@@ -1,4 +1,4 @@
-"""Forecast of the bytes that every rank of a mesh reads from a checkpoint; no weight is read."""
+"""Forecast the bytes that every rank of a mesh would read from a checkpoint, from file headers alone."""
 
 import math
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from slapo_zoo.zoo.outline import Outline
 
 @dataclass(frozen=True)
 class Source:
-    """Place of a tensor in a checkpoint, from the header of its file alone."""
+    """File, dtype and shape of a checkpoint tensor, read from the file's header."""
 
     file: str
     dtype: torch.dtype
@@ -40,9 +40,9 @@ class RankRead:
     Args:
         stage: pp coordinate.
         tp_coord: tp coordinate.
-        tensors: number of tensors of which it reads some bytes.
-        bytes_read: in the dtype of the files.
-        files: names of the files it opens.
+        tensors: number of tensors of which the rank reads some bytes.
+        bytes_read: bytes in the dtype of the files.
+        files: names of the files that the rank opens.
     """
 
     stage: int
@@ -54,13 +54,13 @@ class RankRead:
 
 @dataclass(frozen=True)
 class WeightsPlan:
-    """Which bytes of which files every rank would read.
+    """Bytes and files that every rank would read.
 
     Args:
         mesh: sizes of the mesh dims.
         ranks: one per (stage, tp coordinate), in this order.
-        model_bytes: of all tensors that the model takes from the files, each once.
-        assigned_bytes: of these, what at least one rank reads.
+        model_bytes: bytes of all tensors that the model takes from the files, each once.
+        assigned_bytes: those of them that at least one rank reads.
         missing: tensors of the model that no key fills.
         unexpected: keys that the model has no place for.
     """
@@ -77,14 +77,14 @@ def plan_weights(
     name_or_path: str | Path, tp: int = 1, pp: int = 1, dp: int = 1, auto_class: Any = None,
     revision: str | None = None,
 ) -> WeightsPlan:  # fmt: skip
-    """Plan a load for any mesh, from the config and the headers of the files.
+    """Forecast the reads of every rank of a mesh, from the config and the file headers.
 
     Args:
-        name_or_path: a folder, or a model id of the Hub: then only headers are fetched.
+        name_or_path: a folder, or a Hub id, of which only headers are fetched.
         tp: ranks that shard each layer.
         pp: ranks that shard the layers into stages.
-        dp: copies of the model.
-        auto_class: which head; None takes the checkpoint's own class.
+        dp: data-parallel replicas.
+        auto_class: head class; None takes the checkpoint's own.
         revision: branch, tag or commit of the Hub.
     """
     sources = read_sources(name_or_path, revision)
@@ -110,7 +110,7 @@ def plan_weights(
 
 
 def read_sources(name_or_path: str | Path, revision: str | None = None) -> dict[str, Source]:
-    """Key --> Source of a folder or a model of the Hub."""
+    """Return {key: Source} of all tensors of a folder or Hub model."""
     if Path(name_or_path).exists():
         with open_checkpoint(name_or_path) as folder:
             return {
@@ -143,7 +143,7 @@ def _check_shapes(place: str, specs: dict[str, TensorSpec], found: dict[str, Sou
 
 
 def _assign(ranks: list[RankRead], spec: TensorPlan, source: Source, mesh: Mesh) -> int:
-    """Add one tensor to the plans of its ranks; return how many of its bytes are assigned."""
+    """Add one tensor to the reads of its ranks; return how many of its bytes some rank reads."""
     placement = spec.placement or Placement(0)
     size = spec.shape[placement.axis] if spec.placement else 1
     inner = source.nbytes // size if size else 0

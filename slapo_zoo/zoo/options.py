@@ -1,4 +1,4 @@
-"""Every option of a model, said once: its default, its help, what it may be, what a tuner may try.
+"""Options of the loader, each defined once: default, help, type and values for the tuner.
 
 The signatures of `from_pretrained` and `from_config`, the flags of the commands and the knobs of a
 table are these fields; tests/zoo/test_knobs.py compares them.
@@ -22,10 +22,10 @@ class Knob:
     """One option of the loader: its help, its type, and the values that a tuner may try.
 
     Args:
-        help: what it does, in one sentence.
-        expected: its type and range, in words.
-        fits: whether a value is of that type and range.
-        tries: values that a tuner may try; empty when it is no matter of speed.
+        help: one sentence for users.
+        expected: type and range, in words.
+        fits: function of a value: whether it has that type and range.
+        tries: values that a tuner may try; empty for options that do not affect speed.
     """
 
     help: str
@@ -73,12 +73,12 @@ MESH = ("tp", "pp", "dp")  # the mesh checks its own sizes
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """Options that shape a model once its mesh, its config and its class are known.
+    """Options that shape a model once its mesh, config and class are known.
 
     Args:
         schedule: "zoo", "auto", a Table, a card, a .json of `to_json`, a Schedule or its steps, a
             function of the schedule, or `extend(function)`.
-        device: for which "auto" chooses kernels.
+        device: device for which kernels="auto" chooses.
     """
 
     schedule: Any = "zoo"
@@ -101,24 +101,24 @@ class BuildOptions:
         object.__setattr__(self, "precision", precision_name(self.precision))
 
     def but(self, **changes: Any) -> "BuildOptions":
-        """Return these options with some changed."""
+        """Return a copy of these options with some changed."""
         return dataclasses.replace(self, **changes)
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """Return the dtype of forward and backward where it differs from that of the parameters, else None."""
+        """Return the dtype of forward and backward, or None where it is the dtype of the parameters."""
         found = PRECISIONS.get(self.precision or "")
         return found.compute if found and found.compute != found.parameters else None
 
     def parameter_dtype(self, asked: Any) -> Any:
-        """The dtype of the parameters, where "auto" is asked for and the precision says it."""
+        """Return the parameter dtype that `precision` fixes, else `asked`."""
         found = PRECISIONS.get(self.precision or "")
         return found.parameters if found else asked
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions(BuildOptions):
-    """Every argument that `from_pretrained` and `from_config` share; there is its full description."""
+    """All arguments that `from_pretrained` and `from_config` share; `from_pretrained` describes them."""
 
     # fmt: off
     tp: int = _knob(1, "ranks that shard each layer", COUNT, _count, (1, 2, 4, 8))
@@ -161,7 +161,7 @@ INSTEAD = {
 
 
 def tunable(**changes: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
-    """The space of a table: knob --> values to try; a family's own where given, `()` for none."""
+    """Return the values that a tuner tries for each knob; `changes` are a family's own, `()` excludes a knob."""
     if unknown := sorted(changes.keys() - KNOBS):
         raise unknown_knob("tunable", unknown[0], KNOBS)
     space = {name: knob.tries for name, knob in KNOBS.items() if knob.tries} | changes
@@ -169,7 +169,7 @@ def tunable(**changes: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
 
 
 def check_knobs(where: str, options: LoaderOptions) -> None:
-    """SlapoError for the first value that is not of its knob's type."""
+    """Raise SlapoError for the first option whose value has the wrong type or range."""
     for name, knob in KNOBS.items():
         value = getattr(options, name)
         if name not in MESH and not knob.fits(value):
@@ -178,7 +178,7 @@ def check_knobs(where: str, options: LoaderOptions) -> None:
 
 
 def unknown_knob(where: str, name: str, known: Iterable[str]) -> SlapoError:
-    """Return the error for an argument that is neither a knob nor a field of the config."""
+    """Return the error for an argument that is neither an option nor a field of the config."""
     if name in INSTEAD:
         return SlapoError(where, f"{name}=", "it has no effect here", INSTEAD[name])
     near = nearest(name, known) or sorted(KNOBS)

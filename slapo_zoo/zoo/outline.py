@@ -1,4 +1,4 @@
-"""A model on meta, scheduled for one rank of a mesh: which tensors there are, and where."""
+"""Outline: a model on meta, scheduled for one rank of a mesh, from which its tensors and stages are known."""
 
 import copy
 from functools import cached_property
@@ -29,15 +29,15 @@ DRAWING = (ForkRng, CoreAttentionSeam)  # directives after which a module draws 
 
 
 class Outline:
-    """A model on meta, scheduled for one rank of a mesh: which tensors there are, and where.
+    """A model on meta, scheduled for one rank of a mesh, with the plan of its tensors and stages.
 
     Args:
-        config: of `transformers`; it is not changed.
-        auto_class: which head; None takes the config's own class.
-        mesh: need not have a process group.
-        dtype: of the parameters.
-        options: all that can be asked of a model.
-        changes: fields of the options that differ.
+        config: config of `transformers`; it is not changed.
+        auto_class: head class; None takes the config's own.
+        mesh: sizes and rank; no process group is needed.
+        dtype: dtype of the parameters.
+        options: build options.
+        changes: fields of the options to override.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Outline:
         self.specs = self.plan.saved
 
     def _plan(self, whole: dict[str, TensorSpec]) -> RankPlan:
-        """Make the plan of this rank."""
+        """Return the plan of this rank; `whole`: name --> spec of every unsharded tensor."""
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         rows = planned_rows(
             self.state, whole, parameters, hf.tied_names(self.model),
@@ -108,12 +108,12 @@ class Outline:
 
     @cached_property
     def skeleton(self) -> Any:
-        """The same model unscheduled and whole, on meta; few need it, and building it takes time."""
+        """The unscheduled model on meta with all stages, built on first use."""
         config = copy.deepcopy(self._config)
         return hf.build_on_meta(self.cls, config, self._dtype, self.table.seam)
 
     def _apply(self, options: BuildOptions) -> None:
-        """A program of the user's own in place of the table."""
+        """Apply the user's own schedule instead of a table; MeshError if it has the wrong number of stages."""
         schedule = options.schedule
         if kind_of(schedule) == "function":
             schedule(self.schedule)
@@ -126,12 +126,12 @@ class Outline:
             raise MeshError("from_pretrained", "schedule", problem, hint)
 
     def _ranks(self, stages: tuple[int, ...]) -> tuple[int, ...]:
-        """The pp coordinates that hold stages, without repetition, first stage first."""
+        """Return the pp coordinates that hold the given stages, each once, in order of the stages."""
         return tuple(dict.fromkeys(self.places.rank_of(stage) for stage in stages))
 
 
 def _refuse_knobs(options: BuildOptions) -> None:
-    """Knobs shape the zoo's schedule; beside a program of the user's own they would do nothing."""
+    """Raise SlapoError for an option that only the zoo's schedule follows, beside a schedule of the user's own."""
     for name in (
         "checkpoint_ratio",
         "sequence_parallel",

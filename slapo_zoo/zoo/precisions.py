@@ -1,4 +1,4 @@
-"""Precisions by name: in which dtype a model keeps its parameters, and in which it computes."""
+"""Precisions by name: the dtype of a model's parameters and the dtype in which it computes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +10,12 @@ from slapo_zoo.errors import SlapoError
 
 @dataclass(frozen=True)
 class Precision:
-    """One value of `precision=`.
+    """Dtypes that one value of `precision=` stands for.
 
     Args:
-        parameters: dtype in which they are kept, summed, saved and stepped.
+        parameters: dtype of parameters, gradients and checkpoints.
         compute: dtype of forward and backward.
-        scales: whether the loss is scaled, so that small gradients do not vanish.
+        scales: whether the loss is scaled, so that small gradients do not underflow.
     """
 
     parameters: torch.dtype
@@ -33,18 +33,18 @@ TARGETS = {"deepspeed": '{"bf16": {"enabled": true}} in its config', "megatron":
 
 
 def precision_name(value: Any) -> Any:
-    """Return the name of a precision: torch.float32 and "float32" are fp32; another value is left as it is."""
+    """Return "fp32" for torch.float32 or "float32", and any other value unchanged."""
     return "fp32" if str(value).removeprefix("torch.") == "float32" else value
 
 
 def check_precision(name: str | None, dtype: Any, device: torch.device | str, target: Any) -> None:
-    """Refuse a precision that there is not, that the device lacks, or that the engine brings itself.
+    """Raise SlapoError for a precision that is unknown or that device, dtype or engine does not allow.
 
     Args:
-        name: of PRECISIONS, or None.
-        dtype: as the caller gave it: "auto", or one that must agree.
-        device: of the model.
-        target: the engine.
+        name: a name of PRECISIONS, or None, which passes.
+        dtype: the caller's dtype: "auto", or one that must agree.
+        device: device of the model.
+        target: name of the engine.
     """
     if name is None:
         return

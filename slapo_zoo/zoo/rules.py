@@ -1,4 +1,4 @@
-"""Rules: tuples of directives that rows of a table name; `Dim` stands for a number of the config."""
+"""Rules of zoo tables: functions that return directives for a kind of module; `Dim` is a number of the config."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from slapo_zoo.language.primitives import (
 
 @dataclass(frozen=True)
 class Dim:
-    """A number of the config, named in a table and known when the schedule is made."""
+    """Name of a number of the config; a table resolves it when the schedule is made."""
 
     name: str
 
@@ -30,7 +30,7 @@ Row = tuple[str, Rule]
 
 
 def _dim(name: str) -> Any:
-    """The dim of a name; 1, a directive's own default, for none."""
+    """Return the `Dim` of a name, or 1 (a directive's default) for ""."""
     return Dim(name) if name else 1
 
 
@@ -42,15 +42,15 @@ def column(
     kv: bool = False,
     shared: str = "",
 ) -> Rule:
-    """Each rank computes some outputs: the weight (and bias) divided along its output axis.
+    """Return the rule of a column-parallel linear: weight and bias are sharded over tp along the output axis.
 
     Args:
         axis: output axis of the weight.
-        unit: dim that stays whole (head_dim).
-        groups: dims of parts that are sharded one by one (q|k|v).
-        together: dim: query heads per KV head; of groups, the first is that of the queries.
-        kv: heads of keys or values: shared by neighbouring ranks when there are too few.
-        shared: dim: outputs at the end that all ranks use (k and v of the only KV head).
+        unit: dim whose length is not split (head_dim).
+        groups: dims of consecutive parts that are sharded one by one (q|k|v).
+        together: dim that counts query heads per KV head; with groups, the first is that of the queries.
+        kv: the outputs are KV heads: neighbouring ranks hold the same head where there are too few.
+        shared: dim of the outputs at the end that all ranks use (k and v of the only KV head).
     """
     how: dict[str, Any] = {"unit": _dim(unit), "together": _dim(together), "replicate": kv}
     how |= {"shared": Dim(shared)} if shared else {}
@@ -60,13 +60,13 @@ def column(
 
 
 def row(axis: int = 1, unit: str = "", together: str = "", tokens: int = 1) -> Rule:
-    """Shard a row-parallel linear: a rank holds some inputs, the product is all-reduced over tp, the bias added once.
+    """Return the rule of a row-parallel linear: inputs are sharded, the product is all-reduced, then the bias added.
 
     Args:
         axis: input axis of the weight, which is sharded.
-        unit: name of a dim that is not split (head_dim).
-        together: name of the dim that counts query heads of one KV head, which stay on one rank.
-        tokens: axis of tokens, which sequence parallelism divides; -1 keeps them whole here.
+        unit: dim whose length is not split (head_dim).
+        together: dim that counts query heads of one KV head, which stay on one rank.
+        tokens: axis of tokens that sequence parallelism shards; -1 leaves them unsharded here.
     """
     how: dict[str, Any] = {"unit": _dim(unit), "together": _dim(together)}
     leave = Sync("fwd_post", "all_reduce", sequence_axis=tokens if tokens >= 0 else None)
@@ -74,55 +74,58 @@ def row(axis: int = 1, unit: str = "", together: str = "", tokens: int = 1) -> R
 
 
 def attention(num_heads: str, *attributes: tuple[str, str], together: str = "") -> Rule:
-    """The seam `core_attn`, and attributes that count heads: ("split_size", "head_dim")."""
+    """Return the rule of an attention with `num_heads` query heads: a `core_attn` child, and local head counts.
+
+    `attributes` are (attribute, unit) pairs that count heads or their columns: ("split_size", "head_dim").
+    """
     return (CoreAttentionSeam(_dim(num_heads), together=_dim(together)), *sizes(*attributes))
 
 
 def sizes(*attributes: tuple[str, str], together: str = "", kv: bool = False) -> Rule:
-    """Attributes that count heads, or columns of whole heads: ("embed_dim", "head_dim"); `kv` as in `column`."""
+    """Return the rule that divides attributes counting heads or columns by tp; `attributes` as in `attention`."""
     return tuple(
         ShardAttribute(name, _dim(unit), _dim(together), replicate=kv) for name, unit in attributes
     )
 
 
 def kv_groups(attribute: str, kv_heads: str) -> Rule:
-    """Query heads per KV head, which shrink only with more ranks than KV heads."""
+    """Return the rule of an attribute that counts query heads per KV head; it changes only if tp > KV heads."""
     return (ShardAttribute(attribute, keep=_dim(kv_heads)),)
 
 
 def heads_of(argument: str, num_heads: str, axis: int = 0) -> Rule:
-    """An argument made for the heads of all rows: each rank takes its heads, if there are such."""
+    """Return the rule that cuts an argument of the forward, whose axis `axis` holds all heads, to this rank's."""
     return (ShardArgument(argument, _dim(num_heads), axis),)
 
 
 def vocab_bias(linear: str) -> Rule:
-    """A head that adds a bias of its own to what its child `linear` makes, a `vocab_head`."""
+    """Return the rule of a head with a bias of its own on the logits of its child `linear` (a `vocab_head`)."""
     return (Shard("bias", 0, pad=True), VocabBias(linear))
 
 
 def norm_of_heads(unit: str, together: str = "", kv: bool = False) -> Rule:
-    """RMSNorm of the columns of all heads at once, which a `column` of the same arguments made."""
+    """Return the rule of an RMSNorm over the columns of all heads, after a `column` with the same arguments."""
     return (*column(0, unit, together=together, kv=kv), SyncRMSNorm())
 
 
 def column_joined(axis: int = 0) -> Rule:
-    """Each rank computes some outputs, then all ranks get all of them: what follows is whole."""
+    """Return the rule of a linear whose outputs are sharded, then gathered, so that the next module is replicated."""
     divided = (Shard("weight", axis, pad=True), Shard("bias", 0, pad=True))
     return (*divided, Sync("bwd_post", "all_reduce"), Sync("fwd_post", "join_columns"))
 
 
 def row_inside(axis: int = 1) -> Rule:
-    """Row parallel where each rank goes on with its own channels: the gradient is summed too."""
+    """Return the rule of a row-parallel linear whose output (and gradient) each rank uses for its own channels."""
     return (Shard("weight", axis, uneven=True), Sync("fwd_post", "all_reduce_twice"))
 
 
 def bare(*param_names: str) -> Rule:
-    """Shard parameters of the module itself, such as a scale per channel, along axis 0."""
+    """Return the rule that shards a module's own parameters, such as a scale per channel, along axis 0."""
     return tuple(Shard(name, 0, uneven=True) for name in param_names)
 
 
 def experts(*param_names: str) -> Rule:
-    """Each rank holds some experts, on axis 0 of their parameters; the router is whole."""
+    """Return the rule of stacked experts: the named parameters are sharded over tp on axis 0, the router is not."""
     return (*(Shard(name, 0, uneven=True) for name in param_names), ExpertParallel())
 
 
@@ -146,7 +149,7 @@ dropout_tokens: Rule = (ForkRng(tokens=True),)  # with sequence parallelism it s
 
 
 def dropout_on(axis: int, size: str) -> Rule:
-    """Dropout of an activation that is sharded over tp along an axis."""
+    """Return the rule of a dropout whose input is sharded over tp along `axis`, a dim of `size`."""
     return (ForkRng(axis=axis, size=_dim(size)),)
 
 
@@ -154,5 +157,5 @@ dropout_of_all: Rule = (ForkRng(rows=False),)  # of what all batch rows share
 
 
 def dropout_after(child: str, size: str) -> Rule:
-    """Dropout of whole tokens, and of the sharded result of a child that F.dropout follows."""
+    """Return the rule of a dropout of whole tokens that also acts on the sharded output [.., size] of `child`."""
     return (ForkRng(tokens=True, after=child, axis=-1, size=_dim(size)),)

@@ -1,4 +1,4 @@
-"""The kinds of `schedule=`, and the table that each of them names."""
+"""Kinds of values of `schedule=`, and the table behind each."""
 
 import json
 from collections.abc import Callable
@@ -19,17 +19,16 @@ FROM_TABLE = ("zoo", "auto", "table", "extended")  # kinds whose program a table
 
 @dataclass(frozen=True)
 class Extended:
-    """The zoo's schedule, and then a function of it; made by `extend`."""
+    """The zoo's schedule with a function applied after it; made by `extend`."""
 
     function: Callable[[Any], Any]
 
 
 def extend(function: Callable[[Any], Any]) -> Extended:
-    """Extend the zoo's schedule: `schedule=extend(lambda sch: sch["h.0.mlp"].checkpoint())`.
+    """Return a `schedule=` that is the zoo's, then a function: `extend(lambda sch: sch["h.0.mlp"].checkpoint())`.
 
     Args:
-        function: of the schedule, called when the family's table has been applied; paths are those
-            of the model, as `model.schedule` prints them.
+        function: called with the schedule after the family's table; paths are those of `model.schedule`.
     """
     if not callable(function):
         hint = "pass a function of one argument, the schedule"
@@ -38,10 +37,10 @@ def extend(function: Callable[[Any], Any]) -> Extended:
 
 
 def kind_of(schedule: Any) -> Kind:
-    """Return the kind of a `schedule=`: the zoo's table, a derived one, a card, steps to replay, a function.
+    """Return the kind of a `schedule=` value: "zoo", "auto", "table", "card", "steps", "function", "extended".
 
     Raises:
-        SlapoError: none of these.
+        SlapoError: a value of no kind.
     """
     if isinstance(schedule, str) and schedule in ("zoo", "auto"):
         return "auto" if schedule == "auto" else "zoo"
@@ -60,11 +59,11 @@ def kind_of(schedule: Any) -> Kind:
 
 
 def find_table(config: Any, schedule: Any = "zoo") -> Table:
-    """Return the table that a model of a config is built with.
+    """Return the table of a model.
 
     Args:
-        config: of `transformers`.
-        schedule: a Table is that of the model; for anything else it is the family's.
+        config: config of the model.
+        schedule: a Table is returned as it is; for any other value the family's table is.
 
     Raises:
         ArchitectureError: the family has none.
@@ -78,7 +77,7 @@ def find_table(config: Any, schedule: Any = "zoo") -> Table:
 
 
 def structure(config: Any, cls: Any) -> str:
-    """A digest of what determines a model's modules and forward: its class and config."""
+    """Return a digest of a model's class and config, without fields that change no module."""
     known = json.dumps(_plain(config.to_dict()), sort_keys=True, default=str)
     return digest(f"{cls.__module__}.{cls.__name__}{known}")
 
@@ -90,6 +89,6 @@ def _plain(value: Any) -> Any:
 
 
 def refusal(config: Any, problem: str, hint: str = "write a table (docs/adding_an_architecture.md)") -> ArchitectureError:  # fmt: skip
-    """The error of a family that schedule="auto" cannot serve."""
+    """Return the error of a family for which schedule="auto" finds no table."""
     what = f"schedule='auto' for model_type={config.model_type!r}"
     return ArchitectureError("zoo", what, problem, hint)

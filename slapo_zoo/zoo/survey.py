@@ -21,7 +21,7 @@ from slapo_zoo.zoo.outline import Outline
 
 @dataclass(frozen=True)
 class RankSize:
-    """Parameters and bytes of one rank of a stage."""
+    """Parameters (number and bytes) of one (stage, tp rank)."""
 
     stage: int
     tp_coord: int
@@ -34,11 +34,11 @@ class Survey:
     """Shapes, parameters, collectives and kernels of a scheduled model.
 
     Args:
-        outline: of the schedule.
-        shapes: tensor --> (whole shape, shape on each tp rank, the stages that hold it).
-        ranks: one per stage and tp rank.
-        total_parameters: of the whole model, tied ones once.
-        traffic: of one forward and backward of one micro-batch.
+        outline: the scheduled model.
+        shapes: tensor --> (unsharded shape, shape on each tp rank, stages that hold it).
+        ranks: one per (stage, tp rank).
+        total_parameters: number of the whole model, tied ones once.
+        traffic: collectives of one forward and backward of one micro-batch.
     """
 
     outline: Outline
@@ -49,10 +49,10 @@ class Survey:
 
 
 def survey(outline: Outline, batch_size: int, seq_len: int) -> Survey:
-    """Count shapes, parameters and collectives on every rank of the outline's mesh.
+    """Return shapes, parameters and collectives of every rank of the outline's mesh.
 
     Args:
-        outline: of any rank.
+        outline: outline of any rank.
         batch_size: rows of a micro-batch.
         seq_len: tokens of a row.
     """
@@ -69,7 +69,7 @@ def survey(outline: Outline, batch_size: int, seq_len: int) -> Survey:
 
 
 def rank_sizes(outline: Outline) -> list[RankSize]:
-    """Parameters of every stage and tp rank; what stages share counts on each."""
+    """Return the parameters of every (stage, tp rank); tensors on several stages count on each."""
     mesh = outline.mesh
     parameters = {name for name, _ in outline.skeleton.named_parameters()}
     sizes = {(stage, r): [0, 0] for stage in range(mesh.pp) for r in range(mesh.tp)}
@@ -83,7 +83,7 @@ def rank_sizes(outline: Outline) -> list[RankSize]:
 
 
 def _traffic(outline: Outline, batch: Mapping[str, Tensor]) -> list[TrafficRow]:
-    """Run the schedule on fake tensors, and count what crosses ranks."""
+    """Run one step on fake tensors and return its collectives and transfers."""
     mesh, dtype = outline.mesh, next(outline.model.parameters()).dtype
     mode, schedule = fake_schedule(outline.schedule, outline.cls)
     fake = schedule.model
@@ -102,7 +102,7 @@ def _traffic(outline: Outline, batch: Mapping[str, Tensor]) -> list[TrafficRow]:
 
 
 def _between_stages(outline: Outline, calls: list[Call]) -> Iterator[Transfer]:
-    """List the transfers between stages: activations, their gradients, and sums of tied weights."""
+    """Yield the transfers between stages: activations, their gradients, and all-reduces of tied weights."""
     plan = StagePlan.make(calls, outline.state.cuts, 0)
     for stage in range(1, outline.places.num_stages):
         for shape in map(plan.shape, plan.crossing(stage)):

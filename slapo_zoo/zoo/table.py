@@ -23,36 +23,33 @@ from slapo_zoo.zoo.rules import Dim, Row
 
 @dataclass(frozen=True)
 class Table:
-    """One family: a row per module that the schedule names.
+    """Table of one model family: a row per module that the schedule changes.
 
     Args:
         model_type: as in the config of `transformers`.
-        source: what the table was written from.
-        dims: name -> config attribute, arithmetic of some and of dims before it, or a function of the config.
+        source: code or paper that the table was written from.
+        dims: name -> config attribute, arithmetic of attributes and earlier dims, or a function of the config.
         body: rows below the base model (`transformer.`, `bert.`), for all head classes.
         heads: rows for modules outside the base model.
-        blocks: patterns of the repeated blocks, below the base model; cuts fall between them.
+        blocks: patterns of the repeated blocks, below the base model; pipeline cuts fall between them.
         after_blocks: modules below the base model that run after the blocks, though defined before.
-        order: children beside and above the blocks in the order in which they run, by full pattern,
-            where the model defines them in another one.
-        everywhere: modules below the base model that every stage holds: others read their weights, or call a part.
-        calls: config attribute: how often a shared block runs (ALBERT).
-        seam: whether the attention of the family goes through the AttentionInterface.
-        all_tokens: modules within blocks, below the base model, that always see all tokens.
-        num_tokens: number of tokens of an input that is not text (image patches), from the config.
-        renames: (in files, in the model): parts of names that the family's files spell otherwise.
+        order: full patterns of modules beside and above the blocks in the order in which they run; empty
+            where the model defines them in that order.
+        everywhere: modules below the base model that every stage holds: others read their weights, or call a child.
+        calls: config attribute that counts how often the shared block runs (ALBERT).
+        seam: whether the family's attention goes through transformers' AttentionInterface.
+        all_tokens: modules within blocks, below the base model, that get all tokens under sequence parallelism.
+        num_tokens: function of the config: tokens of an input that is not text (image patches).
+        renames: (part of a key in files, part of a name in the model) where the two differ.
         pieces: tensors that the family's files hold in pieces (experts).
-        whole_batch: options (of the config or a forward) whose loss is no mean over rows: refused
-            where a batch is sharded.
-        tunable: knob --> values that a tuner may try; `attention` names all that the family has.
-        shifts_labels: whether the head compares each token with the label of the next; None tells it
-            by the name of the class.
-        undivided: its loss is no mean that parts of a batch add up to: refused where one is sharded;
-            or the classes of which that is so.
+        whole_batch: options (of config or forward) whose loss is no mean over rows: refused where a batch is split.
+        tunable: knob --> values that a tuner may try; `attention` lists all backends of the family.
+        shifts_labels: whether the head compares each token with the next label; None: the class name says it.
+        undivided: True, or the classes, whose loss is no mean over rows: refused where a batch is split.
         batch_statistics: micro-batches change the result (BatchNorm), so their number must be given.
-        defaults: what a config of the bare family has, where that of `transformers` makes no model.
+        defaults: config fields of the bare family, where those of `transformers` make no model.
         needs: (config attribute, value): another value is refused over tp; (attribute, value, "sp"):
-            only where sequence parallelism divides the tokens; (attribute, value, "pp"): over pp, not tp;
+            only under sequence parallelism; (attribute, value, "pp"): over pp, not tp;
             (attribute, value, name): only where that attribute of the config is set.
     """
 
@@ -80,7 +77,7 @@ class Table:
     needs: tuple[tuple[Any, ...], ...] = ()
 
     def rows(self, model: Any) -> list[Row]:
-        """All rows with full patterns and resolved numbers, for one model."""
+        """Return all rows with full patterns and numbers of the model's config in place of dims."""
         prefix = base_prefix(model)
         body = [(prefix + pattern, rule) for pattern, rule in self.body]
         dims: dict[str, int] = {}
@@ -90,18 +87,18 @@ class Table:
         return [(p, tuple(_resolve(d, dims) for d in rule)) for p, rule in rows]
 
     def is_undivided(self, cls: type) -> bool:
-        """Return whether the loss of a class is no mean that parts of a batch add up to."""
+        """Return whether the loss of a model class cannot be computed from parts of a batch."""
         return self.undivided is True or cls.__name__ in (self.undivided or ())
 
     def tp_plan(self, model: Any) -> dict[str, str]:
-        """Return the table as a `tp_plan` of transformers, where such a plan can say it."""
+        """Return the table as a `tp_plan` of transformers; ArchitectureError where no such plan exists."""
         from slapo_zoo.zoo.tp_plan import tp_plan
 
         return tp_plan(self, model)
 
 
 def base_prefix(model: Any) -> str:
-    """`"transformer."` for a model with a head, `""` for the base model itself."""
+    """Return the path prefix of the base model: `"transformer."`, or `""` if the model has no head."""
     name = model.base_model_prefix
     return f"{name}." if name and hasattr(model, name) else ""
 
@@ -114,7 +111,7 @@ def _number(of: str | Callable[[Any], int], config: Any, before: Mapping[str, in
 
 
 class ConfigNumbers(Mapping[str, int]):
-    """The integers of a config, by name, and those made of them; names of the family's own or the usual ones."""
+    """Mapping from names to integers: attributes of a config, and dims computed so far."""
 
     def __init__(self, config: Any, made: Mapping[str, int] = MappingProxyType({})):
         self.config, self.made = config, made
@@ -133,7 +130,7 @@ class ConfigNumbers(Mapping[str, int]):
 
 
 def _resolve(directive: Directive, dims: Mapping[str, int]) -> Directive:
-    """Put the numbers of a config where a directive of a table names them."""
+    """Return a directive with numbers of the config in place of its dims."""
 
     def value(v: Any) -> Any:
         if isinstance(v, tuple):
@@ -149,7 +146,7 @@ ZOO: dict[str, Table] = {}
 
 
 def register(table: Table) -> Table:
-    """Add a table to the zoo."""
+    """Add a table to the zoo and return it; ArchitectureError if its family has one."""
     if table.model_type in ZOO:
         raise ArchitectureError("zoo", table.model_type, "is registered already")
     ZOO[table.model_type] = table
@@ -165,16 +162,16 @@ def extend(
     heads: tuple[Row, ...] | None = None,
     **changes: Any,
 ) -> Table:
-    """A table that is another family's, but for some rows.
+    """Return the table of another family with some rows replaced.
 
     rewrite:  table of `base`  -->  its body without the rows of some modules, then `body`
 
     Args:
-        base: model_type of the family that it follows.
-        model_type: of the new one.
-        source: what the new one was written from.
-        without: patterns of the base whose rows are left out.
-        body: rows that are added.
+        base: model_type of the other family.
+        model_type: model_type of the new table.
+        source: code or paper that the new table was written from.
+        without: patterns of the base's body rows to leave out.
+        body: rows to add.
         heads: rows of the heads; None takes the base's.
         changes: any other field of `Table`.
 
@@ -199,7 +196,7 @@ def extend(
 
 @cache
 def load_tables() -> None:
-    """Import every file of `schedules/`; each registers its table."""
+    """Import every file of `schedules/`, each of which registers its table."""
     package = importlib.import_module("slapo_zoo.schedules")
     for found in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"slapo_zoo.schedules.{found.name}")
@@ -212,7 +209,7 @@ def families() -> list[str]:
 
 
 def table_for(model_type: str, more: str = "") -> Table:
-    """The table of a family; ArchitectureError names the ones there are, and `more`."""
+    """Return the table of a family; ArchitectureError lists the known families, its hint ends with `more`."""
     names = families()
     if model_type not in ZOO:
         near = nearest(model_type, names)

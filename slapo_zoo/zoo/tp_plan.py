@@ -1,4 +1,4 @@
-"""A table in the words of `transformers`: its `tp_plan`, where that can say what the table says."""
+"""Convert a table to a `tp_plan` of transformers, where its rules have styles there."""
 
 from typing import Any
 
@@ -20,15 +20,15 @@ LINEAR, EMBEDDING = ("Linear",), ("Embedding",)
 
 
 def tp_plan(table: Any, model: Any) -> dict[str, str]:
-    """Pattern of a module --> style of `transformers`, e.g. {"layers.*.mlp.up_proj": "colwise"}.
+    """Return {module pattern: style of `transformers`}, e.g. {"layers.*.mlp.up_proj": "colwise"}.
 
     Args:
-        table: of the model's family.
-        model: of `transformers`, on any device; only its tree and config are looked at.
+        table: table of the model's family.
+        model: the model, on any device; only its tree and config are read.
 
     Raises:
-        ArchitectureError: a row says what no style says: a Conv1D or another module, groups within
-            a weight, attributes that count heads, experts.
+        ArchitectureError: a row has no style: a Conv1D or another module, groups within a weight,
+            attributes that count heads, experts.
     """
     plan: dict[str, str] = {}
     modules = dict(model.named_modules())

@@ -1,7 +1,7 @@
-"""Results of `slapo-zoo tune --card` for a model on this device, which `from_pretrained` applies.
+"""Read results of `slapo-zoo tune --card` for a model on this device, which `from_pretrained` applies.
 
-Only knobs that change neither the numbers nor the memory that a person has planned with: which
-kernels run, and the attention back end. Only for the same model and dtype: nothing is extrapolated.
+Only kernels and attention backend are taken, which change neither numbers nor planned memory, and
+only for the same model, dtype and device.
 """
 
 import json
@@ -23,7 +23,7 @@ SAYS_NOTHING = ("transformers_version", "dtype", "torch_dtype", "id2label", "lab
 
 
 def cpu_name() -> str:
-    """Model name and number of cores of this machine's processor."""
+    """Return model name and number of cores of this machine's processor."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             lines = [x.partition(":")[2].strip() for x in file if x.startswith("model name")]
@@ -34,13 +34,13 @@ def cpu_name() -> str:
 
 
 def machine_name(device: torch.device | str) -> str:
-    """Name what a measurement depends on: the GPU, or the processor and its number of cores."""
+    """Return the name under which measurements are stored: the GPU, or the processor and its core count."""
     kind = torch.device(device)
     return torch.cuda.get_device_name(kind) if kind.type == "cuda" else cpu_name()
 
 
 def model_name(config: Any) -> str:
-    """Family, and a digest of what in its config shapes the model: "gpt2 0a1b2c3d4e5f"."""
+    """Return the family and a digest of the config fields that shape the model: "gpt2 0a1b2c3d4e5f"."""
     fields = {
         name: value for name, value in json.loads(config.to_json_string(use_diff=False)).items()
         if not name.startswith("_") and name not in SAYS_NOTHING
@@ -55,7 +55,7 @@ SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_val
 
 
 def shape_name(config: Any) -> str:
-    """Return the key of a model's measurements: family and the sizes that matter, "gpt2 hidden_size=1600 ...", without the vocabulary."""
+    """Return family and sizes of a model without its vocabulary, "gpt2 hidden_size=1600 ...": the key of a plan."""
     parts = {"": config} | {
         f"{name}.": part for name in ("text_config", "vision_config") if (part := getattr(config, name, None))
     }  # fmt: skip
@@ -67,15 +67,15 @@ def shape_name(config: Any) -> str:
 def tuned_knobs(
     config: Any, dtype: torch.dtype, device: torch.device | str, card: Path | None = None
 ) -> dict[str, Any]:
-    """The tuned values of USED for a model; empty where nobody tuned exactly this one.
+    """Return the tuned `attention` and `kernels` of a model; empty if this very model was not tuned.
 
-    Where several lengths of rows were tuned, the longest decides.
+    Of several tuned row lengths the longest decides.
 
     Args:
-        config: of the model.
-        dtype: of its parameters.
-        device: where it will run.
-        card: its folder; None takes the family's own.
+        config: config of the model.
+        dtype: dtype in which the model computes.
+        device: device of the model.
+        card: folder of the card; None takes the family's own.
     """
     file = (card or CARDS / str(config.model_type)) / TUNING
     if not file.exists():

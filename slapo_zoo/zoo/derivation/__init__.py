@@ -1,4 +1,4 @@
-"""Tables for families that have none: watched on a tiny model, made from its modules, then proven.
+"""Derive tables for families without one, from a forward of a tiny model and from its modules.
 
-`slapo_zoo.verify.derive` proves them; nothing here is used unproven.
+`slapo_zoo.verify.derive` proves each table before it is used.
 """

@@ -1,6 +1,6 @@
-"""Feed-forwards: linears whose outputs meet only element by element before one other linear takes them.
+"""Find feed-forwards: linears whose outputs pass only element-wise operations before one other linear.
 
-Their columns can stay divided until then: column, column, row, with one sum (arXiv:1909.08053, 3).
+Such linears can be column-parallel and the last one row-parallel, with one all-reduce (arXiv:1909.08053, 3).
 """
 
 from dataclasses import dataclass, field
@@ -22,13 +22,13 @@ LOOKS = {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "
 
 @dataclass
 class Chains:
-    """Follows through one forward which linear's columns a tensor holds.
+    """Tracks during one forward which tensors hold output columns of which linears.
 
     Args:
-        feeds: linear --> those whose columns were its input.
-        takers: linear --> those that took its columns.
-        mixed: linears whose columns met something else.
-        dropouts: modules that drop such columns --> whose.
+        feeds: linear --> the linears whose columns were its input.
+        takers: linear --> the linears that took its columns as input.
+        mixed: linears whose columns reached an operation that is not element-wise.
+        dropouts: path of a dropout --> the linears whose columns it dropped.
     """
 
     feeds: dict[str, set[str]] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Chains:
     _held: Any = field(default_factory=WeakIdKeyDictionary)
 
     def enter(self, path: str, module: nn.Module, linear: bool, args: Any) -> None:
-        """Record that a module is called: which sharded columns reach it."""
+        """Record that a module is called with columns of other linears in its arguments."""
         held = self._columns(args)
         if linear:
             self.feeds.setdefault(path, set()).update(held)
@@ -48,12 +48,12 @@ class Chains:
             self.dropouts.setdefault(path, set()).update(held)
 
     def leave(self, path: str, output: Any) -> None:
-        """Record the output of a linear as its columns."""
+        """Record the output of a linear as columns of that linear."""
         if isinstance(output, Tensor):
             self._held[output] = {path}
 
     def call(self, name: str, args: Any, kwargs: Any, out: Any, draws: bool) -> None:
-        """Record a function that was called outside of linears: columns go through element-wise ones, and mix in others."""
+        """Record a function call outside linears: element-wise ones pass columns on, all others mix them."""
         held = self._columns((args, kwargs))
         if not held or name in LOOKS:
             return
@@ -71,7 +71,7 @@ class Chains:
         return set().union(*found)
 
     def found(self) -> dict[str, list[str]]:
-        """Linear that sums --> those whose columns it takes, all of them and nobody else."""
+        """Return {row-parallel linear: its column-parallel linears}, where no other module reads those columns."""
         return {
             taker: sorted(names)
             for taker, names in self.feeds.items()
@@ -85,5 +85,5 @@ def _fits(x: Any, out: Tensor) -> bool:
 
 
 def _single(x: Tensor) -> bool:
-    """Return whether a tensor has one value for all columns."""
+    """Return whether a tensor has one value for all columns: its last axis has size 1, or there is none."""
     return not x.ndim or x.shape[-1] == 1

@@ -1,7 +1,7 @@
-"""A table for a family that has none, from the plan that `transformers` has for it.
+"""Derive a table from the `base_model_tp_plan` that `transformers` has for a family.
 
-`base_model_tp_plan` says which linears are sharded; what it does not say (heads, shared inputs, what stays
-whole) is read from the module tree. Such a table is a guess until `probe` has compared it with the plain model.
+The plan says which linears are sharded; heads, shared inputs and replicated modules are read from the
+module tree. Such a table is a guess until `verify.derive` has compared it with the plain model.
 """
 
 import re
@@ -48,20 +48,20 @@ split_input: Rule = (
 
 
 def plan_of(config: Any) -> dict[str, str]:
-    """Module pattern below the base model --> style; empty when `transformers` has no plan."""
+    """Return the tp plan (module pattern below the base model --> style), empty where `transformers` has none."""
     return dict(getattr(config, "base_model_tp_plan", None) or {})
 
 
 def table_of_plan(config: Any, model: Any, seen: Observation) -> Table:
-    """Make a table from the tp plan of transformers; it is not proven yet.
+    """Make a table, not proven yet, from the tp plan of transformers.
 
     Args:
-        config: of `transformers`.
-        model: of it, on meta.
-        seen: of a tiny model of the same config.
+        config: config of the model.
+        model: the model on meta.
+        seen: observation of a tiny model of the same family.
 
     Raises:
-        ArchitectureError: a style or a module that it cannot translate.
+        ArchitectureError: a style or a module that no rule stands for.
     """
     plan, prefix = plan_of(config), base_prefix(model)
     base = model.get_submodule(prefix.rstrip(".")) if prefix else model
@@ -97,14 +97,14 @@ def table_of_plan(config: Any, model: Any, seen: Observation) -> Table:
 
 
 def _expert_rows(model: Any, seen: Observation, prefix: str) -> dict[str, Rule]:
-    """Modules that hold all experts of a layer: the ranks divide the experts, whatever the plan says."""
+    """Return {pattern: rule} of modules that hold all experts of a layer: their experts are sharded over tp."""
     rows = [row for group in find_groups(Modules(model, seen)) for row in group.rows]
     return {pattern.removeprefix(prefix): rule for pattern, rule in rows
             if any(isinstance(d, ExpertParallel) for d in rule)}  # fmt: skip
 
 
 def _refuse_dropout(config: Any, seam: bool) -> None:
-    """Refuse a forward that calls F.dropout inline: each rank would draw a mask of its own."""
+    """Raise ArchitectureError for a dropout in the config, since a plan does not say where it is applied."""
     for name, value in vars(config).items():
         if not isinstance(value, float) or not value or (seam and name == "attention_dropout"):
             continue
@@ -118,7 +118,7 @@ def _own(module: nn.Module) -> bool:
 
 
 def _one(pattern: str, modules: Mapping[str, nn.Module]) -> Any:
-    """One of the modules that a pattern matches, or None."""
+    """Return one of the modules that a pattern matches, or None."""
     names = {path: type(module).__name__ for path, module in modules.items()}
     paths = select(pattern, names)
     return modules[paths[0]] if paths else None
@@ -142,7 +142,7 @@ def _dims(config: Any) -> dict[str, Any]:
 def _plan_rows(
     config: Any, plan: Mapping[str, str], modules: Mapping[str, nn.Module]
 ) -> Iterator[Row]:
-    """The rows of the modules that the plan names, parent by parent."""
+    """Yield the table rows of the modules that the plan names, parent by parent."""
     parents = dict.fromkeys(pattern.rpartition(".")[0] for pattern in plan)
     for parent in parents:
         children = {
@@ -189,7 +189,7 @@ def _rule(config: Any, style: str, name: str, pattern: str, heads: bool) -> Rule
 
 
 def _head_rows(model: Any) -> Iterator[Row]:
-    """The language model's head, where the class has one."""
+    """Yield the row of the language-model head, where the class has one."""
     head = model.get_output_embeddings()
     for path, module in model.named_modules():
         if head is not None and module is head:

@@ -1,4 +1,4 @@
-"""Observe how a model uses its parameters, while a tiny one runs the forward of a training step."""
+"""Observe how a tiny model uses its parameters in the forward of a training step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from slapo_zoo.zoo.derivation.spelling import Spelling
 
 
 def linear_axis(module: nn.Module) -> int | None:
-    """The output axis of the weight of a linear whose forward is known, or None."""
+    """Return the output axis of the weight of a plain Linear (0) or Conv1D (1); None for other modules."""
     plain = "weight" in module._parameters
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return 0 if plain else None
@@ -25,20 +25,20 @@ def linear_axis(module: nn.Module) -> int | None:
 
 @dataclass
 class Observation:
-    """What one forward of a tiny model showed: modules, parameters, draws, and what lies between linears.
+    """Observation of one forward of a tiny model: calls, uses of parameters, random draws, feed-forwards.
 
     Args:
-        calls: path of a module --> how often it was called.
-        uses: parameter --> when it was first used.
-        entered: path of a module --> when it was first called.
+        calls: path of a module --> number of its calls.
+        uses: parameter --> order of its first use.
+        entered: path of a module --> order of its first call.
         foreign: parameters that other modules than their own compute with.
-        called_in_part: modules of which others called a child.
+        called_in_part: modules a child of which was called from outside.
         draws: modules whose own forward draws random numbers, children not counted.
-        targets: how many targets each cross entropy has averaged over.
-        spelling: how the family's files spell its names.
-        shifts_labels: whether the head compares each token with the label of the next; None where
-            that makes no difference.
-        chains: linear that sums --> those whose columns it takes.
+        targets: number of targets of each cross-entropy.
+        spelling: names of the tensors in the family's files.
+        shifts_labels: whether the head compares each token with the next label; None where the batch
+            does not tell.
+        chains: row-parallel linear --> the column-parallel linears before it (`Chains.found`).
         dropouts: dropout of such columns --> the linears that made them.
     """
 
@@ -56,18 +56,18 @@ class Observation:
 
     @property
     def wanted_everywhere(self) -> set[str]:
-        """Modules of which others read the weights only (LayoutLMv3), or call a part (ModernVBERT)."""
+        """Return the modules that every stage must hold: others read their weights (LayoutLMv3) or call a child."""
         readers = {name.rpartition(".")[0] for name in self.foreign} - self.calls.keys()
         return readers | (self.called_in_part & self.calls.keys())
 
     def first_use(self, path: str) -> int:
-        """Return when the first parameter below a path was used, else the module was called; a large number for never."""
+        """Return the order of the first use of a parameter below a path, else of its first call; 1 << 30 for never."""
         found = [at for name, at in self.uses.items() if name.startswith(f"{path}.")]
         return min(found, default=self.entered.get(path, 1 << 30))
 
 
 class Watch(TorchFunctionMode):
-    """Records during a forward which module computes with which parameter."""
+    """Mode that records which module computes with which parameter, into an `Observation`."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -102,7 +102,7 @@ class Watch(TorchFunctionMode):
         return leave
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note what a call draws and uses, then make it."""
+        """Record which parameters a call uses and whether it draws random numbers, then run it."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         here = self.stack[-1]
         draws = name in DRAWS and _really(name, args, kwargs)
@@ -133,13 +133,13 @@ class Watch(TorchFunctionMode):
             self.seen.foreign.update(names)
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
 
 def _really(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether the call draws: an attention without dropout, or an inactive dropout, does not."""
+    """Return whether a call draws random numbers; an attention or dropout with p = 0 or in eval does not."""
     if name == "scaled_dot_product_attention":
         return bool(kwargs.get("dropout_p") or (len(args) > 4 and args[4]))
     if name != "dropout":
@@ -149,11 +149,11 @@ def _really(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def observe(model: Any, batch: Mapping[str, Tensor]) -> Observation:
-    """Run a training forward of a real model, and see.
+    """Run one training forward of a model and return the observation.
 
     Args:
-        model: plain, tiny, in train mode, with the dropouts that it is to have.
-        batch: for it.
+        model: tiny, unscheduled, in train mode.
+        batch: keyword arguments of the forward.
     """
     watch = Watch(model)
     try:

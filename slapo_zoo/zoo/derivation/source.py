@@ -1,4 +1,4 @@
-"""A table as the source of `schedules/<model_type>.py`: a derived one is where a hand-written one begins."""
+"""Write a table as Python source of a `schedules/<model_type>.py`, e.g. to edit a derived table by hand."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,11 +13,11 @@ NAMED = ("vocab", "vocab_head", "whole", "dropout", "enter", "enter_once", "ente
 
 
 def to_source(table: Table, per_rank: Mapping[str, str]) -> str:
-    """Write a table as the Python source of its file.
+    """Return the Python source of a table's file.
 
     Args:
-        table: with names for its numbers.
-        per_rank: pattern --> the shape of its weight on a rank, as a comment.
+        table: a table whose numbers carry names.
+        per_rank: pattern --> shape of its weight on a rank, written as a comment.
     """
     name, used = table.model_type, set[str]()
     body = list(_rows(table.body, per_rank, used))
@@ -56,7 +56,7 @@ def _rows(rows: Any, per_rank: Mapping[str, str], used: set[str]) -> Iterator[st
 
 
 def rule_source(rule: Rule, used: set[str]) -> str:
-    """A rule as the call that makes it; what no rule makes is written as its directives."""
+    """Return a rule as the call that makes it, or as its directives if no rule function does; `used` gets the names."""
     for name in NAMED:
         if rule == getattr(rules, name):
             used.add(name)
@@ -75,7 +75,7 @@ def rule_source(rule: Rule, used: set[str]) -> str:
 
 
 def _calls(rule: Rule) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rules with arguments that may have made this one."""
+    """Yield (function of `rules`, its arguments) of every call that may have made this rule."""
     first = rule[0] if rule else None
     if isinstance(first, Shard):
         unit, together = _name(first.unit), _name(first.together)

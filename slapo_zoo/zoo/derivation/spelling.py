@@ -1,4 +1,4 @@
-"""How a family's files spell what its model holds, found by content on a tiny model that was saved."""
+"""Find how a family's checkpoint files name the tensors of its model, by comparing the contents of both."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +15,7 @@ LAYER = re.compile(r"\.\d+\.")  # a rename with one holds for this layer only
 
 @dataclass(frozen=True)
 class Spelling:
-    """Names and pieces, as a table has them, and the keys that no rule explains."""
+    """Renames and split tensors of a family's files (fields of a table), and keys that no rule explains."""
 
     renames: tuple[tuple[str, str], ...] = ()
     pieces: tuple[Pieces, ...] = ()
@@ -23,11 +23,11 @@ class Spelling:
 
 
 def find_spelling(files: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> Spelling:
-    """The rules that turn the keys of files into the model's names.
+    """Return the rules that turn the keys of files into the names of the model.
 
     Args:
-        files: every tensor of the files.
-        model: every tensor of the model that was saved.
+        files: key --> tensor, of all files.
+        model: name --> tensor, of the model that was saved into them.
     """
     content: dict[str, list[str]] = {}
     for name, tensor in model.items():
@@ -52,7 +52,7 @@ def find_spelling(files: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> S
 
 
 def _explains(keys: KeyMap, pairs: Mapping[str, str], same: Iterable[str]) -> bool:
-    """Return whether renames turn every key into its name and back, and leave the others alone."""
+    """Return whether renames map every key to its name and back, and leave the other keys unchanged."""
     if any(LAYER.search(old) for old, _ in keys.renames):
         return False
     wanted = [*pairs.items(), *((key, key) for key in same)]
@@ -60,7 +60,7 @@ def _explains(keys: KeyMap, pairs: Mapping[str, str], same: Iterable[str]) -> bo
 
 
 def _whole_keys(key: str, name: str) -> tuple[str, str]:
-    """Return a rename of whole keys, with the block number left open.
+    """Return (key pattern, name pattern) of whole keys, in which block numbers are open.
 
     >>> _whole_keys("llm.layers.0.wq.weight", "layers.0.q_proj.weight")
     ('^llm.layers.{}.wq.weight', '^layers.{}.q_proj.weight')
@@ -72,13 +72,13 @@ def _whole_keys(key: str, name: str) -> tuple[str, str]:
 
 
 def _likeness(key: str, name: str) -> tuple[bool, int]:
-    """Return how much two names of equal tensors (buffers of zeros) have in common: their numbers, then their words."""
+    """Return (whether their numbers are equal, number of common words) of a key and a name of equal tensors."""
     numbers = [re.findall(r"\d+", text) for text in (key, name)]
     return numbers[0] == numbers[1], len(set(key.split(".")) & set(name.split(".")))
 
 
 def _difference(key: str, name: str) -> tuple[str, str]:
-    """The parts in which two names differ, with a dot and one more word where one would be empty.
+    """Return the parts in which a key and a name differ, each with a dot and at least one word.
 
     >>> _difference("model.layers.0.block_sparse_moe.gate.weight", "model.layers.0.mlp.gate.weight")
     ('.block_sparse_moe.', '.mlp.')
@@ -97,7 +97,7 @@ def _difference(key: str, name: str) -> tuple[str, str]:
 
 
 def _pieces(files: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> tuple[Pieces, ...]:
-    """Tensors [E, parts * s, ...] that files hold as E * parts tensors [s, ...], or [parts * s, ...] as parts."""
+    """Find the tensors of a model that its files hold split along axis 0: per expert, and into equal parts."""
     by_digest = {digest_of_tensor(tensor): key for key, tensor in files.items()}
     found: dict[Pieces, None] = {}
     for name, tensor in model.items():
@@ -110,7 +110,7 @@ def _pieces(files: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> tuple[P
 
 
 def _ways_to_part(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """The first of the experts that a tensor may hold, or all of it, and into how many parts."""
+    """Yield (first expert of a tensor or all of it, number of equal parts along axis 0) of each way to split it."""
     for part in (tensor[0], tensor) if tensor.ndim and len(tensor) else ():
         for parts in (1, 2, 3):
             if part.ndim and part.shape[0] % parts == 0 and (part is not tensor or parts > 1):
@@ -118,7 +118,10 @@ def _ways_to_part(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
 
 
 def _rule(name: str, keys: list[str], numbered: bool) -> Pieces:
-    """Both sides from their last common word on; the first number in that of files counts the pieces."""
+    """Return the name endings of a split tensor and of its keys, from their last common word on.
+
+    With `numbered` the first number of a key counts the experts.
+    """
     words, others = name.split("."), [key.split(".") for key in keys]
     same = 0
     while all(same < len(o) and same < len(words) and o[same] == words[same] for o in others):

@@ -1,4 +1,4 @@
-"""The repeated stacks of a model: lists of blocks between which a pipeline may be cut."""
+"""Find the repeated stacks of a model: lists of blocks between which a pipeline may be cut."""
 
 from collections.abc import Iterable, Iterator
 
@@ -11,11 +11,11 @@ LEAST = 0.05  # share of the parameters beside embeddings that a list holds to c
 
 
 def find_stacks(model: nn.Module, seen: Observation | None = None) -> list[str]:
-    """Patterns of the blocks, e.g. "model.layers.*"; for stages of layers, those of the layers.
+    """Return patterns of the repeated blocks, e.g. "model.layers.*".
 
     Args:
-        model: whole, or on meta.
-        seen: of a model of the family: a list whose modules it calls several times is no stack.
+        model: unscheduled, on any device.
+        seen: observation of the family; lists whose modules run several times are left out.
     """
     tables = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     total = sum(p.numel() for p in model.parameters() if p not in tables) or 1
@@ -23,7 +23,7 @@ def find_stacks(model: nn.Module, seen: Observation | None = None) -> list[str]:
 
 
 def _larger(model: nn.Module, seen: Observation | None, least: float) -> list[str]:
-    """Return the stacks of layers with more than `least` parameters."""
+    """Return the patterns of stacks with more than `least` parameters."""
     found: list[str] = []
     for path, module in model.named_modules():
         inside = any(star(path) == f[:-2] or star(path).startswith(f) for f in found)
@@ -47,7 +47,7 @@ def _once(path: str, seen: Observation | None) -> bool:
 
 
 def _deepest(path: str, module: nn.Module) -> Iterator[str]:
-    """The list itself, or the lists of equal layers that its stages are made of."""
+    """Yield the pattern of a list, or that of the inner lists if its modules are stages of equal layers."""
     inner = {}
     for name, stage in module.named_children():
         lists = [(n, m) for n, m in stage.named_children() if _is_stack(m)]
@@ -67,9 +67,9 @@ def _is_stack(module: nn.Module) -> bool:
 
 
 def order_of(model: nn.Module, seen: Observation, stacks: Iterable[str]) -> tuple[str, ...]:
-    """Children beside and above the stacks, by star pattern, in the order in which they run.
+    """Return the modules beside and above the stacks, as patterns, in the order in which they run.
 
-    Empty where that is the order in which the model defines them.
+    The result is empty where the model defines them in that order.
     """
     containers = {""}
     for stack in stacks:
@@ -90,7 +90,7 @@ def order_of(model: nn.Module, seen: Observation, stacks: Iterable[str]) -> tupl
 
 
 def star(path: str) -> str:
-    """The pattern of a path: its numbers become stars.
+    """Return the pattern of a path: its numbers become stars.
 
     >>> star("model.layers.3.mlp")
     'model.layers.*.mlp'

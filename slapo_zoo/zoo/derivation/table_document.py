@@ -1,4 +1,4 @@
-"""A derived table as a document: what the cache keeps, and what a process of its own sends back."""
+"""Convert a derived table to JSON data and back, for the cache and between processes."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ PAIRS = ("renames",)
 
 
 def freeze(table: Table, model: Any) -> Table:
-    """The table with its numbers for one model, and full patterns: nothing of it is code."""
+    """Return the table with full patterns and plain numbers for one model, so that it contains no code."""
     return dataclasses.replace(table, dims={}, body=(), heads=tuple(_numbers(table.rows(model))))
 
 

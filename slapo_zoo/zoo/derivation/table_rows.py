@@ -1,4 +1,4 @@
-"""The rows of a derived table: what each module of a model may become, most useful first."""
+"""Derive a table: groups of modules that may be sharded, the largest first, and the rows for each."""
 
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -34,13 +34,13 @@ CONVOLUTIONS = (nn.Conv2d, nn.Conv1d)
 
 @dataclass
 class Group:
-    """Modules of one pattern, alike in all blocks, and the rules that they may get.
+    """Modules that are sharded together or not at all, alike in all blocks, and their rows.
 
     Args:
-        name: what stands or falls together.
-        rows: of the modules.
-        parameters: how many numbers they divide.
-        divides: patterns of the modules with these numbers.
+        name: name of the group.
+        rows: table rows of its modules.
+        parameters: number of parameters that are sharded.
+        divides: patterns of the modules that hold them.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Group:
 
 
 def output_axis(module: nn.Module) -> int | None:
-    """The axis of the weight along which the output of a known module can be sharded, or None."""
+    """Return the axis of the weight along which a module's output can be sharded, or None."""
     for cls in CONVOLUTIONS:
         if isinstance(module, cls) and type(module).forward is cls.forward:
             return 0 if module.groups == 1 and "weight" in module._parameters else None
@@ -58,7 +58,7 @@ def output_axis(module: nn.Module) -> int | None:
 
 
 class Modules:
-    """The modules of a model on meta by star pattern, and what was seen of them."""
+    """Modules of a model on meta grouped by pattern, with the observation of a tiny model."""
 
     def __init__(self, model: Any, seen: Observation):
         self.model, self.seen = model, seen
@@ -86,13 +86,13 @@ class Modules:
         return sum(p.numel() for m in self.patterns[pattern] for p in m._parameters.values() if p is not None)  # fmt: skip
 
     def own_only(self, pattern: str) -> bool:
-        """Return whether nobody but the modules of a pattern computes with their parameters."""
+        """Return whether no module outside a pattern computes with the parameters of its modules."""
         path = pattern.partition(":")[0]
         names = (f"{path}.{name}" for m in self.patterns[pattern] for name in m._parameters)
         return not self.foreign.intersection(names)
 
     def divisible(self, pattern: str) -> bool:
-        """Return whether it is a linear of its own, untied, and large enough to be worth a collective."""
+        """Return whether a pattern's modules are untied linears that are large enough to be worth a collective."""
         alike = self.patterns.get(pattern, [])
         return (
             bool(alike)
@@ -103,13 +103,13 @@ class Modules:
         )
 
     def tied(self, pattern: str) -> list[str]:
-        """Other patterns that share a weight with this one."""
+        """Return the other patterns whose modules share a weight with this pattern's."""
         ids = {id(m._parameters.get("weight")) for m in self.patterns[pattern]} - {id(None)}
         return sorted({name for i in ids for name in self.owners.get(i, ())} - {pattern})
 
 
 def undivided_table(config: Any, model: Any) -> Table:
-    """The table of a model of which nothing was seen: it divides no module, and no batch."""
+    """Return a table that shards nothing and takes a batch in one piece, for a model that cannot be observed."""
     return replace(derive_table(config, model, Observation(), None), undivided=True)
 
 
@@ -117,17 +117,17 @@ def derive_table(
     config: Any, model: Any, seen: Observation, left_whole: Mapping[str, str] | None,
     chains: bool = True, only: Collection[str] | None = None, stack: str = "", tokens: bool = False,
 ) -> Table:  # fmt: skip
-    """Derive a table from what one forward showed; it is not proven yet.
+    """Derive a table, not proven yet, from the observation of one forward.
 
     Args:
-        config: of `transformers`.
-        model: of it, on meta.
-        seen: of a tiny model of the same config.
-        left_whole: group --> why it is not sharded; None leaves all of them whole.
-        chains: whether columns may stay divided between linears.
-        only: groups that were proven on a smaller model; None: all.
-        stack: the only one between whose blocks a pipeline is cut; none: all that there are.
-        tokens: with sequence parallelism ranks hold some tokens between the parts of a block.
+        config: config of the model.
+        model: the model on meta.
+        seen: observation of a tiny model of the same family.
+        left_whole: group --> why it is not sharded; None shards no group.
+        chains: whether columns may stay sharded between linears (feed-forwards).
+        only: names of the groups that may be sharded; None: all.
+        stack: the only stack of blocks that a pipeline may cut; "" for all.
+        tokens: whether the table is for sequence parallelism.
     """
     modules = Modules(model, seen)
     groups = [] if left_whole is None else find_groups(modules, chains)
@@ -163,7 +163,7 @@ def derive_table(
 
 
 def parts_of_blocks(model: Any, stacks: Collection[str]) -> Iterator[str]:
-    """Patterns of the children of blocks that hold products: they see all tokens, norms between them some."""
+    """Yield patterns of the children of blocks that hold matrices: under sequence parallelism they see all tokens."""
     found = {}
     for path, module in model.named_modules():
         block, _, child = star(path).rpartition(".")
@@ -173,12 +173,12 @@ def parts_of_blocks(model: Any, stacks: Collection[str]) -> Iterator[str]:
 
 
 def _below(pattern: str, others: Iterable[str]) -> bool:
-    """Return whether it is one of the others, or in one."""
+    """Return whether a pattern is one of `others`, or below one."""
     return any(f"{pattern}.".startswith(f"{other}.") for other in others)
 
 
 def what_was_seen(config: Any, model: Any, seen: Observation) -> dict[str, Any]:
-    """Fields of a table that do not depend on how modules are sharded."""
+    """Return the fields of a table that do not depend on how modules are sharded, by name."""
     by_name = head_of(type(model).__name__).shifts
     batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     return {
@@ -191,11 +191,11 @@ def what_was_seen(config: Any, model: Any, seen: Observation) -> dict[str, Any]:
 
 
 def find_groups(modules: Modules, chains: bool = True) -> list[Group]:
-    """List the candidates for sharding, each by itself; larger ones first.
+    """Return the groups of modules that may be sharded, larger ones first.
 
     Args:
-        modules: of the model.
-        chains: whether columns may stay divided between linears; else each gathers its own.
+        modules: modules of the model.
+        chains: whether columns may stay sharded between linears; else each linear gathers its output.
     """
     made = [*(_chains(modules) if chains else ()), *_groups(modules)]
     done: set[str] = set()
@@ -208,7 +208,7 @@ def find_groups(modules: Modules, chains: bool = True) -> list[Group]:
 
 
 def _chains(modules: Modules) -> Iterator[Group]:
-    """Yield groups of column, column, row: the feed-forwards, if they are alike in all blocks."""
+    """Yield a group (column.. then row parallel) for each feed-forward that is alike in all blocks."""
     found: dict[str, set[tuple[str, ...]]] = {}
     for taker, makers in modules.seen.chains.items():
         found.setdefault(star(taker), set()).add(tuple(sorted({star(name) for name in makers})))
@@ -228,7 +228,7 @@ def _chains(modules: Modules) -> Iterator[Group]:
 
 
 def _dropouts(modules: Modules, chain: tuple[str, ...]) -> set[str]:
-    """The dropouts of what a chain makes, of its last result too where one module drops both."""
+    """Return the patterns of dropouts that act on sharded columns of a feed-forward."""
     found = {
         star(path): {star(name) for name in names} for path, names in modules.seen.dropouts.items()
     }
@@ -236,7 +236,11 @@ def _dropouts(modules: Modules, chain: tuple[str, ...]) -> set[str]:
 
 
 def _dropped(path: str, makers: tuple[str, ...], width: int) -> Rule:
-    """One module may drop other tensors too: a maker beside it tells which call is of its result, and the size."""
+    """Return the rule of a dropout of sharded columns.
+
+    The dropout may also act on other tensors: a linear beside it says which call is meant (`after`), else
+    the `width` of the columns does.
+    """
     beside = path.rpartition(".")[0]
     after = next((n for n in reversed(makers) if n.rpartition(".")[0] == beside), "")
     if after:
@@ -257,7 +261,7 @@ def _groups(modules: Modules) -> Iterator[Group]:
 
 
 def _rule(modules: Modules, pattern: str) -> Rule:
-    """The rule of one pattern by itself, or `whole`."""
+    """Return the rule that shards a pattern by itself, or `whole`."""
     first, own = modules.patterns[pattern][0], modules.own_only(pattern)
     if not own or len({type(module) for module in modules.patterns[pattern]}) > 1:
         return whole
@@ -277,7 +281,7 @@ def _large(embedding: nn.Embedding) -> bool:
 
 
 def _experts(module: nn.Module) -> Rule:
-    """All parameters hold one row per expert, and the forward takes them from the router."""
+    """Return the rule of a module of stacked experts whose forward takes the router's choice, or `whole`."""
     takes = list(inspect.signature(type(module).forward).parameters)[1:]
     if len(takes) != 3 or takes[0] != "hidden_states" or "ind" not in takes[1]:
         return whole

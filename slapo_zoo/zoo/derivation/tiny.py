@@ -1,4 +1,4 @@
-"""A tiny config of any family: two layers, four heads, and what follows from them, by name and ratio."""
+"""Shrink a config of any family to a tiny model: two layers, four heads, other sizes by name and ratio."""
 
 import copy
 import math
@@ -36,7 +36,7 @@ DROPS = re.compile(r"drop|noise|jitter")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Upper bounds of a tiny model."""
+    """Upper bounds of a tiny model's sizes; `widths` says how widths shrink: ROUNDED, HALVED or KEPT."""
 
     heads: int = 4
     head_size: int = 8
@@ -55,7 +55,7 @@ IMAGES, STACKS = (1, 4), (1, 3)  # times the size of an image, the layers: some 
 
 
 def sizes_in_turn(sizes: Sizes) -> Iterator[Sizes]:
-    """Sizes of a tiny model, smallest first: what the numbers of a config have to do with each other differs."""
+    """Yield sizes of a tiny model to try, smallest first: families relate their sizes in different ways."""
     for layers in STACKS:
         for image in IMAGES:
             for widths in (ROUNDED, HALVED, KEPT):
@@ -64,11 +64,11 @@ def sizes_in_turn(sizes: Sizes) -> Iterator[Sizes]:
 
 
 def tiny(config: Any, sizes: Sizes = Sizes()) -> Any:
-    """A config of a tiny model of the same family; the given one is not changed.
+    """Return a config of a tiny model of the same family; the given config is not changed.
 
     Args:
-        config: of `transformers`, configs of towers within it included.
-        sizes: what it has at most; other widths keep their ratio to the hidden size.
+        config: config of `transformers`; configs within it are shrunk too.
+        sizes: upper bounds; other widths keep their ratio to the hidden size.
     """
     small = copy.deepcopy(config)
     _shrink(small, sizes)
@@ -97,7 +97,7 @@ def _shrink(config: Any, sizes: Sizes) -> None:
 
 
 def _special(config: Any, own: dict[str, Any], sizes: Sizes) -> None:
-    """Set fields of a shrunken config that are not found by a ratio."""
+    """Set fields of a shrunken config that do not follow from a ratio."""
     if own.get("pad_token_id", 0) is None:
         config.pad_token_id = 0
     if own.get("num_kv_shared_layers"):
@@ -110,7 +110,7 @@ def _special(config: Any, own: dict[str, Any], sizes: Sizes) -> None:
 
 
 def _own_of_layers(config: Any, rules: "_Rules") -> dict[str, dict[str, Any]]:
-    """Kind of layer --> what is its own (Gemma 4: heads of another size), made small; taken from the config."""
+    """Return {layer type: its own fields, shrunken} of a config with per-layer fields (Gemma 4), and clear these."""
     if not getattr(config, "is_heterogeneous", False):
         return {}
     given = config.to_dict()["per_layer_config"]
@@ -160,7 +160,7 @@ def _with_rotary(own: dict[str, Any], rotary: int, rest: int) -> int:
 
 
 def _window(now: dict[str, int], stages: int) -> int:
-    """Return a window size of at most the last stage's, halved per stage; 1 would be no attention."""
+    """Return a window size that fits the grid of the last stage, which each stage halves; at least 2."""
     grid = now.get("image_size", 0) // max(now.get("patch_size", 1), 1)
     return max(2, min(now.get("window_size", 0), grid >> (stages - 1)))
 
@@ -262,7 +262,7 @@ def _is_list(value: Any) -> bool:
 
 
 def without_dropout(config: Any) -> list[str]:
-    """Set every dropout and noise of a config, towers included, to 0; the names of those that were not."""
+    """Set every dropout and noise of a config to 0, nested configs included; return the names that were not 0."""
     from transformers import PreTrainedConfig
 
     found = []
