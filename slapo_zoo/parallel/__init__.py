@@ -1,4 +1,4 @@
-"""Mesh, placements, the plan of a rank, collectives: what every rank shares.
+"""Foundations of every rank: mesh, placements, the rank's plan, collectives.
 
 Imports `errors` alone.
 """

@@ -1,14 +1,14 @@
-"""The sum of dx over ranks runs while the gradients of the weights are computed.
+"""Overlap the all-reduce of input gradients with the computation of weight gradients.
 
-A column-parallel layer needs two products in backward, dx = dy w and dw = dy' x, and dx is summed over
-ranks. Megatron-LM starts the sum between the two (`async_tensor_model_parallel_allreduce`). Where
-several layers share x (q, k and v; gate and up), their dx are added first, so here all of their dw wait:
+A column-parallel layer needs two products in backward, dx = dy w and dw = dy' x, and dx is all-reduced.
+Megatron-LM starts the all-reduce between the two (`async_tensor_model_parallel_allreduce`). Where several
+layers share x (q, k and v; gate and up), their dx are added first, so here all of their dw wait:
 
     forward:   x -> wait -> [w -> later, for each column-parallel w below] -> start -> the module
-    backward:  every dx; start: the sum begins; later: every dw; wait: the sum is there
+    backward:  every dx; start: the all-reduce begins; later: every dw; wait: the all-reduce is complete
 
-The order is autograd's own: of the nodes that are ready it runs the one that was made last. A node
-that ran in another order would cost the overlap, not the result.
+The order is autograd's own: among the nodes that are ready, it runs the one that was created last.
+Another order would cost the overlap, not the result.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ from slapo_zoo.parallel.once import once
 
 
 class _Sum:
-    """An all-reduce that runs while the weight gradient is computed."""
+    """Handle of an all-reduce that runs while weight gradients are computed."""
 
     def __init__(self, group: Group):
         self.group, self.work = group, None
@@ -57,7 +57,7 @@ class _Start(_Wait):
 
 
 class _Later(torch.autograd.Function):
-    """w --> w; in backward it computes the gradient that a product has put off."""
+    """Identity of a weight; its backward computes the weight gradient that `_Product` has postponed."""
 
     @staticmethod
     def forward(ctx, weight, put_off):
@@ -105,12 +105,12 @@ def _weight_gradient(x: Tensor, dy: Tensor, in_first: bool, multiply: Any) -> Te
 
 
 class ColumnForward:
-    """The forward of a column-parallel Linear or Conv1D whose weight gradient can be put off.
+    """Forward of a column-parallel Linear or Conv1D whose weight gradient can be postponed.
 
     Args:
         module: the layer.
         in_first: whether its weight is [in, out].
-        multiply: of two matrices, for its three products.
+        multiply: matrix product to use, e.g. `torch.mm`.
     """
 
     def __init__(self, module: nn.Module, in_first: bool, multiply: Any = torch.mm):
@@ -136,18 +136,18 @@ class ColumnForward:
 
 
 def possible(x: Tensor) -> bool:
-    """Return whether a backward by our own order will come: not in eval, a compiled graph or autocast."""
+    """Return whether postponing works for input x: with gradients, and neither compiled nor under autocast."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     return not torch.is_autocast_enabled(x.device.type)
 
 
 def enter(x: Tensor, group: Group, columns: Iterable[ColumnForward]) -> Tensor:
-    """Megatron's f: y = x; dx = sum over ranks of dy, while the dw of `columns` are computed.
+    """Megatron's f: y = x; dx = all-reduce of dy, while the weight gradients of `columns` are computed.
 
     Args:
-        x: what the layers share.
-        group: the ranks; not None.
+        x: input that the layers share.
+        group: the tp ranks; not None.
         columns: forwards of the layers, called before the next `enter` of the same ones.
     """
     under_way = _Sum(group)

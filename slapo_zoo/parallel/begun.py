@@ -1,7 +1,7 @@
-"""Count the collectives that this rank begins: who has begun more of them than we is past the place where we wait.
+"""Count the collectives that this rank has begun, so that peers can tell which ranks have gone ahead.
 
-All ranks of a group begin its collectives in one order. A rank that waits at a place to which another never
-comes (one rank alone reads logits, or steps) tells so by the counts, which heartbeats carry.
+All ranks of a group begin its collectives in one order. Heartbeats carry the counts: a waiting rank sees
+by them that another rank is past the place and will not come (it alone evaluates, or steps).
 """
 
 from collections.abc import Callable
@@ -20,23 +20,23 @@ _OF_GROUP: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 
 
 def of_world() -> dict[str, list[int]]:
-    """Return counts of this rank: what is counted --> [how often]."""
+    """Return the mutable counts of this rank in the current process group: name --> [count]."""
     return _OF_WORLD.setdefault(dist.group.WORLD, {})
 
 
 def now() -> dict[str, int]:
-    """The counts of this rank."""
+    """Return the counts of this rank: name of a group or of STEPS --> number."""
     return {name: count for name, (count,) in list(of_world().items())}
 
 
 def note_step() -> None:
-    """All ranks begin a step together."""
+    """Count the beginning of a training step, which all ranks begin together."""
     if dist.is_initialized():
         of_world().setdefault(STEPS, [0])[0] += 1
 
 
 def collective(run: Callable[..., Any], *args: Any, group: Any, **options: Any) -> Any:
-    """Begin a collective of torch; a peer that is lost in it is told in words."""
+    """Count and run a collective `run(*args, group=group)`; a lost peer becomes a RankError that explains it."""
     if torch.compiler.is_compiling():
         return run(*args, group=group, **options)
     found = _OF_GROUP.get(group)
@@ -47,7 +47,7 @@ def collective(run: Callable[..., Any], *args: Any, group: Any, **options: Any) 
 
 
 def explained(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Run what waits for peers; the error of one that is lost is told in words."""
+    """Run a function that waits for peers; a lost peer becomes a RankError that explains it."""
     try:
         return run(*args, **options)
     except RuntimeError as error:

@@ -35,7 +35,7 @@ def group_rank(group: Group) -> int:
 
 
 def _dry_run_of(group: Group, kind: str, whole: Tensor) -> bool:
-    """Return whether nothing is to be sent; then the collective is noted."""
+    """Report a collective of tensor `whole` to observers; return whether it is a dry run that sends nothing."""
     if isinstance(group, ShapeOnlyGroup) and group.note is not None:
         group.note(kind, whole.nbytes)
     for observer in OBSERVERS if not isinstance(group, ShapeOnlyGroup) else ():
@@ -44,14 +44,14 @@ def _dry_run_of(group: Group, kind: str, whole: Tensor) -> bool:
 
 
 def all_reduce_(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce x over the group in place; nothing to do for None or in a dry run."""
+    """All-reduce x over the group in place and return x; unchanged for group None or in a dry run."""
     if group is not None and not _dry_run_of(group, "all_reduce", x):
         collective(dist.all_reduce, x, op=op, group=group)
     return x
 
 
 def gather_along(x: Tensor, axis: int, group: Group) -> Tensor:
-    """x [.., s, ..] on each rank --> [.., n * s, ..] on all; no gradient."""
+    """All-gather: x [.., s, ..] on each rank --> [.., n * s, ..] on all; no gradient."""
     flat = x.movedim(axis, 0).contiguous()
     out = flat.new_empty((group_size(group) * flat.shape[0], *flat.shape[1:]))
     if not _dry_run_of(group, "all_gather", out):
@@ -60,7 +60,7 @@ def gather_along(x: Tensor, axis: int, group: Group) -> Tensor:
 
 
 def reduce_scatter_along(x: Tensor, axis: int, group: Group) -> Tensor:
-    """x [.., n * s, ..] on each rank --> its own slice [.., s, ..] of the sum; no gradient."""
+    """Reduce-scatter: x [.., n * s, ..] on each rank --> its own slice [.., s, ..] of the sum; no gradient."""
     flat = x.movedim(axis, 0).contiguous()
     out = flat.new_empty((flat.shape[0] // group_size(group), *flat.shape[1:]))
     if not _dry_run_of(group, "reduce_scatter", flat):
@@ -69,13 +69,13 @@ def reduce_scatter_along(x: Tensor, axis: int, group: Group) -> Tensor:
 
 
 def slice_along(x: Tensor, axis: int, group: Group) -> Tensor:
-    """x [.., n * s, ..] the same on all --> this rank's slice [.., s, ..]."""
+    """Return this rank's slice [.., s, ..] of an x [.., n * s, ..] that is the same on all ranks."""
     size = x.shape[axis] // group_size(group)
     return x.narrow(axis, group_rank(group) * size, size).contiguous()
 
 
 def exchange_along(x: Tensor, split_axis: int, join_axis: int, group: Group) -> Tensor:
-    """x [.., n * s, .., t, ..] on each rank --> [.., s, .., n * t, ..]: an all-to-all; no gradient."""
+    """All-to-all: x [.., n * s, .., t, ..] on each rank --> [.., s, .., n * t, ..]; no gradient."""
     n = group_size(group)
     parts = torch.stack(x.chunk(n, split_axis))
     out = torch.empty_like(parts)
@@ -85,7 +85,7 @@ def exchange_along(x: Tensor, split_axis: int, join_axis: int, group: Group) -> 
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
-    """The sum of x over the group, in a new tensor of its memory format; no gradient."""
+    """Return the all-reduced x in a new tensor of the same memory format; no gradient."""
     if not _channels_last(x):
         return all_reduce_(x.contiguous().clone(), group)
     y = x.clone()
@@ -98,9 +98,9 @@ def _channels_last(x: Tensor) -> bool:
 
 
 def _in_format_of(x: Tensor, y: Tensor) -> Tensor:
-    """y contiguous, as the models view it; channels last in memory where those of x are.
+    """Return y contiguous, or channels last in memory if x is.
 
-    No view: autograd lets nobody change a view that a Function returns (Falcon adds to it in place).
+    The result is no view: autograd forbids changing a view that a Function returns (Falcon adds to it).
     """
     if _channels_last(x):
         return y.contiguous(memory_format=CHANNELS_LAST)
@@ -186,20 +186,20 @@ def reduce_backward(x: Tensor, group: Group) -> Tensor:
 
 
 def all_gather(x: Tensor, axis: int, group: Group, sharded_gradient: bool = True) -> Tensor:
-    """Concatenate over ranks; dx is reduce-scattered, or sliced when dy is the same on all ranks."""
+    """All-gather along an axis; dx is reduce-scattered, or sliced when dy is the same on all ranks."""
     return x if group is None else _Gather.apply(x, axis, group, sharded_gradient)
 
 
 def reduce_scatter(x: Tensor, axis: int, group: Group) -> Tensor:
-    """Sum over ranks and keep this rank's slice; dx is the all-gather of dy."""
+    """Reduce-scatter along an axis; dx is the all-gather of dy."""
     return x if group is None else _ReduceScatter.apply(x, axis, group)
 
 
 def scatter(x: Tensor, axis: int, group: Group) -> Tensor:
-    """Keep this rank's slice of x, which is the same on all ranks; dx is the all-gather of dy."""
+    """Return this rank's slice of x, which is the same on all ranks; dx is the all-gather of dy."""
     return x if group is None else _Scatter.apply(x, axis, group)
 
 
 def all_to_all(x: Tensor, split_axis: int, join_axis: int, group: Group) -> Tensor:
-    """Divide along one axis what was sharded along another; dx is the all-to-all back."""
+    """Move sharding from `join_axis` to `split_axis` by an all-to-all; dx is the all-to-all back."""
     return x if group is None else _Exchange.apply(x, split_axis, join_axis, group)

@@ -27,14 +27,14 @@ DDP_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP else "bro
 
 
 def software() -> dict[str, str]:
-    """Versions that the figures of a run depend on; a checkout that nobody installed has its own too."""
+    """Return the versions of slapo-zoo, torch and transformers, which measurements depend on."""
     return {"slapo-zoo": VERSION} | {name: version(name) for name in ("torch", "transformers")}
 
 
 def new_group(ranks: Sequence[int]) -> Any:
-    """A group that waits as long as the whole one; torch's default is 30 minutes.
+    """Create a process group of `ranks` with the timeout of the default group; a collective call of all ranks.
 
-    A collective call of all ranks. A rank that hangs or dies would stop its peers only then.
+    torch's default timeout is 30 minutes, for which peers of a dead rank would hang.
     """
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
@@ -42,20 +42,20 @@ def new_group(ranks: Sequence[int]) -> Any:
 
 
 def timeout_of_world() -> float:
-    """Seconds that a collective of all ranks may wait."""
+    """Return the timeout of the default process group in seconds."""
     world: Any = dist.group.WORLD
     return world._get_backend(group_device()).options._timeout.total_seconds()
 
 
 def forget_groups() -> None:
-    """Let the next process group be the first: one that was not made has been counted."""
+    """Reset torch's count of process groups after a failed `init_process_group`, which counts too."""
     dist.distributed_c10d._world.group_count = 0
 
 
 def patient_group(seconds: float) -> Any:
-    """A gloo group of all ranks that waits so long, but is itself made or given up sooner.
+    """Create a gloo group of all ranks whose collectives may wait `seconds`; a collective call of all ranks.
 
-    A collective call of all ranks, which are here already; one may die before it has connected.
+    Creating it times out after MADE_WITHIN_S, since a rank may die before it has connected.
     """
     group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=MADE_WITHIN_S))
     group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=seconds))
@@ -68,14 +68,14 @@ def hooks_around() -> Any:
 
 
 def group_device() -> torch.device:
-    """Return the device of tensors that the whole group can send: the CPU where it can, else this rank's device."""
+    """Return a device whose tensors the default group can send: the CPU if possible, else this rank's GPU."""
     world: Any = dist.group.WORLD
     kinds = {device.type for device in world._device_types}
     return torch.device("cpu" if "cpu" in kinds else next(iter(kinds)))
 
 
 class _WorldPerThread:
-    """Stands for `distributed_c10d._world`: every thread sees process groups of its own."""
+    """Replacement of `distributed_c10d._world` that gives every thread its own process groups."""
 
     NAMES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
 
@@ -100,12 +100,12 @@ class _WorldPerThread:
 
     @property
     def pg_config_info(self) -> list[dict[str, Any]]:
-        """Return no configuration: torch asks for one in its own error reports."""
+        """An empty list; torch reads it for its error reports."""
         return []
 
 
 def ranks_are_threads() -> bool:
-    """Return whether ranks share what belongs to a process, as torch's default dtype does."""
+    """Return whether ranks are threads of one process, which share torch's default dtype and generators."""
     return isinstance(dist.distributed_c10d._world, _WorldPerThread)
 
 

@@ -1,4 +1,4 @@
-"""Digests: whether ranks, files or runs have the same, told by one short text."""
+"""Digests (SHA-256) by which ranks, files and runs are compared."""
 
 import hashlib
 from collections.abc import Sequence
@@ -9,16 +9,16 @@ from torch import Tensor
 
 
 def digest(*facts: Any) -> str:
-    """The SHA-256 of facts, one line for each."""
+    """Return the SHA-256 of the facts as text, one line each."""
     return hashlib.sha256("\n".join(map(str, facts)).encode()).hexdigest()
 
 
 def digest_of_tensor(tensor: Tensor) -> str:
-    """The SHA-256 of the shape, the dtype and the bytes of a tensor."""
+    """Return the SHA-256 of a tensor's shape, dtype and bytes."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(f"{tuple(tensor.shape)}{tensor.dtype}".encode() + data).hexdigest()
 
 
 def unlike(found: Sequence[Any]) -> list[int]:
-    """The ranks of which a fact is not that of rank 0."""
+    """Return the ranks whose entry of `found`, one per rank, differs from that of rank 0."""
     return [rank for rank, fact in enumerate(found) if fact != found[0]]

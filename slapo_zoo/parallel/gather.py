@@ -1,4 +1,4 @@
-"""From local tensors to full ones on rank 0: for tests and small models."""
+"""Gather local tensors into unsharded ones on rank 0: for tests and small models."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,9 +16,9 @@ from slapo_zoo.parallel.rank_plan import without_peft
 def local_tensors(
     model: Any, specs: Sequence[TensorSpec], mesh: Mesh, grads: bool = False, rows: bool = False
 ) -> dict[str, Tensor]:
-    """This rank's tensors (or gradients) of the specs that its stage owns, by name.
+    """Return this rank's tensors (or gradients) of the specs that its stage owns, by name.
 
-    Whole over dp, or with `rows` what of them this rank keeps, marked (`rows_of`).
+    They are unsharded over dp; with `rows` only this rank's rows of each, marked for `rows_of`.
     """
     engine = model._slapo.data_parallel
     found = engine.kept(model) if rows else engine.tensors(model, grads)
@@ -34,7 +34,7 @@ def local_tensors(
 def gather(
     local: Mapping[str, Tensor], specs: Sequence[TensorSpec], mesh: Mesh
 ) -> dict[str, Tensor]:
-    """Full tensors on rank 0, {} on all others."""
+    """Return the unsharded tensors by name on rank 0, {} on all other ranks; a collective call."""
     mine = {name: tensor.to("cpu", copy=True) for name, tensor in local.items()}
     if mesh.world_size == 1:
         everyone = [mine]

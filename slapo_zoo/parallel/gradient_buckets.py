@@ -1,4 +1,4 @@
-"""Gradients are summed over a group of ranks bucket by bucket, each bucket in one collective."""
+"""All-reduce gradients bucket by bucket, each bucket in one collective."""
 
 from collections.abc import Container, Iterable, Iterator
 from itertools import accumulate
@@ -17,10 +17,10 @@ BUCKET_BYTES = 32 << 20  # large enough to amortise a collective, small beside a
 def all_reduce_gradients(
     parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None, factor: float = 1.0
 ) -> None:
-    """Sum `.grad` times a factor over a group, in a few large collectives; a missing one counts as 0.
+    """All-reduce `factor` * `.grad` of parameters over a group, in few large collectives; nothing for None.
 
-    One that every rank misses stays missing: an optimizer leaves its parameter alone, as it would in
-    one process, where it would decay one whose gradient is 0.
+    A missing gradient counts as 0, but stays None if every rank misses it: an optimizer then skips the
+    parameter as in one process, and applies no weight decay.
     """
     if group is None:
         return
@@ -29,7 +29,7 @@ def all_reduce_gradients(
 
 
 def buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Runs of parameters of one dtype, each of about BUCKET_BYTES."""
+    """Yield runs of parameters of one dtype, each of about BUCKET_BYTES."""
     bucket, size = [], 0
     for p in parameters:
         if bucket and (p.dtype != bucket[0].dtype or size + p.nbytes > BUCKET_BYTES):
@@ -42,15 +42,15 @@ def buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 class Bucket:
-    """The sum over a group of the gradients of a few parameters, in one collective.
+    """All-reduce of the gradients of a few parameters in one collective.
 
-    rewrite:  p.grad  -->  a view of one flat tensor, where it was summed; it is copied there at most
-              once, and not back. Where it is such a view already, nothing is copied.
+    rewrite:  p.grad  -->  a view of one flat tensor; a gradient is copied at most once, or not at all where
+              it is a view of an earlier bucket already
 
     Args:
-        parameters: of one dtype.
-        group: their gradients are the sum over it.
-        factor: times this; 1 / size gives the average, and an average of averages stays what it is.
+        parameters: parameters of one dtype.
+        group: process group of the all-reduce.
+        factor: factor of the sum; 1 / size of the group averages.
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: Any, factor: float = 1.0):
@@ -60,7 +60,7 @@ class Bucket:
         self.work: Any = None
 
     def start(self) -> "Bucket":
-        """Start the all-reduce of what `.grad` holds now."""
+        """Start the all-reduce of the current `.grad`s and return this bucket."""
         self.wait()
         grads = [p.grad if p.grad is None else held_here(p.grad) for p in self.parameters]
         self.present = [grad is not None for grad in grads]
@@ -91,7 +91,7 @@ class Bucket:
         return base if same and base.numel() == sum(self.sizes) + len(self.sizes) else None
 
     def _copy(self, grads: list[Any]) -> None:
-        """Into a new flat tensor; `.grad` is a view of it, but for gradients that are one elsewhere."""
+        """Copy the gradients into a new flat tensor; plain `.grad`s become views of it."""
         like = held_here(self.parameters[0])
         size = sum(self.sizes) + len(self.sizes)
         self.flat = like.new_empty(size, requires_grad=False)
@@ -102,12 +102,15 @@ class Bucket:
                 p.grad = part
 
     def _parts(self) -> list[Tensor]:
-        """A view in the flat tensor for each parameter, laid out as the parameter is."""
+        """Return a view of the flat tensor for each parameter, with the parameter's strides."""
         both = zip(self.parameters, self.starts, strict=True)
         return [self.flat.as_strided(held_here(p).shape, _strides(p), start) for p, start in both]
 
     def wait(self, somewhere: Container[int] | None = None) -> None:
-        """`.grad` of each parameter is the sum, if one was begun; `somewhere`: ids of those that a rank has."""
+        """Wait for the all-reduce, if one was started, and store the sums in `.grad`.
+
+        `somewhere`: ids of the parameters with a gradient on some rank; None reads the flags that were sent.
+        """
         if self.work is None:
             return
         explained(self.work.wait)

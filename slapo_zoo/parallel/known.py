@@ -1,4 +1,4 @@
-"""Counts of the running micro-batch on the host, so that nothing has to wait for the device.
+"""Counts of the running micro-batch on the host, so that code on a GPU need not wait for them.
 
 A training step reads these numbers once, together with the counts that its loss means need.
 """
@@ -16,13 +16,13 @@ IGNORED = -100  # labels that do not count, as in torch and transformers
 
 @dataclass(frozen=True)
 class Known:
-    """Numbers of one micro-batch; None where nobody has asked.
+    """Counts of one micro-batch; None where unknown.
 
     Args:
         padded: whether an attention mask of the batch hides a token.
-        targets: labels that count.
-        real: real tokens of each row, where the others may be left out.
-        packed: whether a row of positions holds more than one sequence.
+        targets: number of labels that are not -100.
+        real: tokens of each row that are not padding, where padding may be left out.
+        packed: whether a row holds more than one sequence, by its position ids.
     """
 
     padded: bool | None = None
@@ -36,13 +36,13 @@ _NOW: ContextVar[Known] = ContextVar("known", default=_NOTHING)  # in a backward
 
 
 def known() -> Known:
-    """Return the counts of the running micro-batch."""
+    """Return the counts of the running micro-batch; all None outside a training step."""
     return _NOW.get()
 
 
 @contextmanager
 def knowing(numbers: Known) -> Iterator[None]:
-    """Set the counts of the running micro-batch within the context."""
+    """Context in which `known()` returns `numbers`."""
     token = _NOW.set(numbers)
     try:
         yield
@@ -51,7 +51,7 @@ def knowing(numbers: Known) -> Iterator[None]:
 
 
 def places(where: Tensor, count: int | None) -> Tensor:
-    """where.nonzero()[:, 0]; the host waits only if it does not know how many there are."""
+    """Return where.nonzero()[:, 0]; with `count`, its length, the host does not wait for a GPU."""
     if count is None or where.device.type == "cpu":
         return where.nonzero()[:, 0]
     problem = f"expected {count} places; hint: do the labels agree with what the step has counted?"

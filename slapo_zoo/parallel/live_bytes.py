@@ -1,4 +1,4 @@
-"""Bytes of tensors that are alive at a time, by kind, counted from every storage that an operation makes."""
+"""Count the bytes of live tensors by kind, from every storage that an operation allocates."""
 
 import weakref
 from collections import Counter
@@ -16,7 +16,7 @@ _KINDS: list[str] = [OTHER]
 
 @contextmanager
 def counted_as(kind: str) -> Iterator[None]:
-    """Count tensors that are made within the context as this kind."""
+    """Context in which new tensors count as `kind`."""
     _KINDS.append(kind)
     try:
         yield
@@ -25,12 +25,12 @@ def counted_as(kind: str) -> Iterator[None]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that are made within the context and still live.
+    """Mode that counts the bytes of tensors that were created under it and are still alive.
 
     Attributes:
-        live: now, by kind.
-        at_peak: at the moment when all together were most.
-        peak: bytes at that moment.
+        live: kind --> bytes now.
+        at_peak: kind --> bytes at the moment of the largest total.
+        peak: largest total in bytes.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def note(self, tensor: Tensor, kind: str) -> None:
-        """Count the storage of a tensor, if it was made here, as another kind from now on."""
+        """Count a tensor as another kind from now on, if it was created under this mode."""
         storage = tensor.untyped_storage()
         if (before := self._kind_of.get(storage._cdata)) is not None:
             self.live[before] -= storage.nbytes()

@@ -1,4 +1,4 @@
-"""Cutting a full tensor by its placement, and indices into one of which a rank holds a part."""
+"""Cut unsharded tensors by their placement, and mark the rows that a dp rank keeps (ZeRO)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from slapo_zoo.parallel.placement import Placement, TensorSpec
 
 
 class Rows(NamedTuple):
-    """Rows of a rank's tensor that it keeps of those that dp ranks divide.
+    """Rows first..first+count of a tensor, which this dp rank holds.
 
     Args:
-        first: row of the tensor that is whole over dp.
-        count: of the rows.
-        writes: whether this rank writes them; others hold copies.
+        first: index of the first row in the tensor that is unsharded over dp.
+        count: number of rows.
+        writes: whether this rank writes them to files; replicas of them do not.
     """
 
     first: int
@@ -27,12 +27,12 @@ class Rows(NamedTuple):
 
 @dataclass
 class RowsOfRank:
-    """The rows that each dp rank keeps of a tensor that dp ranks shard.
+    """Rows that this rank keeps of each parameter, whose rows are sharded over dp ranks (ZeRO).
 
     Args:
-        size: number of those ranks.
-        rank: which of them we are.
-        writes: whether our rows go into files; there may be copies of them.
+        size: number of ranks over which rows are sharded.
+        rank: this rank's index among them.
+        writes: whether this rank writes its rows to files; replicas of them do not.
     """
 
     size: int
@@ -40,11 +40,11 @@ class RowsOfRank:
     writes: bool = True
 
     def rows(self, shape: Sequence[int]) -> int:
-        """Rows of a part; the last ones may hold fewer, or none."""
+        """Return the number of rows of a full shard, ceil(shape[0] / size); the last ranks may hold fewer."""
         return -(-shape[0] // self.size)
 
     def mine(self, shape: Sequence[int]) -> Rows:
-        """Our rows of a whole tensor."""
+        """Return this rank's rows of a tensor of the unsharded `shape`."""
         rows = self.rows(shape)
         first = min(self.rank * rows, shape[0])
         return Rows(first, min(rows, shape[0] - first), self.writes)
@@ -55,34 +55,34 @@ class RowsOfRank:
         return whole.narrow(0, first, count).clone()
 
     def note(self, part: Any, shape: Sequence[int]) -> Any:
-        """Mark a parameter as this rank's rows of a tensor of `shape`."""
+        """Mark `part` as this rank's rows of a tensor of `shape`, and return it."""
         part.dp_rows = self.mine(shape)
         return part
 
     def shape_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """Return the shape of this rank's rows of a whole parameter; one without an axis stays whole."""
+        """Return the shape of this rank's rows of an unsharded parameter; a scalar is not sharded."""
         shape = tuple(parameter.shape)
         return (self.mine(shape).count, *shape[1:]) if shape else shape
 
 
 def rows_of(tensor: Any) -> Rows | None:
-    """Return the rows that a dp rank keeps of a tensor; None where it is unsharded over dp.
+    """Return the rows that this dp rank holds of a tensor; None where the tensor is not sharded over dp.
 
-    What a file holds of a model may be a piece of a parameter, or a state of an optimizer: so rows go
-    with the tensor. Its whole shape, and which ranks have the others, says the plan of the rank.
+    The mark is on the tensor, since a file may hold a piece of a parameter or an optimizer state; unsharded
+    shape and the ranks with the other rows are in the plan of the rank.
     """
     return getattr(tensor, "dp_rows", None)
 
 
 def marked_as(tensor: Any, part: Any, first: int | None = None) -> Any:
-    """Mark a tensor as rows of one, from `first` on, where `part` is some rows of one."""
+    """Mark a tensor as rows like `part`, from row `first` (None: as in `part`), if `part` is marked; return it."""
     if (rows := rows_of(part)) is not None:
         tensor.dp_rows = Rows(rows.first if first is None else first, len(tensor), rows.writes)
     return tensor
 
 
 def runs_within(runs: Sequence[tuple[int, int]], first: int, count: int) -> list[tuple[int, int]]:
-    """Cut the runs to `count` places from `first`, counted along the runs.
+    """Cut runs (start, stop) to `count` places from place `first`, counted along the runs.
 
     >>> runs_within([(0, 4), (10, 14)], 3, 3)
     [(3, 4), (10, 12)]
@@ -97,7 +97,7 @@ def runs_within(runs: Sequence[tuple[int, int]], first: int, count: int) -> list
 
 
 def local_part(tensor: Tensor, placement: Placement, n: int, r: int) -> Tensor:
-    """This rank's elements of a full tensor, padding included."""
+    """Return rank r's elements (of n ranks) of an unsharded tensor, with zeros for padding."""
     axis = placement.axis
     if tensor.is_meta:  # only its shape is of interest
         return tensor.new_empty(placement.local_shape(tuple(tensor.shape), n, r))
@@ -111,13 +111,13 @@ def local_part(tensor: Tensor, placement: Placement, n: int, r: int) -> Tensor:
 
 
 def part_of(full: Tensor, spec: TensorSpec | None, mesh: Mesh) -> Tensor:
-    """This rank's elements of a full tensor; without a placement all of them."""
+    """Return this rank's elements of an unsharded tensor; the tensor itself for a spec without placement."""
     cut = spec and spec.placement
     return local_part(full, cut, *mesh.place(cut.mesh_dim)) if cut else full
 
 
 def put_part(full: Tensor, part: Tensor, placement: Placement, n: int, r: int) -> Tensor:
-    """Copy the elements of rank r into their places; padding is left out."""
+    """Copy rank r's elements into the unsharded tensor `full`, without padding, and return it."""
     axis, offset = placement.axis, 0
     for start, stop in placement.runs(full.shape[axis], n, r):
         full.narrow(axis, start, stop - start).copy_(part.narrow(axis, offset, stop - start))
@@ -131,22 +131,22 @@ def is_divided(tensor: Tensor) -> bool:
 
 
 def held_here(tensor: Tensor) -> Tensor:
-    """The elements that this rank holds, in the tensor's own memory."""
+    """Return the local tensor of a DTensor, in its own memory; other tensors as they are."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def whole_over_dp(tensor: Tensor) -> Tensor:
-    """All elements; a collective call over dp where an engine divides the tensor."""
+    """Return an FSDP2 tensor gathered over dp (a collective call); other tensors as they are."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def require_indices(inside: Tensor, what: str, size: int) -> None:
-    """Raise unless all are True, as torch does for a whole tensor; on a GPU without a wait.
+    """Raise unless all of `inside` are True, on a GPU without a wait.
 
     Args:
-        inside: whether each index lies in the whole tensor: beyond this rank's part is no error.
-        what: the indices, as the message names them.
-        size: of the whole axis.
+        inside: bool per index: whether it lies in 0..size-1 of the unsharded axis.
+        what: name of the indices for the message.
+        size: length of the unsharded axis.
     """
     hint = "do the tokenizer and the model have the same vocabulary?"
     # On one line: torch.compile writes it into C++ as it is.

@@ -34,11 +34,11 @@ class MeshDim(NamedTuple):
 
 
 class ShapeOnlyGroup(NamedTuple):
-    """Stands for a process group in a dry run: collectives only change shapes.
+    """Stand-in for a process group in a dry run: collectives only change shapes.
 
     Args:
-        size: of the group.
-        rank: ours in it.
+        size: number of ranks.
+        rank: this rank's index in the group.
         note: called with kind and bytes of each collective (slapo_zoo.language.tape).
     """
 
@@ -49,7 +49,7 @@ class ShapeOnlyGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the mesh dims and the rank that looks at them.
+    """Sizes of the mesh dims, and one rank with its coordinates.
 
     rank = (pp_coord * dp + dp_coord) * tp + tp_coord
 
@@ -57,8 +57,8 @@ class Mesh:
         tp: ranks that shard each layer.
         pp: ranks that shard the layers into stages.
         dp: ranks that shard the batch.
-        rank: the one that looks.
-        dry_run: no process group; collectives only change shapes.
+        rank: the global rank.
+        dry_run: collectives only change shapes, without a process group.
     """
 
     tp: int = 1
@@ -86,7 +86,7 @@ class Mesh:
             raise MeshError("mesh", "rank", problem, "pass tp, pp and dp of all processes")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Mesh":
-        """Itself: it never changes, and its process groups are this process's."""
+        """Return the mesh itself: it is immutable, and its process groups belong to this process."""
         return self
 
     @property
@@ -118,7 +118,7 @@ class Mesh:
         return places[mesh_dim]
 
     def size(self, mesh_dim: str) -> int:
-        """Return the size of one mesh dim."""
+        """Return the size of one mesh dim; MeshError for an unknown name."""
         return prod(size for _, size, _ in self._parts(mesh_dim))
 
     def coord(self, mesh_dim: str, rank: int | None = None) -> int:
@@ -129,11 +129,11 @@ class Mesh:
         return found
 
     def place(self, mesh_dim: str) -> tuple[int, int]:
-        """Size of one mesh dim and our coordinate on it, as placements ask for them."""
+        """Return (size, this rank's coordinate) of one mesh dim, the arguments n and r of placements."""
         return self.size(mesh_dim), self.coord(mesh_dim)
 
     def at(self, **coords: int) -> int:
-        """The rank whose coordinates are ours, except those given: `mesh.at(pp=0)`."""
+        """Return the global rank with this rank's coordinates, except those given: `mesh.at(pp=0)`."""
         rank = self.rank
         for mesh_dim, coord in coords.items():
             for _, size, stride in reversed(self._parts(mesh_dim)):
@@ -151,11 +151,11 @@ class Mesh:
         return replace(self, rank=rank)
 
     def peers(self, mesh_dim: str) -> list[int]:
-        """The ranks that differ from us on `mesh_dim` only, in order."""
+        """Return the global ranks along `mesh_dim` through this rank, in order."""
         return [self.at(**{mesh_dim: i}) for i in range(self.size(mesh_dim))]
 
     def group(self, mesh_dim: str) -> "ProcessGroup | Any | None":
-        """The process group of one mesh dim, or None when its size is 1."""
+        """Return the process group of one mesh dim, or None when its size is 1."""
         if self.size(mesh_dim) == 1:
             return None
         if self.dry_run:
@@ -165,7 +165,7 @@ class Mesh:
         return self.__dict__["_groups"][self.named(mesh_dim)]
 
     def group_of_hosts(self, mesh_dim: str) -> "ProcessGroup":
-        """The ranks of `group` over gloo, which waits for no device; they together make it on first use."""
+        """Return a gloo group of the ranks of `group`, which sends from CPU; its ranks create it on first use."""
         import torch.distributed as dist
 
         from slapo_zoo.parallel.compat import group_device
@@ -179,7 +179,7 @@ class Mesh:
         return known[mesh_dim]
 
     def _make_groups(self) -> "dict[str, ProcessGroup]":
-        """Created on first use by all ranks together (a collective call)."""
+        """Create the process groups of all mesh dims; a collective call of all ranks, on first use."""
         import torch.distributed as dist
 
         from slapo_zoo.parallel.compat import new_group

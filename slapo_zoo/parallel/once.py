@@ -1,8 +1,7 @@
-"""A gradient that is right once: a graph of it (`create_graph=True`) is refused in words.
+"""Refuse second derivatives (`create_graph=True`) through custom autograd Functions.
 
-torch's `once_differentiable` says nothing where the gradient that comes in asks for none, as that of a
-loss does not, or where the second backward is told its inputs: a gradient penalty would then be wrong
-in silence.
+torch's `once_differentiable` misses a backward that begins at the loss, and a second backward with
+`inputs=`: a gradient penalty would be silently wrong.
 """
 
 import functools
@@ -15,7 +14,7 @@ from slapo_zoo.errors import SlapoError
 
 
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the backward of a Function or an operator, (ctx, *grads) --> gradients."""
+    """Wrap a backward, (ctx, *grads) --> gradients, so that it raises under `create_graph=True`."""
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Any) -> Any:

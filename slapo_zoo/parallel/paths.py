@@ -13,7 +13,7 @@ from functools import lru_cache
 
 @lru_cache(maxsize=4096)
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """The regular expression of a pattern without its `:Name` part.
+    """Return the regular expression of a pattern without its `:Name` part.
 
     >>> bool(compile_pattern("layers.*.mlp").fullmatch("layers.3.mlp"))
     True
@@ -30,7 +30,7 @@ def select(pattern: str, class_names: Mapping[str, str]) -> list[str]:
     """Return the paths that `pattern` matches, in model order.
 
     Args:
-        pattern: a pattern as above.
+        pattern: a pattern as the module's docstring defines it.
         class_names: path of every module --> name of its class.
     """
     glob, _, class_name = pattern.partition(":")
@@ -47,5 +47,5 @@ def select_paths(glob: str, paths: Collection[str]) -> list[str]:
 
 
 def nearest(pattern: str, paths: Iterable[str], count: int = 3) -> list[str]:
-    """Return the paths that a misspelt pattern most likely meant."""
+    """Return at most `count` paths that are most similar to a misspelt pattern."""
     return difflib.get_close_matches(pattern, list(paths), n=count, cutoff=0.3)

@@ -1,6 +1,6 @@
-"""Where the elements of one tensor live: the one spec that load, save, reshard and verify use.
+"""Placement: where the elements of a sharded tensor are; load, save, reshard and verify all use it.
 
-Only integers: no tensor, no process group. `n` is the size of the mesh dim, `r` our coordinate.
+Only integers: no tensor, no process group. `n` is the size of the mesh dim, `r` a coordinate on it.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Run(NamedTuple):
-    """Consecutive indices start..stop of the global axis."""
+    """Consecutive indices start..stop (exclusive) of the unsharded axis."""
 
     start: int
     stop: int
@@ -16,23 +16,23 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """One axis of a tensor is sharded over one mesh dim, in whole units.
+    """Sharding of one axis of a tensor over one mesh dim, in whole units.
 
     rewrite:  w [..., size, ...]  -->  w_r [..., local_size(size, n, r), ...]
 
     Args:
-        axis: the axis of the tensor that is sharded.
-        mesh_dim: the mesh dim it is sharded over.
-        groups: sizes of consecutive groups along the axis, each divided by itself: q|k|v of a
+        axis: axis of the tensor that is sharded.
+        mesh_dim: mesh dim over which it is sharded.
+        groups: sizes of consecutive groups along the axis, each sharded by itself: q|k|v of a
             fused projection is (E, E, E). Empty: the axis is one group.
-        unit: length of a run that stays whole, e.g. head_dim; ranks differ by at most one unit.
+        unit: number of neighbouring indices that are not split, e.g. head_dim; ranks differ by at most one unit.
         pad: every rank holds ceil(units / n) units; what lies beyond the end is zeros.
         replicate: with fewer units than ranks, neighbouring ranks hold the same unit (KV heads).
-        together: units that share a KV head: a rank holds whole runs of that many units, or, with
-            more ranks than such runs, an equal part of one. It counts in the first group (q); the
-            others (k, v) hold one unit for each such run, and then no run is divided.
-        shared: length of the end of the axis, which all ranks use (k and v of the only KV head): it is
-            divided element by element, and what is made of it joined.
+        together: query heads per KV head: a rank holds whole runs of that many units, or, with
+            more ranks than runs, an equal part of one. It counts in the first group (q); the
+            others (k, v) hold one unit per run, and then no run is split.
+        shared: length of the end of the axis that all ranks use (k and v of the only KV head): it is
+            sharded element by element, and what is computed from it is gathered.
     """
 
     axis: int
@@ -45,14 +45,14 @@ class Placement:
     shared: int = 0
 
     def units(self, size: int) -> list[int]:
-        """Number of units of each group of an axis of `size`."""
+        """Return the number of units of each group, for an axis of length `size`."""
         return [group // self.unit for group in self._groups(size)]
 
     def _groups(self, size: int) -> tuple[int, ...]:
         return self.groups or (size - self.shared,)
 
     def problem(self, size: int, n: int) -> str:
-        """Return why an axis of `size` cannot be sharded over `n`, or the empty string."""
+        """Return why an axis of length `size` cannot be sharded over `n` ranks, or ""."""
         groups = self._groups(size)
         if self.shared and (self.groups or self.pad or self.replicate or self.shared < n):
             return f"a shared end of {self.shared} cannot be sharded over {self.mesh_dim}={n}, with groups or padding"
@@ -91,7 +91,7 @@ class Placement:
         return ""
 
     def runs(self, size: int, n: int, r: int) -> list[Run]:
-        """The global indices that rank `r` holds, in local order; padding is not among them."""
+        """Return the unsharded indices that rank `r` holds, in local order, without padding."""
         runs, start = [], 0
         for group, units in zip(self._groups(size), self.units(size), strict=True):
             beside = start > 0 and self.together > 1
@@ -103,7 +103,7 @@ class Placement:
         return [run for run in runs if run.stop > run.start]
 
     def _share(self, units: int, n: int, r: int) -> tuple[int, int]:
-        """First and one-past-last unit of rank `r` among `units`."""
+        """Return (first unit, one past the last) of rank `r` among `units`."""
         if self.pad:
             share = -(-units // n)
             return min(r * share, units), min((r + 1) * share, units)
@@ -115,7 +115,7 @@ class Placement:
         return _balanced(units, n, r)
 
     def local_size(self, size: int, n: int, r: int) -> int:
-        """Length of the axis on rank `r`, padding included."""
+        """Return the length of the sharded axis on rank `r`, padding included."""
         if self.pad:
             return -(-self.units(size)[0] // n) * self.unit
         return sum(run.stop - run.start for run in self.runs(size, n, r))
@@ -126,29 +126,29 @@ class Placement:
         return sum(self.runs(size, n, other) == mine for other in range(n))
 
     def local_shape(self, shape: tuple[int, ...], n: int, r: int) -> tuple[int, ...]:
-        """Shape on rank `r` of a tensor of global `shape`."""
+        """Return the shape on rank `r` of a tensor of unsharded `shape`."""
         local = list(shape)
         local[self.axis] = self.local_size(shape[self.axis], n, r)
         return tuple(local)
 
 
 def _balanced(units: int, n: int, r: int) -> tuple[int, int]:
-    """First and one-past-last of `units` on rank `r`; the first ranks hold one more."""
+    """Return (first unit, one past the last) of rank `r`; the first ranks hold one unit more."""
     small, larger = divmod(units, n)
     return r * small + min(r, larger), (r + 1) * small + min(r + 1, larger)
 
 
 @dataclass(frozen=True)
 class HeldBy(Placement):
-    """The rank whose part of another axis holds `index` has the whole tensor, all others nothing.
+    """Placement of one expert's tensor: the rank that holds expert `index` has all of it, others nothing.
 
     rewrite:  w [size, ...]  -->  w_r [size, ...] where `index` is in of.runs(count, n, r), else [0, ...]
-    why:      files hold the weight of each expert by itself, a model holds those of all in one
+    why:      files hold the weight of each expert by itself, a model holds those of all experts in one
 
     Args:
-        of: how the other axis is sharded.
-        count: size of that axis.
-        index: on it.
+        of: placement of the axis of experts.
+        count: number of experts.
+        index: index of the expert.
     """
 
     of: Placement = Placement(0)
@@ -156,11 +156,11 @@ class HeldBy(Placement):
     index: int = 0
 
     def problem(self, size: int, n: int) -> str:
-        """Return why the other axis cannot be sharded over `n`, or the empty string."""
+        """Return why the axis of experts cannot be sharded over `n` ranks, or ""."""
         return self.of.problem(self.count, n)
 
     def offset(self, n: int, r: int) -> int | None:
-        """Return the position of `index` in the shard of rank `r`, or None."""
+        """Return the position of the expert among those of rank `r`, or None if another rank holds it."""
         passed = 0
         for start, stop in self.of.runs(self.count, n, r):
             if start <= self.index < stop:
@@ -174,14 +174,14 @@ class HeldBy(Placement):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of the unscheduled model, and how the mesh divides it.
+    """One tensor of the unscheduled model, and how the mesh shards it.
 
     Args:
-        name: its name in the state dict of the unscheduled `transformers` model.
-        shape: its global shape.
+        name: name in the state dict of the unscheduled `transformers` model.
+        shape: unsharded shape.
         dtype: torch dtype name without the prefix, e.g. "float32".
-        placement: how it is sharded, or None when every rank of a stage holds all of it.
-        stage: the pipeline stage that owns (saves) it.
+        placement: how it is sharded; None when every rank of a stage holds all of it.
+        stage: pipeline stage that owns (saves) it.
     """
 
     name: str
@@ -191,5 +191,5 @@ class TensorSpec:
     stage: int = 0
 
     def local_shape(self, n: int, r: int) -> tuple[int, ...]:
-        """Return the shape on rank `r` of `n`."""
+        """Return the shape of the tensor on rank `r` of `n`."""
         return self.placement.local_shape(self.shape, n, r) if self.placement else self.shape

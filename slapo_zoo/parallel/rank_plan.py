@@ -1,4 +1,4 @@
-"""The plan of a rank: where each tensor lies, over which ranks its gradient is summed, who writes it.
+"""Plan of a rank: where each tensor lies, over which ranks its gradient is summed, who writes it.
 
 A plan is a value. It needs no process, no weights and no device, and its rows are the same on all
 ranks; `RankPlan.mesh` says whose plan it is.
@@ -16,13 +16,13 @@ PARTIAL, REPLICAS, TIED, DATA = "partial", "kv replicas", "tied stages", "data p
 
 @dataclass(frozen=True)
 class Sum:
-    """A set of ranks over which a gradient is a partial sum until it is added up.
+    """Ranks over which the gradient of a tensor has to be summed.
 
     Args:
-        mesh_dim: the ranks differ in their coordinate on this mesh dim alone.
+        mesh_dim: mesh dim along which these ranks lie.
         why: PARTIAL (each rank sees a part of the activations), REPLICAS (neighbours hold the same KV
             heads), TIED (several stages use the tensor), or DATA (each rank sees other rows).
-        parts: the coordinates that sum with each other; empty: all of the mesh dim.
+        parts: groups of coordinates that sum with each other; empty: all of the mesh dim.
         if_tokens_sharded: sum only in a step whose tokens are sharded over tp (sequence parallelism).
     """
 
@@ -33,11 +33,11 @@ class Sum:
 
     @property
     def mean(self) -> bool:
-        """The sum is divided by the number of ranks: dp ranks average."""
+        """Whether the sum is divided by the number of ranks: dp ranks average."""
         return self.why == DATA
 
     def ranks(self, mesh: Mesh) -> tuple[int, ...]:
-        """Return the ranks that `mesh.rank` sums with, itself included; only itself if it takes no part."""
+        """Return the global ranks that `mesh.rank` sums with, itself included; only itself if it takes no part."""
         here = mesh.coord(self.mesh_dim)
         all_of_dim = tuple(range(mesh.size(self.mesh_dim)))
         part = next((p for p in self.parts or (all_of_dim,) if here in p), (here,))
@@ -51,17 +51,17 @@ class Sum:
 
 @dataclass(frozen=True)
 class TensorPlan(TensorSpec):
-    """One tensor of the model: all that any rank does with it.
+    """Plan of one tensor of the model: its shards, gradient sums, owner and name in files.
 
-    The first of `stages` owns the tensor: it counts the tensor in norms and writes it. That is `stage`.
+    The first of `stages` owns the tensor: it counts the tensor in norms and writes it. `stage` is that one.
 
     Args:
-        stages: pipeline coordinates that hold the tensor.
-        row_shards: dp ranks among which the rows of the local tensor are sharded (ZeRO); 1: none.
+        stages: pp coordinates that hold the tensor.
+        row_shards: dp ranks over which the rows of the local tensor are sharded (ZeRO); 1: none.
         sum_over: over which ranks its gradient is summed, in this order; empty for a buffer.
-        tied_to: the tensor under whose name this one is saved, or the empty string.
-        is_parameter: it may take a gradient.
-        adapter: the peft adapter whose files hold it; empty: the model's own files.
+        tied_to: tensor under whose name this one is saved, or "".
+        is_parameter: whether it may take a gradient.
+        adapter: peft adapter whose files hold it; empty: the model's own files.
     """
 
     stages: tuple[int, ...] = (0,)
@@ -72,21 +72,21 @@ class TensorPlan(TensorSpec):
     adapter: str = ""
 
     def sums(self, tokens_sharded: bool, *why: str) -> list[Sum]:
-        """Return the sums that a step takes, of the given kinds or of all."""
+        """Return the gradient sums of a step, of the kinds `why`, or of all kinds without any."""
         return [
             one for one in self.sum_over
             if (tokens_sharded or not one.if_tokens_sharded) and (not why or one.why in why)
         ]  # fmt: skip
 
     def replicas(self, mesh: Mesh) -> int:
-        """Count the tp ranks that hold the same elements as `mesh.rank`."""
+        """Return how many tp ranks hold the same elements as `mesh.rank`."""
         if self.placement is None:
             return mesh.tp
         size = self.shape[self.placement.axis]
         return self.placement.replicas(size, mesh.tp, mesh.coord("tp"))
 
     def held_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """Return the shape that `mesh.rank` holds, after tp and the rows of dp."""
+        """Return the shape that `mesh.rank` holds, sharded over tp and by rows over dp."""
         shape = self.local_shape(mesh.tp, mesh.coord("tp"))
         if self.row_shards == 1 or not shape or not self.is_parameter:
             return shape
@@ -95,7 +95,7 @@ class TensorPlan(TensorSpec):
         return (min(rows, shape[0] - first), *shape[1:])
 
     def place(self) -> str:
-        """Describe where the elements lie, mesh dim by mesh dim."""
+        """Describe in words over which mesh dims the tensor is sharded."""
         found = []
         if self.placement is not None:
             found.append(f"{self.placement.mesh_dim}: axis {self.placement.axis}")
@@ -110,10 +110,10 @@ class RankPlan:
 
     Args:
         mesh: sizes of the mesh dims, and the rank.
-        tensors: every tensor of the whole model by its name in the state dict, in its order.
-        units: the units of the pipeline that this rank's stages run.
-        cuts: paths of the modules before which a stage begins.
-        sites: path of a module of this rank that draws random numbers --> the directive there.
+        tensors: name in the state dict --> plan, for every tensor of the whole model, in its order.
+        units: modules that this rank's pipeline stages run.
+        cuts: paths of the modules after which a stage ends.
+        sites: path of a module of this rank that draws random numbers --> its directive.
     """
 
     mesh: Mesh
@@ -133,18 +133,18 @@ class RankPlan:
         return row.local_shape(self.mesh.tp, self.mesh.coord("tp"))
 
     def saved_as(self, name: str) -> str:
-        """Return the name under which files hold a tensor: several modules may share it."""
+        """Return the name under which files hold a tensor: tied tensors are saved once."""
         return self.tensors[name].tied_to or name if name in self.tensors else name
 
     def ties(self) -> list[list[str]]:
-        """Return the names of each tensor that has several, first that under which it is saved."""
+        """Return the names of each tied tensor, the name under which it is saved first."""
         found: dict[str, list[str]] = {}
         for name in self.tensors:
             found.setdefault(self.saved_as(name), []).append(name)
         return [names for names in found.values() if len(names) > 1]
 
     def sharded(self, name: str) -> TensorPlan | None:
-        """Return the row of a tensor of which ranks of a mesh dim hold parts, else None."""
+        """Return the row of a tensor if it is sharded over a mesh dim of more than one rank, else None."""
         row = self.of(name)
         cut = row and row.placement
         return row if cut and self.mesh.size(cut.mesh_dim) > 1 else None
@@ -155,21 +155,21 @@ class RankPlan:
         return [row for row in self.tensors.values() if not row.tied_to and not row.adapter]
 
     def mine(self) -> Iterator[TensorPlan]:
-        """Yield the rows that this rank holds."""
+        """Yield the rows of the tensors that this rank's stage holds."""
         here = self.mesh.coord("pp")
         yield from (row for row in self.tensors.values() if here in row.stages)
 
     def owns(self, name: str) -> bool:
-        """True where this rank's stage counts the tensor in norms: what a user added is counted here."""
+        """Return whether this stage counts a tensor in norms; True for tensors that a user added."""
         row = self.of(name)
         return row is None or row.stage == self.mesh.coord("pp")
 
     def having(self, rows: Sequence[TensorPlan]) -> "RankPlan":
-        """The plan with rows added or replaced by name."""
+        """Return a copy of the plan with rows added, or replaced by name."""
         return replace(self, tensors={**self.tensors, **{row.name: row for row in rows}})
 
     def groups(self) -> list[tuple[int, ...]]:
-        """Return every set of ranks of the world that is a part of a mesh dim and sums some gradient."""
+        """Return every set of ranks, smaller than a mesh dim, that sums some gradient: each needs a process group."""
         sums = {one for row in self.tensors.values() for one in row.sum_over if one.parts}
         meshes = [self.mesh.seen_by(rank) for rank in range(self.mesh.world_size)]
         found = {one.ranks(mesh) for one in sums for mesh in meshes}
@@ -178,9 +178,9 @@ class RankPlan:
     def sums_of(
         self, names: Iterable[str], *why: str, tokens_sharded: bool = True
     ) -> dict[Sum, list[str]]:
-        """Each sum, of the given kinds, that gradients of these parameters take with other ranks.
+        """Return {sum with other ranks: the named parameters whose gradients take it}, of the kinds `why` or all.
 
-        All ranks have one order: that of the names under which tensors are saved.
+        The names are in the same order on all ranks.
         """
         places = {name: i for i, name in enumerate(self.tensors)}
         rows = [self.tensors[name] for name in names if name in self.tensors]
@@ -192,7 +192,7 @@ class RankPlan:
         return found
 
     def digest(self) -> str:
-        """Return a SHA-256 of what all ranks must agree on: sizes, rows and cuts."""
+        """Return a SHA-256 of sizes, rows and cuts, on which all ranks must agree."""
         sizes = tuple(self.mesh.size(mesh_dim) for mesh_dim, _ in self.mesh.DIMS)
         told = repr((sizes, tuple(self.tensors.values()), self.cuts))
         return digest(told)
@@ -218,7 +218,7 @@ def without_peft(name: str) -> str:
 
 
 def partition(coords: Sequence[int], same: Mapping[int, object]) -> tuple[tuple[int, ...], ...]:
-    """Group coordinates that hold the same: `same` maps each to what it holds.
+    """Group coordinates by what each holds: `same` maps a coordinate to that.
 
     >>> partition(range(4), {0: "a", 1: "a", 2: "b", 3: "b"})
     ((0, 1), (2, 3))

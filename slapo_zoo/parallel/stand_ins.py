@@ -1,4 +1,4 @@
-"""Casts and gathered weights stand before the parameters of a module while its forward runs."""
+"""Keep the tensors that temporarily replace parameters: casts and gathered weights during a forward."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -6,9 +6,9 @@ from typing import Any
 
 
 def as_read_now(root: Any) -> Callable[[], AbstractContextManager]:
-    """Return a maker of contexts in which modules read the weights that now stand in for their parameters.
+    """Return a function that makes contexts in which modules read the weights that replace parameters now.
 
-    Casts and gathered weights stand there while a forward runs; logits may be made after it.
+    It serves code that runs after the forward, such as logits that are computed on demand.
     """
     found = [(module, name, module.__dict__[name]) for module in root.modules()
              for name in module._parameters if name in module.__dict__]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The loss of a sharded batch or vocabulary: means over micro-batches, and of logits over tp.
+"""Losses of sharded batches and vocabularies: exact means over micro-batches and dp, logits over tp.
 
 Imports `parallel` and `errors`.
 """

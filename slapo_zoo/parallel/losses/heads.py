@@ -1,4 +1,4 @@
-"""Heads of `transformers` and what each is trained on: one row for each ending of a class name."""
+"""Heads of `transformers`, found by the ending of the class name: labels and loss of each."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,12 +18,12 @@ class Head:
     """Labels, outputs and loss of one kind of head.
 
     Attributes:
-        ending: of the names of its classes.
-        labels: argument of the forward --> what its numbers are.
-        shifts: compares the output at a position with the label of the next one.
+        ending: ending of its class names.
+        labels: argument of the forward --> meaning of its numbers.
+        shifts: the loss compares the output at a position with the label of the next position.
         takes_choices: ids are [rows, choices, tokens].
-        over_real_tokens: the mean is over all that is no padding, not over labels.
-        ignores_padding: its loss reads a position only where the label is not -100.
+        over_real_tokens: the loss is a mean over all tokens that are not padding.
+        ignores_padding: the loss reads a position only where the label is not -100.
     """
 
     ending: str
@@ -56,5 +56,5 @@ UNKNOWN = Head("")
 
 
 def head_of(class_name: str) -> Head:
-    """The first row that fits; one without labels where none does."""
+    """Return the first head whose ending fits a class name; a head without labels where none does."""
     return next((head for head in HEADS if class_name.endswith(head.ending)), UNKNOWN)

@@ -1,4 +1,4 @@
-"""Loss means that stay exact when a batch is divided into micro-batches and over dp ranks."""
+"""Keep loss means exact when a batch is split into micro-batches and over dp ranks."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,13 +31,11 @@ _SHARE = "_is_share"  # of a tensor made in a loss_function: whether it is a sum
 
 
 def count_targets(class_name: str, batch: Mapping[str, Any]) -> list[Tensor]:
-    """Return how many targets each loss term of a head averages over, in the order of its terms.
-
-    Each is a tensor beside its labels: to read them together costs one wait for the device.
+    """Return the number of targets of each loss term of a head, as tensors on the device of its labels.
 
     Args:
-        class_name: of the head, which tells whether it shifts its labels.
-        batch: the keyword arguments of its forward.
+        class_name: class of the head, which says whether labels are shifted.
+        batch: keyword arguments of its forward.
     """
     mask = batch.get("attention_mask") if head_of(class_name).over_real_tokens else None
     targets = targets_of(class_name, batch)
@@ -45,13 +43,13 @@ def count_targets(class_name: str, batch: Mapping[str, Any]) -> list[Tensor]:
 
 
 def targets_of(class_name: str, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Map the name of each loss term's labels to what the term compares with."""
+    """Return {argument with labels: the labels that its loss term compares with}, in the order of the terms."""
     found = {name: batch[name] for name in LABELS if batch.get(name) is not None}
     return {name: shifted(class_name, x) if name == "labels" else x for name, x in found.items()}
 
 
 def shifted(class_name: str, labels: Tensor) -> Tensor:
-    """The labels that a head compares with: one that predicts the next token leaves out the first."""
+    """Return the labels that a head's loss compares with: without the first of each row if the head shifts."""
     return labels[..., 1:] if head_of(class_name).shifts else labels
 
 
@@ -66,17 +64,16 @@ def _count(name: str, target: Tensor, batch: Mapping[str, Any]) -> Tensor:
 
 
 class GlobalMeans(TorchFunctionMode):
-    """Mode in which, within `over`, the k-th mean loss divides by the global count of its targets.
+    """Mode in which, within `over`, the k-th mean loss divides by the global number of its targets.
 
     rewrite:  loss_k(x, y, reduction="mean")  -->  loss_k(x, y, reduction="sum") / counts[k]
               with weights w of the classes   -->  ... / sum of w[y] over the whole batch
 
-    A `loss_function` of the user's own returns sums of such means, times constants: parts of a
-    batch add up to no other loss.
+    The user's own `loss_function` must return a sum of such means times constants; any other loss is refused.
 
     Args:
-        counts: number of targets of each term in the whole batch, over all micro-batches and dp.
-        targets: of each term, those of this dp rank; None: the user has counted.
+        counts: targets of each term in the whole batch, over all micro-batches and dp ranks.
+        targets: name --> labels of this dp rank for each term; None: `counts` come from the user.
         group: the dp ranks.
     """
 
@@ -89,7 +86,10 @@ class GlobalMeans(TorchFunctionMode):
 
     @contextmanager
     def over(self, model: Any, part: Mapping[str, Tensor]) -> Iterator[None]:
-        """Context of the forward of a micro-batch: its mean losses divide by the counts of the whole step."""
+        """Context of the forward of one micro-batch, in which its mean losses divide by the global counts.
+
+        `part` are the labels of the micro-batch by name. Raises MeshError if the forward computed no mean loss.
+        """
         own, self.found, self.part = vars(model).get("_loss_function"), 0, list(part.values())
         if own is not None:
             model._loss_function = partial(self._run_own, own)
@@ -130,7 +130,7 @@ class GlobalMeans(TorchFunctionMode):
         return loss
 
     def _divisor(self, func: Any, x: Tensor, y: Tensor, options: Mapping[str, Any]) -> float:
-        """Return the divisor of this mean for the whole batch in one piece."""
+        """Return the number by which the mean of the whole, unsplit batch would divide."""
         k = min(self.found, len(self.counts) - 1) if self.in_own else self.found
         if k >= len(self.counts):
             raise _refusal(f"found more means than labels ({len(self.counts)})")
@@ -152,7 +152,7 @@ class GlobalMeans(TorchFunctionMode):
         return self.counts[k] * shape.numel() / self.part[k].numel()
 
     def _by_class(self, k: int, y: Tensor, weight: Tensor | None, ignored: int) -> float:
-        """The sum of the weights of all targets, where those of this call are the labels."""
+        """Return the sum of class weights over all targets of the batch; MeshError if `y` are not the labels."""
 
         def weighed(targets: Tensor) -> Tensor:
             real = (targets != ignored) & (targets != IGNORED)
@@ -166,7 +166,7 @@ class GlobalMeans(TorchFunctionMode):
         return self._total(weight, weighed(self.targets[k]))
 
     def _total(self, weights: Tensor | None, mine: Tensor) -> float:
-        """The sum over dp; weights must be those of every micro-batch and rank."""
+        """Return `mine` summed over dp; MeshError if micro-batches or ranks use different class weights."""
         if self.found not in self.totals:
             marks = [] if weights is None else [weights.detach().double().flatten()]
             rows = all_gather(
@@ -181,7 +181,7 @@ class GlobalMeans(TorchFunctionMode):
 
 
 def _is_linear(name: str, args: Sequence[Any]) -> bool:
-    """Return whether a function of shares of a loss gives the share of what it makes of the whole loss."""
+    """Return whether an operation on partial losses gives a partial loss: sums, negation, constant factors."""
     kinds = [getattr(x, _SHARE, None) for x in args if isinstance(x, Tensor) or x != 0]
     if name in _SUMS:
         return all(kinds)

@@ -42,8 +42,7 @@ _ATTRIBUTES = {
 class VocabLogits(torch.Tensor):
     """Local columns [..., ceil(V / n)] that behave as logits [..., V].
 
-    Only the last rank's columns can be padding; they are cut off by `gathered` and never enter
-    the loss.
+    Only the last rank's columns can be padding; `gathered` removes it, and it never enters the loss.
     """
 
     vocab_size: int
@@ -51,7 +50,7 @@ class VocabLogits(torch.Tensor):
 
     @staticmethod
     def wrap(local: Tensor, vocab_size: int, group: Any) -> Tensor:
-        """Local columns --> VocabLogits; the tensor itself when the axis is not sharded."""
+        """Wrap this rank's columns as VocabLogits; for group None return them as they are."""
         if group is None:
             return local
         if isinstance(group, ShapeOnlyGroup):  # a dry run has no data to keep apart
@@ -61,17 +60,17 @@ class VocabLogits(torch.Tensor):
         return logits
 
     def local(self) -> Tensor:
-        """This rank's columns, padding included, as a plain tensor."""
+        """Return this rank's columns, padding included, as a plain tensor."""
         return self.as_subclass(torch.Tensor)
 
     def gathered(self) -> Tensor:
-        """The full logits [..., V], the same on all ranks, as a plain tensor."""
+        """Return the unsharded logits [..., V] as a plain tensor, the same on all tp ranks."""
         full = collectives.all_gather(self.local(), -1, self.group, sharded_gradient=False)
         return full.narrow(-1, 0, self.vocab_size)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func` on the local columns where that means the same, else on gathered logits."""
+        """Run `func` on the local columns where the result is the same, else on gathered logits."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             x = args[0] if args else None
@@ -91,7 +90,7 @@ class VocabLogits(torch.Tensor):
 
 
 def _gather_all(value: Any) -> Any:
-    """Every VocabLogits in nested tuples, lists and dicts --> its gathered logits."""
+    """Replace every VocabLogits in nested tuples, lists and dicts by gathered logits."""
     if isinstance(value, VocabLogits):
         return value.gathered()
     if isinstance(value, tuple | list):
@@ -100,7 +99,7 @@ def _gather_all(value: Any) -> Any:
 
 
 def _on_local(func: Any, x: VocabLogits, rest: tuple, kwargs: dict) -> tuple[Tensor] | None:
-    """The result on local columns, in a tuple, or None when `func` needs the whole axis."""
+    """Return (result on the local columns,), or None when `func` needs the whole vocabulary axis."""
     local = x.local()
     if func in _ELEMENTWISE:
         return (func(local, *rest, **kwargs),)
@@ -119,7 +118,7 @@ def _on_local(func: Any, x: VocabLogits, rest: tuple, kwargs: dict) -> tuple[Ten
 def _beside(x: VocabLogits, other: Any) -> Any:
     """Cut an operand of logits [..., V] to the local columns; None where all columns are needed.
 
-    A tensor with a gradient is left to gathered logits: its gradient would be that of some columns.
+    A tensor with a gradient returns None: its gradient would come from this rank's columns only.
     """
     if isinstance(other, int | float):
         return other
@@ -138,7 +137,7 @@ def _beside(x: VocabLogits, other: Any) -> Any:
 
 
 def keeps_last_axis(index: Any, ndim: int) -> bool:
-    """Return whether an index leaves the last axis whole and in place."""
+    """Return whether an index of a tensor with `ndim` axes leaves the last axis whole and last."""
     index = index if isinstance(index, tuple) else (index,)
     if not index or index[-1] is Ellipsis or index[-1] == slice(None):
         return True
@@ -158,7 +157,7 @@ def _cross_entropy(
     x: VocabLogits, target: Tensor, weight: None = None, size_average: None = None, ignore_index: int = -100,
     reduce: None = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Stand in for torch.nn.functional.cross_entropy where the logits are sharded over the vocabulary."""
+    """Replacement of torch.nn.functional.cross_entropy for VocabLogits x [N, V]."""
     loss = vocab_parallel_cross_entropy(
         x.local(), target, x.vocab_size, x.group, ignore_index, label_smoothing
     )
@@ -171,14 +170,14 @@ def _cross_entropy(
 def vocab_parallel_cross_entropy(
     logits: Tensor, target: Tensor, vocab_size: int, group: Any, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> Tensor:  # fmt: skip
-    """Cross-entropy per row, 0 where the target is ignored; two collectives of O(N).
+    """Return the cross-entropy of each row [N], 0 where the target is ignored; two all-reduces of O(N).
 
     Args:
         logits: [N, ceil(V / n)], this rank's columns.
         target: [N], class indices in 0..V-1, or ignore_index.
         vocab_size: V.
-        group: the ranks that hold the columns.
-        ignore_index: targets that do not count.
+        group: the tp ranks.
+        ignore_index: value of targets that do not count.
         label_smoothing: as in torch.nn.functional.cross_entropy, over V classes.
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3 (the parallel loss).

@@ -1,4 +1,4 @@
-"""A step that succeeds on all ranks or fails on all ranks."""
+"""Run a step so that it succeeds on all ranks or fails on all ranks."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -14,16 +14,16 @@ T = TypeVar("T")
 
 
 def together(mesh: Mesh, what: str, action: Callable[[], T]) -> list[T]:
-    """Run `action` on every rank, wait for all, and return every rank's result, by rank.
+    """Run `action` on every rank, wait for all, and return the results of all ranks, by rank.
 
     A collective call. If the action raised, its rank raises that error and all others a RankError
-    that names the first failed rank; a rank that is gone is a RankError too, once the process
-    group notices. Without a process group it needs a mesh of one rank.
+    that names the first failed rank; a lost rank is a RankError too. Without a process group the
+    mesh must have one rank.
 
     Args:
-        mesh: the mesh of all ranks.
-        what: the step, as error messages name it.
-        action: what to do; its result must survive pickling.
+        mesh: mesh of all ranks.
+        what: name of the step for error messages.
+        action: function without arguments; its result must be picklable.
     """
     error, result = None, None
     try:
@@ -45,7 +45,7 @@ def together(mesh: Mesh, what: str, action: Callable[[], T]) -> list[T]:
 
 
 def once_for_all(what: str, action: Callable[[], T]) -> T:
-    """Return the result of `action` on rank 0 on every rank; a failure there is raised on all. A collective call."""
+    """Run `action` on rank 0 and return its result on every rank; its failure is raised on all. A collective call."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     if size == 1:
         return action()
@@ -57,7 +57,7 @@ def once_for_all(what: str, action: Callable[[], T]) -> T:
 
 
 def _portable(error: Exception) -> tuple[str, str]:
-    """Problem and hint as texts: not every exception can be pickled."""
+    """Return (problem, hint) of an error as texts: not every exception can be pickled."""
     if isinstance(error, SlapoError):
         parts = [str(part) for part in (error.where, error.what, error.problem) if str(part)]
         return ": ".join(parts), error.hint

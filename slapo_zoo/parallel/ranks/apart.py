@@ -1,4 +1,4 @@
-"""Work in a process of its own: it may run out of memory, hang or die, and nothing else does."""
+"""Run work in a separate process, so that a crash, a hang or a lack of memory ends only that process."""
 
 import json
 import os
@@ -22,10 +22,10 @@ class Ended:
     """Exit status and output of a process that has ended.
 
     Args:
-        code: exit status, negative for a signal; None where it ran longer than it was given.
-        out: what it printed.
-        err: what it printed to stderr.
-        seconds: from its start.
+        code: exit status, negative for a signal; None if the process exceeded its time and was killed.
+        out: text of its stdout.
+        err: text of its stderr.
+        seconds: time since its start.
     """
 
     code: int | None
@@ -34,26 +34,26 @@ class Ended:
     seconds: float
 
     def document(self) -> dict[str, Any] | None:
-        """The JSON object in the last line that it printed, or None."""
+        """Return the JSON object in the last line of stdout, or None."""
         with suppress(ValueError, IndexError):
             found = json.loads(self.out.splitlines()[-1])
             return found if isinstance(found, dict) else None
         return None
 
     def last_words(self) -> str:
-        """Exit status and the end of its stderr, for an error message."""
+        """Return exit status and last lines of stderr in one line, for an error message."""
         last = " / ".join(self.err.strip().splitlines()[-3:])
         return f"its process ended with exit status {self.code}: {last}"
 
 
 class ProcessApart:
-    """A command in a session of its own, which is ended with all that it started.
+    """A command in a session of its own, so that it can be killed with all its children.
 
     Args:
         command: program and arguments; no shell.
-        text: for its stdin.
+        text: content of its stdin.
         environment: all of its variables; None takes those of this process.
-        folder: where it runs.
+        folder: its working directory.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class ProcessApart:
         )  # fmt: skip
 
     def poll(self, timeout_s: float) -> Ended | None:
-        """Return the status and output of the process once it has ended; kill it after `timeout_s`; None while it runs."""
+        """Return the status and output once the process has ended, killing it after `timeout_s`; None while it runs."""
         if self.process.poll() is not None:
             return self.end()
         return self.end() if time.monotonic() - self.begin > timeout_s else None
 
     def wait(self, timeout_s: float) -> Ended:
-        """Wait until it ends, or end it after so many seconds."""
+        """Wait until the process ends, kill it after `timeout_s` seconds, and return its status and output."""
         try:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout_s)
@@ -86,7 +86,7 @@ class ProcessApart:
         return found
 
     def end(self) -> Ended:
-        """End it and all that it started; what it printed."""
+        """Kill the process and its children, and return its status and output."""
         code = self.process.poll()
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -100,9 +100,9 @@ class ProcessApart:
 
 
 def python_apart(module: str, request: Mapping[str, Any]) -> ProcessApart:
-    """A fresh interpreter that runs a module with a JSON request on its stdin, on the CPU.
+    """Start a Python process that runs a module on the CPU, with a JSON request on stdin.
 
-    It belongs to no launcher and sees no GPU, so that it works beside any process group.
+    Variables of launchers are removed and GPUs hidden, so that it works beside any process group.
     """
     env = {k: v for k, v in os.environ.items() if k not in OF_LAUNCHERS and "ELASTIC" not in k}
     env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

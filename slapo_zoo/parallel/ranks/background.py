@@ -1,6 +1,6 @@
-"""One save at a time in a thread of its own, while training goes on.
+"""Run one save at a time in a background thread, while training continues.
 
-Its collectives run over a process group of their own: those of the training must keep their order.
+Its collectives use a process group of their own, since those of the training must keep their order.
 """
 
 import threading
@@ -15,10 +15,10 @@ from slapo_zoo.parallel.ranks.patience import LIMIT_S, over_group
 
 
 class Saving(Future):
-    """Future of a save that still runs, like that of `torch.distributed.checkpoint.async_save`.
+    """Future of a save in the background, like that of `torch.distributed.checkpoint.async_save`.
 
-    `result()` waits and raises what went wrong. An error that nobody asked for is raised by the
-    next save or load, and when the process group is shut down.
+    `result()` waits and raises the error of the save. An error that was not read is raised by the next
+    save or load, and when the process group is shut down.
     """
 
     def __init__(self) -> None:
@@ -26,12 +26,12 @@ class Saving(Future):
         self.told = False
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait until the folder is there, or raise why it is not."""
+        """Wait until the save is complete; raise its error."""
         self.exception(timeout)
         return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the end; return the error, or None."""
+        """Wait until the save ends; return its error, or None."""
         found = super().exception(timeout)
         self.told = True
         return found
@@ -44,7 +44,7 @@ class _Pending:
 
 
 def start(write: Callable[[], None]) -> Saving:
-    """Run `write`, whose steps all ranks do together, in a thread; a collective call of all ranks."""
+    """Run `write`, a collective function, in a thread; a collective call of all ranks."""
     join()
     group = _group()
     saving = _Pending.saving = Saving()
@@ -64,7 +64,7 @@ def start(write: Callable[[], None]) -> Saving:
 
 
 def join() -> None:
-    """Wait for the save under way, if there is one; raise its error unless it was asked for."""
+    """Wait for the running save, if any, and raise its error unless `Saving` has shown it."""
     saving, _Pending.saving = _Pending.saving, None
     if saving is None:
         return
@@ -74,7 +74,7 @@ def join() -> None:
 
 
 def _group() -> Any:
-    """A gloo group over all ranks, made once per process group."""
+    """Return a gloo group of all ranks for saves, created once per default process group; None without one."""
     if not dist.is_initialized():
         return None
     if _Pending.world is not dist.group.WORLD:

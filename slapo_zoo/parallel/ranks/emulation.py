@@ -1,7 +1,7 @@
-"""All ranks of a mesh as threads of one process: for notebooks, debuggers and quick checks.
+"""Emulate all ranks of a mesh as threads of one process: for notebooks, debuggers and quick checks.
 
-Every thread has process groups of its own, and they speak gloo to each other, so that what runs is
-the code that runs on many processes: the same collectives, with the same results.
+Every thread has its own gloo process groups, so the same collectives run as on many processes, with
+the same results.
 """
 
 import gc
@@ -36,22 +36,22 @@ def emulate(
     """Run `function(*args, **kwargs)` on every rank of a mesh, each a thread of this process.
 
     Within, `AutoScheduledModel.from_pretrained(..., tp=tp, pp=pp)` works as under torchrun, e.g.
-    `losses = emulate(train, "gpt2", mesh=(4, 2, 1))`. What draws from torch's global generator
-    (dropout that no directive placed) draws in an order that differs from run to run.
+    `losses = emulate(train, "gpt2", mesh=(4, 2, 1))`. Draws from torch's global generator (dropout
+    without a directive) come in an order that differs from run to run.
 
     Args:
-        function: the same for every rank; `torch.distributed.get_rank()` tells which one it is.
-        args: for the function.
+        function: runs on every rank; `torch.distributed.get_rank()` returns its rank.
+        args: positional arguments of the function.
         mesh: sizes of tp, pp and dp.
-        timeout_s: a collective that waits longer is an error.
-        kwargs: for the function.
+        timeout_s: seconds after which a waiting collective raises.
+        kwargs: keyword arguments of the function.
 
     Returns:
-        what the ranks returned, in their order.
+        the results of the ranks, in order.
 
     Raises:
-        MeshError: there is a process group already.
-        Exception: what the first rank to fail raised; its cause tells in words where.
+        MeshError: this process has a process group already.
+        Exception: the error of the first rank that failed, with its traceback as the cause.
     """
     if dist.is_initialized():
         problem = "this process has a process group already"
@@ -96,7 +96,7 @@ class RankTracebackError(Exception):
 
 
 def _without_frames(error: BaseException) -> BaseException:
-    """Its traceback becomes text: frames hold a model, and that its groups open, for which peers wait."""
+    """Replace the traceback of an error by its text: frames would keep the model and its open groups alive."""
     text = "".join(traceback.format_exception(error)).rstrip()
     error.__traceback__ = error.__context__ = None
     error.__cause__ = RankTracebackError(f"\n{text}\n")
@@ -104,21 +104,21 @@ def _without_frames(error: BaseException) -> BaseException:
 
 
 def _leave_at_once() -> None:
-    """Close this rank's connections, so that its peers notice."""
+    """Abort this rank's process groups, so that its peers stop waiting."""
     for group in list(dist.distributed_c10d._world.pg_map):
         with suppress(RuntimeError):
             group.abort()
 
 
 def _first_cause(failures: list[tuple[int, BaseException]]) -> BaseException:
-    """A peer's complaint about a lost rank came of another error."""
+    """Return the first error that is not a complaint about a lost peer, else the first error."""
     own = [error for _, error in failures if not isinstance(error, RankError)]
     return (own or [error for _, error in failures])[0]
 
 
 @contextmanager
 def _set_aside() -> Iterator[None]:
-    """Collections look at what is made meanwhile: all of torch and transformers takes a quarter of a second."""
+    """Context in which garbage collection skips all older objects: scanning torch takes 0.25 s each time."""
     if gc.get_freeze_count():  # set aside by somebody else, who wants it to stay so
         yield
         return
@@ -131,7 +131,7 @@ def _set_aside() -> Iterator[None]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """The ranks share cores: threads within an operation would be in each other's way; and torch's generator."""
+    """Context in which operations use one CPU thread and every rank has its own random generator state."""
     before, hook = torch.get_num_threads(), sys.excepthook
     names: Any = torch.random
     generator = names.default_generator

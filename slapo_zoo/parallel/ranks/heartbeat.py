@@ -1,8 +1,7 @@
-"""Which ranks are alive, how far each is, and what the first one failed with.
+"""Heartbeats: tell which ranks are alive, how far each is, and the first error that a rank published.
 
-A thread of every rank counts in the store once a second and looks whether a rank has published an
-error. So a rank that is stopped can be named, and an error is known here also when the process that
-holds the store is gone by the time it is asked for.
+A thread of every rank updates its count in the store once a second and checks for a published error. So
+a stopped rank can be named, and an error is known even after the process that holds the store has ended.
 """
 
 import atexit
@@ -30,16 +29,16 @@ _INSTALLED = (str(Path(__file__).parents[2]), str(Path(threading.__file__).paren
 
 
 class Heart:
-    """Thread that tells the other ranks that this one is alive.
+    """Thread that tells the other ranks through the store that this one is alive.
 
     Args:
-        store: of the process group; the thread has a connection of its own.
-        rank: ours.
-        size: of the world.
-        counts: how many collectives this rank has begun in each group.
+        store: store of the process group.
+        rank: this rank.
+        size: number of ranks.
+        counts: group --> [collectives that this rank has begun in it]; read while it changes.
 
     Attributes:
-        error: what `publish_error` of some rank wrote, once it was seen.
+        error: JSON of the first error that a rank has published, or "".
     """
 
     def __init__(self, store: Any, rank: int, size: int, counts: dict[str, list[int]]):
@@ -73,39 +72,39 @@ class Heart:
             self.store.set(_beat(self.rank), ENDED)
 
     def leave(self) -> None:
-        """Tell the thread to end; the others see that we have left in good order."""
+        """Ask the thread to end; it tells the others that this rank has left in good order."""
         self._stopped.set()
 
     def stop(self) -> None:
-        """Leave, and wait until the others can see it."""
+        """Leave, and wait at most LEAVE_S seconds until the thread has ended."""
         self.leave()
         self._thread.join(LEAVE_S)
 
     def arrive(self, place: str, number: int) -> None:
-        """Tell where we wait, so that others can say for whom they wait."""
+        """Publish that this rank has come to `place` for the `number`-th time."""
         with suppress(RuntimeError):
             self.store.set(f"slapo_zoo/at/{place}/{self.rank}", str(number))
 
     def late(self, place: str, number: int) -> list[int]:
-        """The ranks that have not come to a place yet."""
+        """Return the ranks that have not come to `place` for the `number`-th time yet."""
         return [r for r in range(self.size) if int(self._get(f"slapo_zoo/at/{place}/{r}", "0")) < number]  # fmt: skip
 
     def come(self, place: str) -> None:
-        """Tell that we are at a place to which all ranks come; `came` counts them, all times together."""
+        """Add one to the number of arrivals of all ranks at `place`."""
         self.store.add(f"slapo_zoo/met/{place}", 1)
 
     def came(self, place: str) -> int:
-        """Return how often a rank has come to a place."""
+        """Return the number of arrivals of all ranks at `place`."""
         return self.store.add(f"slapo_zoo/met/{place}", 0)
 
     def past(self, ranks: Iterable[int]) -> list[int]:
-        """Those of some ranks that have begun more collectives in a group than we have."""
+        """Return those of `ranks` that have begun more collectives in some group than this rank."""
         mine = {name: n for name, (n,) in list(self.begun.items())}
         theirs = ((rank, json.loads(self._get(_begun(rank), "{}"))) for rank in ranks)
         return [rank for rank, found in theirs if any(found.get(name, 0) > n for name, n in mine.items())]  # fmt: skip
 
     def silence(self) -> dict[int, float]:
-        """Rank --> seconds since it was last heard of, as far as we have looked."""
+        """Return {rank: seconds without a new heartbeat}, as seen by the calls of this method."""
         now = time.monotonic()
         for rank in range(self.size):
             value = self._get(_beat(rank), "")
@@ -114,12 +113,12 @@ class Heart:
         return {rank: now - when for rank, (_, when) in self._seen.items()}
 
     def lines(self) -> str:
-        """Return one line per rank: where it stands still, in the user's own code if there is some."""
+        """Return "rank N is at FILE:LINE, ..." for every rank that stands still, in user code if possible."""
         found = ((rank, self._get(_at(rank), "")) for rank in range(self.size))
         return ", ".join(f"rank {rank} is at {line}" for rank, line in found if line)
 
     def not_told(self) -> list[int]:
-        """Ranks that live and have not seen the published error yet."""
+        """Return the ranks that are alive and have not read the published error yet."""
         waiting = [r for r in range(self.size) if not self._get(_told(r), "")]
         return [r for r in waiting if self._get(_beat(r), "") not in ("", ENDED)]
 
@@ -135,9 +134,9 @@ _ALIVE: WeakSet[Heart] = WeakSet()
 
 @atexit.register  # at the import of this file, so that it runs after all that leaves a process group
 def _stop_all() -> None:
-    """End all heartbeat threads before the interpreter does: within the store's C++ they would abort the process.
+    """End all heartbeat threads at exit: inside the store's C++ code they would abort the interpreter.
 
-    A loop of one's own, or Accelerate, may have destroyed the process group before us.
+    User code or Accelerate may have destroyed the process group before.
     """
     hearts = list(_ALIVE)
     for heart in hearts:
@@ -159,7 +158,7 @@ def _at(rank: int) -> str:
 
 
 def _line_of(thread: int) -> str:
-    """Return the innermost line of a thread in the user's own code."""
+    """Return "FILE:LINE" of the innermost user frame of a thread, or ""."""
     frame = sys._current_frames().get(thread)
     while frame is not None and _is_installed(frame.f_code.co_filename):
         frame = frame.f_back
@@ -188,9 +187,9 @@ _OF_WORLD: WeakKeyDictionary[Any, Heart | None] = WeakKeyDictionary()
 
 
 def current() -> Heart | None:
-    """The heart of this rank in the process group of now; made when it is first asked for.
+    """Return the heartbeat of this rank in the current process group, started on the first call.
 
-    None without a process group, or where its store allows no second connection.
+    The result is None without a process group, with one rank, or where the store cannot be cloned.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -212,14 +211,14 @@ def _start(world: Any) -> Heart | None:
 
 
 def stop() -> None:
-    """End the heart of the process group of now."""
+    """Stop the heartbeat of the current process group, if there is one."""
     heart = _OF_WORLD.pop(dist.group.WORLD, None) if dist.is_initialized() else None
     if heart is not None:
         heart.stop()
 
 
 def silent_ranks(seconds: float) -> list[int]:
-    """Ranks that are not heard of for so long, watched from now on."""
+    """Watch the other ranks for at most `seconds` and return those without a heartbeat in that time."""
     heart = current()
     if heart is None:
         return []
@@ -234,6 +233,6 @@ def silent_ranks(seconds: float) -> list[int]:
 
 
 def names_of(ranks: Iterable[int]) -> str:
-    """Write ranks as "rank 1" or "ranks 1, 3"."""
+    """Format ranks as "rank 1" or "ranks 1, 3"."""
     found = sorted(ranks)
     return f"rank{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}"

@@ -1,4 +1,4 @@
-"""Start local ranks, and stop all of them with the error of the one that fails first."""
+"""Start ranks as local processes, and stop all of them when one fails."""
 
 import gc
 import multiprocessing
@@ -50,7 +50,7 @@ _SIGNAL_HINTS = {
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank has no result; `error` is the exception itself where it can be pickled."""
+    """Failure of a rank; `error` is its exception, None where it cannot be pickled."""
 
     report: RankError
     traceback_text: str = ""
@@ -60,7 +60,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class LocalRank:
-    """A rank's process and our end of its pipe."""
+    """Process of a local rank, and the parent's end of its pipe."""
 
     rank: int
     process: BaseProcess
@@ -82,9 +82,9 @@ def run_local(
         fn: called on every rank; under "spawn" it must be importable.
         nprocs: number of ranks.
         args: arguments, the same on every rank.
-        timeout: stop all ranks after so many seconds.
-        start: "fork" starts in milliseconds; by default taken when it is safe.
-        threads: CPU threads per rank; by default the cores are sharded.
+        timeout: seconds after which all ranks are stopped; None waits for ever.
+        start: "fork" (milliseconds, the default where it is safe) or "spawn".
+        threads: CPU threads per rank; by default an equal share of the cores.
         device: "cpu" takes gloo even where CUDA devices are free.
 
     Raises:
@@ -112,7 +112,7 @@ def run_local(
 def _start_all(
     ranks: list[LocalRank], nprocs: int, start: str | None, threads: int | None, job: tuple
 ) -> Any:
-    """Start the processes, then the store through which they meet; fill `ranks` on the way."""
+    """Start the processes and append them to `ranks`; return the store through which they connect."""
     threads = threads or max(1, (os.cpu_count() or 1) // nprocs)
     # OpenMP's threads do not survive a fork: a child that uses more than one would hang
     start = start or ("spawn" if threads > 1 or torch.cuda.is_initialized() else "fork")
@@ -128,7 +128,7 @@ def _start_all(
 
 
 def rank_environment(rank: int, nprocs: int, port: int) -> dict[str, str]:
-    """Return the variables that torchrun would set; the last one says that the launcher holds the store."""
+    """Return the variables that torchrun would set for a rank; the launcher holds the store."""
     local = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": nprocs, "RANK": rank, "WORLD_SIZE": nprocs}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     values = local | address | {"TORCHELASTIC_USE_AGENT_STORE": True}
@@ -138,7 +138,7 @@ def rank_environment(rank: int, nprocs: int, port: int) -> dict[str, str]:
 def start_rank(
     context: BaseContext, rank: int, main: Callable[..., None], args: tuple[Any, ...]
 ) -> LocalRank:
-    """Start `main(pipe, *args)` in a process of its own."""
+    """Start `main(pipe, *args)` in a new process."""
     ours, theirs = context.Pipe()
     process = context.Process(target=main, args=(theirs, *args), name=f"rank {rank}", daemon=True)  # type: ignore[attr-defined]
     with warnings.catch_warnings():  # our ranks use one thread, and no lock of the parent's
@@ -149,7 +149,7 @@ def start_rank(
 
 
 def prepare_rank(threads: int) -> None:
-    """Set up the process of a rank: its threads, its signals, and its end with its parent."""
+    """Set up the process of a rank: threads, ignored Ctrl+C, exit when the parent ends."""
     gc.freeze()  # a group of the parent that is freed here would wait for threads that it left behind
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl+C too, and stops us
     torch.set_num_threads(threads)
@@ -180,7 +180,7 @@ def _rank_main(
 
 
 def send_outcome(pipe: Connection, rank: int, what: str, job: Callable[[], Any]) -> bool:
-    """Run the job and send its result or its failure; return whether it succeeded."""
+    """Run the job and send its pickled result or failure to the parent; return whether it succeeded."""
     failure = None
     try:
         # plain pickle: multiprocessing's own would lend tensors from memory that dies with us
@@ -206,7 +206,7 @@ def _failure(rank: int, exc: Exception, what: str) -> Failure:
 def collect(
     ranks: list[LocalRank], timeout: float | None, what: str
 ) -> tuple[list[Any], Failure | None]:
-    """Wait for every rank's result, or for the first failure that no other rank caused."""
+    """Return (results by rank, None), or ([], the failure that caused the others), after at most `timeout` seconds."""
     deadline = None if timeout is None else time.monotonic() + timeout
     results: dict[int, Any] = {}
     failures: list[Failure] = []
@@ -251,7 +251,7 @@ def _too_late(ranks: list[int], timeout: float | None, what: str) -> Failure:
 
 
 def stop(ranks: list[LocalRank]) -> None:
-    """End every rank that still runs, first politely, and leave no zombie."""
+    """Terminate every rank that still runs, kill it after GRACE_S seconds, and release its resources."""
     for local in ranks:
         local.process.terminate()
     _join(ranks, GRACE_S)

@@ -1,7 +1,7 @@
-"""Steps in which one rank works alone and the others wait: a download, a slow disk, a card's check.
+"""Wait for steps in which one rank works alone: a download, a slow disk, the check of a card.
 
-They talk over a group of their own with a long limit. Who waits says for whom, sees an error or the
-end of a process at once, and names a rank that is stopped.
+Such steps communicate over a group with a long timeout. A waiting rank logs for whom it waits, raises
+a published error at once, and names a rank that has stopped.
 """
 
 import time
@@ -27,7 +27,7 @@ LOOK_S = 1.0
 
 
 class _Waiting:
-    """State of one process group: ranks may be threads of one process, each with a group of its own."""
+    """State of one process group: its patient group, and the number of steps at each place."""
 
     def __init__(self) -> None:
         self.group, self.steps = None, Counter[str]()
@@ -55,7 +55,7 @@ def over_group(group: Any) -> Iterator[None]:
 
 
 def patient_group() -> Any:
-    """A gloo group of all ranks with the long limit, made once per process group."""
+    """Return a gloo group of all ranks with a timeout of LIMIT_S, created once per process group."""
     waiting = _waiting()
     if waiting.group is None:
         _meet("a first step together")
@@ -64,7 +64,7 @@ def patient_group() -> Any:
 
 
 def _meet(what: str) -> None:
-    """Wait until all ranks are here, and say which are late: making a process group would hang in silence."""
+    """Wait until all ranks are here, logging which are late: creating a process group would hang silently."""
     heart = heartbeat.current()
     if heart is None:
         return
@@ -73,15 +73,15 @@ def _meet(what: str) -> None:
 
 
 def gather_objects(what: str, mine: Any) -> list[Any]:
-    """The object of every rank, by rank; waits for the slowest one.
+    """Gather one object per rank and return them by rank, however long the slowest rank takes.
 
     Args:
-        what: the step, as messages name it.
-        mine: must survive pickling.
+        what: name of the step for messages.
+        mine: this rank's object; it must be picklable.
 
     Raises:
-        RankError: another rank failed, is stopped, or is later than the limit.
-        RuntimeError: of gloo, when the process of another rank ended.
+        RankError: another rank failed, has stopped, or is later than LIMIT_S.
+        RuntimeError: gloo's error, when the process of another rank ended.
     """
     own = _GROUP.get()
     place, group = ("main", patient_group()) if own is None else ("save", own)
@@ -100,14 +100,13 @@ def gather_objects(what: str, mine: Any) -> list[Any]:
 
 
 def meet(what: str, ranks: Sequence[int]) -> list[int]:
-    """Wait until all of some ranks are here; those that have gone on without, if there are any.
+    """Wait until all of `ranks` are here; return those that have gone on without this meeting, usually none.
 
-    A rank that has begun more collectives than we, and is not here, will not come: ours would meet another of its
-    own. It takes two round trips to the store.
+    A rank that is not here and has begun more collectives than this one will not come.
 
     Args:
-        what: the place, as messages name it.
-        ranks: all that come here, ours among them; or may not know that they should.
+        what: name of the place for messages.
+        ranks: the ranks that should meet, this one included.
 
     Raises:
         RankError: another rank failed, or is later than a collective may be.
@@ -136,7 +135,7 @@ def meet(what: str, ranks: Sequence[int]) -> list[int]:
 
 
 def _watch(what: str, place: str, number: int, is_done: Callable[[], bool]) -> None:
-    """Wait until `is_done`; say for which ranks, and raise for an error or a silent rank."""
+    """Wait until `is_done()`, logging for which ranks; RankError for a published error or a silent rank."""
     begin = time.monotonic()
     pause, looked, told = 2e-5, begin, begin
     while not is_done():
@@ -152,7 +151,7 @@ def _watch(what: str, place: str, number: int, is_done: Callable[[], bool]) -> N
 
 
 def _check_peers(what: str, place: str, number: int, seconds: float) -> list[int]:
-    """The ranks that we wait for; RankError where waiting has no end."""
+    """Return the ranks that are late at a place; RankError where waiting is hopeless."""
     heart = heartbeat.current()
     if heart is None:
         if seconds > LIMIT_S:
@@ -178,7 +177,7 @@ def _too_late(what: str, late: list[int], seconds: float, lines: str = "") -> Ra
 
 
 def _say(what: str, late: list[int], seconds: float) -> None:
-    """Report for which ranks we wait, on the first rank that waits."""
+    """Log for which ranks we wait, on the lowest rank that waits."""
     waiting = [rank for rank in range(dist.get_world_size()) if rank not in late]
     if late and waiting[:1] == [dist.get_rank()]:
         who = heartbeat.names_of(late)

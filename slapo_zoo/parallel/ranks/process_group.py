@@ -1,8 +1,8 @@
-"""Join the process group that a launcher prepared, leave it safely, and tell the peers why we stop.
+"""Join the process group that a launcher prepared, leave it safely, and publish errors to the peers.
 
-A rank that raises would leave its peers to a timeout, or to gloo's "Connection closed by peer". So
-it writes its error into the store of the process group first, and `rank_guard` turns what a peer
-sees of the failure into the error that caused it.
+A rank that raises would leave its peers to a timeout, or to gloo's "Connection closed by peer". So it
+first writes its error into the store of the process group, and `rank_guard` raises that error on a
+peer that lost the connection.
 """
 
 import atexit
@@ -55,18 +55,18 @@ class _State:
 
 
 def is_distributed_launch() -> bool:
-    """Return whether torchrun, the deepspeed launcher, srun or `run_local` started us."""
+    """Return whether torchrun, the deepspeed launcher, srun or `run_local` started this process."""
     return os.environ.keys() >= OF_TORCHRUN or bool(slurm_environment())
 
 
 def world_size_of_launch() -> int:
-    """The processes that a launcher says there are, before they have met; 1 without one."""
+    """Return the number of processes that the launcher announces in the environment; 1 without a launcher."""
     found = os.environ if os.environ.keys() >= OF_TORCHRUN else slurm_environment()
     return int(found.get("WORLD_SIZE", "1"))
 
 
 def timeout_of(timeout_s: float | None) -> float:
-    """Seconds that a collective may wait: as given, of SLAPO_ZOO_TIMEOUT_S, or 60."""
+    """Return the seconds that a collective may wait: the argument, else SLAPO_ZOO_TIMEOUT_S, else 60."""
     if timeout_s is None:
         text = os.environ.get(VARIABLE, str(TIMEOUT_S))
         try:
@@ -84,9 +84,9 @@ def init_distributed(timeout_s: float | None = None, device: str | None = None) 
     """Join the process group that the environment describes; return whether there is one.
 
     Args:
-        timeout_s: a collective of the training that waits longer is an error; None takes the
-            variable SLAPO_ZOO_TIMEOUT_S, or 60. Steps in which one rank works alone may take an hour.
-        device: "cpu" takes gloo even where CUDA devices are free; "cuda" insists on them.
+        timeout_s: seconds after which a waiting collective raises; None takes SLAPO_ZOO_TIMEOUT_S, or
+            60. Steps in which one rank works alone may take an hour.
+        device: "cpu" takes gloo even where CUDA devices are free; "cuda" requires them.
     """
     if dist.is_initialized() or not is_distributed_launch():
         return dist.is_initialized()
@@ -117,10 +117,9 @@ def init_distributed(timeout_s: float | None = None, device: str | None = None) 
 
 
 def join_group(store: Any, rank: int, size: int, **options: Any) -> None:
-    """Make the group of all ranks and wait until each of them has; where one lost a peer on the way, all try once more.
+    """Create the default process group and return when every rank has joined; try twice if a peer was lost.
 
-    Nobody runs code of the user before all are connected: who failed in it would close connections that others
-    still make.
+    Returning earlier would let user code of one rank fail and close connections that others still make.
     """
     for attempt in (1, 2):
         tried, error = PrefixStore(f"slapo_zoo/start/{attempt}", store), None
@@ -141,7 +140,7 @@ def join_group(store: Any, rank: int, size: int, **options: Any) -> None:
 
 
 def _all_joined(store: Any, size: int, is_one: bool) -> bool:
-    """Return whether every rank has joined; who joined goes on without one that does not say so in time."""
+    """Report whether this rank has joined (`is_one`); return whether no rank reports a failure within JOIN_S."""
     store.add("joined" if is_one else "failed", 1)
     deadline, pause = time.monotonic() + JOIN_S, 1e-4
     while time.monotonic() < deadline:
@@ -154,7 +153,7 @@ def _all_joined(store: Any, size: int, is_one: bool) -> bool:
 
 
 def _cuda_device() -> torch.device | None:
-    """Return this rank's CUDA device, or None unless every local rank has one of its own."""
+    """Return this rank's CUDA device; None unless there is one for every local rank."""
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     if not torch.cuda.is_available() or torch.cuda.device_count() < local_ranks:
         return None
@@ -162,7 +161,7 @@ def _cuda_device() -> torch.device | None:
 
 
 def shutdown_distributed(failed: bool = False) -> None:
-    """Wait for the peers, then leave the process group; after a failure leave at once."""
+    """Wait for the peers, then destroy the process group; after a failure without waiting."""
     if not dist.is_initialized():
         return
     if not (failed or _State.failed):
@@ -175,7 +174,7 @@ def shutdown_distributed(failed: bool = False) -> None:
 
 
 def rank_error(rank: int, exc: BaseException, what: str) -> RankError:
-    """Return the error that other ranks and the parent process raise for the failure `exc` of `rank`."""
+    """Return the RankError that other ranks and the parent raise for the failure `exc` of `rank`."""
     if isinstance(exc, RankError):
         return exc
     problem, hint = (
@@ -191,7 +190,7 @@ def rank_error(rank: int, exc: BaseException, what: str) -> RankError:
 
 
 def publish_error(exc: BaseException, what: str = "") -> None:
-    """Write our error where the other ranks find it; the first error of a world stays."""
+    """Write this rank's error into the store for the other ranks; an earlier error there stays."""
     store = _store()
     if store is None:
         return
@@ -203,7 +202,7 @@ def publish_error(exc: BaseException, what: str = "") -> None:
 
 
 def peer_error() -> RankError | None:
-    """The first error that a rank of this world published, if any."""
+    """Return the first error that a rank of this process group published, or None."""
     store, heart = _store(), heartbeat.current()
     text = heart.error if heart is not None else ""
     with suppress(RuntimeError):
@@ -214,7 +213,7 @@ def peer_error() -> RankError | None:
 
 @contextmanager
 def rank_guard(what: str) -> Iterator[None]:
-    """Tell the peers about an error in the block; turn the loss of a peer into that peer's error."""
+    """Context that publishes an error of its block to the peers, and replaces a lost peer by that peer's error."""
     token = _WITHIN.set(what)
     try:
         yield
@@ -230,7 +229,7 @@ def rank_guard(what: str) -> Iterator[None]:
 
 
 def explain_lost_peer(exc: Exception) -> None:
-    """RankError with the error of the peer that was lost, where that is what an error came of."""
+    """Raise the RankError of a lost peer if that is why `exc` was raised; else return."""
     if not (dist.is_initialized() and is_lost_peer(exc)):
         return
     _State.failed, what = True, _WITHIN.get()
@@ -247,7 +246,7 @@ EXPLAIN.append(explain_lost_peer)
 
 
 def is_lost_peer(exc: BaseException | None) -> bool:
-    """Return whether an error, or what it was raised from, is a collective that lost a peer."""
+    """Return whether an error, or one of its causes, is a collective that lost a peer."""
     seen: set[int] = set()  # causes may form a circle
     while exc is not None and id(exc) not in seen:
         seen.add(id(exc))
@@ -260,7 +259,7 @@ def is_lost_peer(exc: BaseException | None) -> bool:
 
 
 def lost_peer(exc: BaseException, what: str) -> RankError:
-    """Describe a rank whose connection ended or that did not answer, without guessing why."""
+    """Return a RankError that names the silent ranks after a connection broke or timed out."""
     silent, heart = heartbeat.silent_ranks(SILENT_S), heartbeat.current()
     text, who = (
         str(exc).partition("\n")[0],
@@ -285,9 +284,9 @@ def _await_peer_error() -> RankError | None:
 
 
 def _linger() -> None:
-    """The store dies with rank 0, unless the launcher holds it as torchrun and run_local do.
+    """Keep rank 0 alive until its peers have read the error, if rank 0 holds the store.
 
-    The others wait in collectives; their heartbeats see the error meanwhile.
+    torchrun and run_local hold the store themselves; then there is nothing to wait for.
     """
     if dist.get_rank() != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return
@@ -300,7 +299,7 @@ def _linger() -> None:
 
 
 def _store() -> Any | None:
-    """The store of the default group; torch has no public name for it."""
+    """Return the store of the default group, or None; torch has no public name for it."""
     if not dist.is_initialized():
         return None
     from torch.distributed.distributed_c10d import _get_default_store

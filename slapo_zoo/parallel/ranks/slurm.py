@@ -1,4 +1,4 @@
-"""Translate srun's variables of a process into those of torchrun."""
+"""Translate srun's environment variables into those of torchrun."""
 
 import os
 import re
@@ -12,12 +12,10 @@ NAMES = {
 
 
 def slurm_environment(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """RANK, WORLD_SIZE, ... of a process that srun started; {} for any other.
+    """Return RANK, WORLD_SIZE, ... for a process that srun started; {} for any other.
 
-    srun names no meeting point: where MASTER_ADDR and MASTER_PORT are not set, it is the first host
-    of the step, on a port that the job id decides. A step of one task is no launch (`srun --pty`),
-    nor is a batch script, which has the variables of its job but those of no step.
-
+    Where MASTER_ADDR and MASTER_PORT are not set, the first host of the step is taken, and a port computed
+    from the job id. A step of one task is no launch (`srun --pty`), nor is a batch script.
     Source: https://slurm.schedmd.com/srun.html, output environment variables.
     """
     if not env.keys() >= set(NAMES.values()):
@@ -37,7 +35,7 @@ def slurm_environment(env: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def first_host(hosts: str) -> str:
-    """Return the first host of SLURM's list.
+    """Return the first host of SLURM's host list.
 
     rewrite:  gpu[003-005,9],login  -->  gpu003
     """

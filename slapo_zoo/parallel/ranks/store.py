@@ -1,8 +1,8 @@
-"""A part of torchrun's store into which no earlier start of the job has written.
+"""Stores through which ranks connect: a part of torchrun's store for each start of the job, or a local one.
 
-torchrun keeps one store over all restarts (issue 135712 of pytorch), so a rank that restarts may
-read where a dead peer listened and fails to connect, or takes the error that an earlier start
-published for one of its own. Restart counts do not tell the starts apart: every node has its own.
+torchrun keeps one store over all restarts (issue 135712 of pytorch), so a rank that restarts might
+read the address of a dead peer, or an error of an earlier start. Restart counts do not tell the starts
+apart: every node has its own.
 """
 
 import os
@@ -20,16 +20,16 @@ POLL_S = 0.02
 
 
 def is_restartable() -> bool:
-    """Return whether torchrun started us, and holds the store itself."""
+    """Return whether torchrun started this process and holds the store itself."""
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return kept and "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def fresh_store(rank: int, world_size: int, timeout_s: float) -> Any:
-    """The store of this start alone; all ranks call it.
+    """Return a part of torchrun's store that belongs to this start alone; a collective call of all ranks.
 
     Raises:
-        torch.distributed.DistError: not all ranks came in time.
+        torch.distributed.DistError: not all ranks came within `timeout_s` seconds.
     """
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = timedelta(seconds=timeout_s)
@@ -38,7 +38,7 @@ def fresh_store(rank: int, world_size: int, timeout_s: float) -> Any:
 
 
 def open_store(rank: int, world_size: int, timeout_s: float) -> Any:
-    """The store at the address of the environment; rank 0 holds it unless the launcher does."""
+    """Return the store at MASTER_ADDR:MASTER_PORT; rank 0 holds it unless the launcher does."""
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return TCPStore(
@@ -48,10 +48,10 @@ def open_store(rank: int, world_size: int, timeout_s: float) -> Any:
 
 
 def meet(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
-    """Wait until every process of the job has started: from here on short limits hold.
+    """Wait until every process of the job has started, for at most `timeout_s` seconds.
 
     Raises:
-        torch.distributed.DistError: not all came in time; it names those that did not.
+        torch.distributed.DistError: some did not start in time; the error names them.
     """
     store.set(f"slapo_zoo/here/{rank}", "1")
     deadline = time.monotonic() + timeout_s
@@ -65,9 +65,9 @@ def meet(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
 
 
 def local_store() -> Any:
-    """A store for the ranks of this machine: it listens on the loopback only.
+    """Return a store for ranks of this machine that listens on the loopback interface only.
 
-    By itself a TCPStore listens on all interfaces, and whoever reaches it can forge addresses.
+    A TCPStore listens on all interfaces by default, and whoever reaches it can forge addresses.
     """
     listener = socket.create_server(("127.0.0.1", 0))
     port, fileno = listener.getsockname()[1], listener.detach()  # the store closes it
@@ -77,10 +77,10 @@ def local_store() -> Any:
 
 
 def agree_on_round(store: Any, rank: int, world_size: int, timeout_s: float) -> str:
-    """A token that the ranks living now share, and no earlier ones.
+    """Return a token that the ranks of this start share, and no earlier start has used.
 
-    Rank 0 draws it. Each other rank answers with a token of its own and goes on when rank 0 has
-    listed that answer; what an earlier start left behind lists other answers.
+    Rank 0 draws it. Each other rank answers with a token of its own and continues when rank 0 has
+    listed that answer; leftovers of an earlier start list other answers.
     """
     mine = uuid.uuid4().hex
     if rank == 0:

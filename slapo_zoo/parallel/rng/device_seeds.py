@@ -1,7 +1,7 @@
-"""Hash dropout seeds and masks: the seeds of all sites are made on the device, one scalar goes up per step.
+"""Hash dropout seeds and masks on the device: per step only one scalar is sent there.
 
-Bit for bit what `RandomStream.cells` gives on the host. A compiler reckons with numbers that do not wrap
-around, so compiled code calls what is hashed here as custom operators.
+The results equal those of `RandomStream.cells` on the host bit for bit. Compiled code calls these
+functions as custom operators, because compilers do not support integers that wrap around.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ PLANS = 8  # shapes of batches that are remembered
 
 
 def mix_state(state: int, word: int) -> int:
-    """One step of the hash: a word into a state of 64 bits (the finaliser of splitmix64)."""
+    """Mix a 64-bit word into a 64-bit hash state and return the new state (the finaliser of splitmix64)."""
     state = (state ^ word) * FIRST & MASK
     state = (state ^ (state >> 27)) * SECOND & MASK
     return state ^ (state >> 31)
 
 
 def mix(*words: int) -> int:
-    """Hash integers to 63 bits."""
+    """Hash integers to a 63-bit seed."""
     state = GOLDEN
     for word in words:
         state = mix_state(state, word)
@@ -34,7 +34,7 @@ def mix(*words: int) -> int:
 
 
 def mix_tensors(state: Tensor, *words: Tensor) -> Tensor:
-    """Continue `mix` from the state of the words before, in int64 that wraps around."""
+    """Return the seeds that `mix` gives for further words, elementwise from an int64 hash state."""
     for word in words:
         state = (state ^ word) * signed(FIRST)
         state = (state ^ _shifted(state, 27)) * signed(SECOND)
@@ -49,19 +49,19 @@ def signed(word: int) -> int:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right."""
+    """Shift int64 values right by `bits`, filling with zeros."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def later(seeds: Tensor, elements: Tensor | int) -> Tensor:
-    """Return seeds of the stream shifted by `elements`: its element i is element i + elements of the old one."""
+    """Return seeds whose stream is shifted: element i of the new one is element i + `elements` of the old."""
     if torch.compiler.is_compiling() and not isinstance(elements, Tensor):
         return moved_seeds(seeds, 1, 0, elements)
     return seeds + elements * signed(STRIDE) if isinstance(elements, Tensor) else seeds + signed(elements * STRIDE)  # fmt: skip
 
 
 def split_cells(seeds: Tensor, parts: int, size: int) -> Tensor:
-    """Each cell cut into `parts` runs of `size` elements: seeds [n] --> [n * parts], the same masks."""
+    """Cut each cell into `parts` runs of `size` elements: seeds [n] --> [n * parts], with the same masks."""
     if parts == 1:
         return seeds
     if torch.compiler.is_compiling():
@@ -72,7 +72,7 @@ def split_cells(seeds: Tensor, parts: int, size: int) -> Tensor:
 
 @torch.library.custom_op(f"{NAMESPACE}::moved_seeds", mutates_args=())
 def moved_seeds(seeds: Tensor, parts: int, size: int, first: int) -> Tensor:
-    """`split_cells` into `parts` of `size`, then `later` by `first`."""
+    """Custom op: `later(split_cells(seeds, parts, size), first)`."""
     return later(split_cells(seeds, parts, size), first)
 
 
@@ -82,7 +82,7 @@ def _(seeds, parts, size, first):
 
 
 def hashed_cells(x: Tensor, p: float, seeds: Sequence[int] | Tensor) -> Tensor:
-    """A counter-based mask in tensor operations, for devices where seeding per cell is slow."""
+    """Return a dropout keep-mask of 0 and 1 like x, hashed from one seed per cell; x is cut into equal cells."""
     if torch.compiler.is_compiling() and isinstance(seeds, Tensor):
         return hashed_mask(seeds, p, x.shape, x.dtype)
     key = torch.as_tensor(seeds, dtype=torch.int64, device=x.device)
@@ -96,7 +96,7 @@ def is_kept(counter: Tensor, key: Tensor, p: float) -> Tensor:
 
 
 def hashed_bits(counter: Tensor, key: Tensor) -> Tensor:
-    """24 random bits of element `counter` of the cell with seed `key`."""
+    """Return 24 random bits of element `counter` of the cell with seed `key`; the two broadcast."""
     bits = counter * STRIDE + key  # int64 wraps around, as intended
     for multiplier in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
         bits = (bits ^ ((bits >> 31) & 0x1FFFFFFFF)) * multiplier
@@ -105,7 +105,7 @@ def hashed_bits(counter: Tensor, key: Tensor) -> Tensor:
 
 @torch.library.custom_op(f"{NAMESPACE}::hashed_mask", mutates_args=())
 def hashed_mask(seeds: Tensor, p: float, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Custom op: `random_stream.hashed_cells` (a dropout mask of 0 and 1) for a tensor of `shape`."""
+    """Custom op: `hashed_cells` (a dropout mask of 0 and 1) for a tensor of `shape`."""
     whole = torch.empty((), dtype=dtype, device=seeds.device).expand(list(shape))
     return hashed_cells(whole, p, seeds)
 
@@ -117,7 +117,7 @@ def _(seeds, p, shape, dtype):
 
 @dataclass
 class _Plan:
-    """The cells that one shape of batch asks for: their site, row and head, one after the other."""
+    """Cells that a batch of one shape needs: site, row and head of each, in one list."""
 
     places: dict[tuple, slice] = field(default_factory=dict)
     words: list[Tensor] = field(default_factory=list)  # 4 x [n]: site, row, rows per row, head
@@ -141,7 +141,7 @@ class _Plan:
 
 
 class DeviceSeeds:
-    """Seeds by place, made for all known places at once when the stream has moved."""
+    """Cache of seeds on a device: seeds of all known sites are computed at once when the stream has moved."""
 
     def __init__(self) -> None:
         self.plans: dict[tuple, _Plan] = {}
@@ -151,9 +151,9 @@ class DeviceSeeds:
         self, device: torch.device, seed: int, position: tuple[int, int, int], site: int,
         count: int, heads: Sequence[int],
     ) -> Tensor:  # fmt: skip
-        """[count * heads] seeds of a site at a position: step, first row and rows of the micro-batch.
+        """Return the seeds [count * heads] of a site at a position: (step, first row, rows) of the micro-batch.
 
-        `count` are the rows of the tensor, a multiple of the micro-batch's; `heads` global indices, or nothing.
+        `count` is the rows of the tensor, a multiple of the micro-batch's; `heads` are global indices, or empty.
         """
         step, first_row, num_rows = position
         if detect_fake_mode() is not None:  # a dry run: what it makes must not be met again
@@ -171,7 +171,7 @@ class DeviceSeeds:
         return plan.made[plan.places[place]]
 
     def _key(self, device: torch.device, seed: int, step: int) -> Tensor:
-        """The state of (seed, step) as a scalar on the device; filled, so that no host waits."""
+        """Return the hash state of (seed, step) as a scalar on the device, without a wait of the host."""
         state = signed(mix_state(mix_state(GOLDEN, seed), step))
         held = self.keys.get(device)
         if held is None:

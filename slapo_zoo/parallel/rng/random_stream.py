@@ -3,8 +3,8 @@
 A mask is drawn per *cell*: (seed, step, site, global batch row[, global head]). So any rank can
 draw just its own part of the mask that one device would have drawn, for every tp, pp, dp and
 number of micro-batches, and a recomputation draws it again. Compiled code draws by custom operators that
-take the stream's position as an argument: a graph draws anew at every step without a compilation, and
-what it recomputes in its backward is what it drew, wherever the stream has gone meanwhile.
+take the stream's position as an argument: a graph draws new masks at every step without a
+recompilation, and its backward recomputes the masks of its forward.
 """
 
 import threading
@@ -41,16 +41,16 @@ _SEEDS = DeviceSeeds()  # of all graphs
 
 
 class RandomStream(StreamPosition):
-    """Draws at the position where a model is: masks, or their seeds where an operator hashes the mask."""
+    """Draws random numbers at the current position of the model: dropout masks, or seeds to hash them from."""
 
     def keep_mask(self, x: Tensor, p: float, site: Where, heads: Sequence[int] = ()) -> Tensor:
-        """A dropout mask for x, 0 or 1/(1-p), in the shape and dtype of x.
+        """Return a dropout mask for x, 0 or 1/(1-p), in the shape and dtype of x.
 
         Args:
             x: [rows, ...], or [rows, len(heads), ...] when `heads` is given.
             p: probability that an element becomes 0.
             site: path of the module that drops; two sites are independent.
-            heads: global indices of axis 1, whose cells are drawn one by one.
+            heads: global indices of axis 1, each with cells of its own.
         """
         if not self.draws_in_blocks(x.device):
             keep = hashed_cells(x, p, self.seeds(x, site, heads))
@@ -70,15 +70,15 @@ class RandomStream(StreamPosition):
 
     @staticmethod
     def draws_in_blocks(device: torch.device) -> bool:
-        """Return whether masks are drawn by a generator, as on a CPU; else they are hashed where they are used."""
+        """Return whether a generator draws masks on this device, as on a CPU; else they are hashed."""
         return device.type == "cpu"
 
     def drawn(
         self, x: Tensor, p: float, site: Where, of: str = "mask", part: tuple = ()
     ) -> dict[str, Any]:
-        """Return what a dropout of x takes: the mask `keep`, or `seeds` and `p` where an operator hashes the mask itself.
+        """Return the arguments of a dropout of x: {"keep": mask}, or {"seeds", "p"} where an operator hashes the mask.
 
-        x holds a `part` of "columns" or "tokens", or of "mask" the heads: see the methods that keep it.
+        x is sharded as `of` says: "mask", "columns" or "tokens"; `part` are the further arguments of `keep_<of>`.
         """
         if self.hashes(x.device):
             find = self.seeds if of == "mask" else getattr(self, f"seeds_of_{of}")
@@ -86,11 +86,11 @@ class RandomStream(StreamPosition):
         return {"keep": getattr(self, f"keep_{of}")(x, p, site, *part)}
 
     def hashes(self, device: torch.device) -> bool:
-        """Return whether an operator hashes a mask from its seeds, and none lies in memory."""
+        """Return whether operators on this device hash masks from seeds, without a mask in memory."""
         return not self.draws_in_blocks(device)
 
     def seeds(self, x: Tensor, site: Where, heads: Sequence[int] = ()) -> Tensor:
-        """The seeds of the mask of x, on its device: x is cut into as many equal runs; see `keep_mask`."""
+        """Return one seed per equal run of x, on its device, for the mask of `keep_mask` with these arguments."""
         real, rows = self.real_tokens if self.has_rows else None, x.shape[0]
         rows = rows if real is None or heads else len(real)
         found = self.found(x.device, site, rows, heads)
@@ -102,7 +102,7 @@ class RandomStream(StreamPosition):
     def found(
         self, device: torch.device, site: Where, rows: int, heads: Sequence[int] = ()
     ) -> Tensor:
-        """[rows * len(heads)] seeds of a site, on the device."""
+        """Return the seeds [rows * len(heads)] of a site at the current position, on a device."""
         if torch.compiler.is_compiling():
             at = self.now, self.seed, self.has_rows
             return drawn_seeds(*at, *in_graph(site), rows, list(heads), device)
@@ -110,13 +110,13 @@ class RandomStream(StreamPosition):
         return self.device_seeds.find(device, self.seed, at, key, rows, heads)
 
     def seeds_of_columns(self, x: Tensor, site: Where, run: tuple[int, int], size: int) -> Tensor:
-        """Return the seeds of `keep_columns`: one per row of the last axis."""
+        """Return the seeds of the mask of `keep_columns`, one per row of the last axis."""
         found = self.seeds(whole := x.detach().new_empty(()).expand(*x.shape[:-1], size), site)
         rows = whole.numel() // max(size, 1) // max(len(found), 1)
         return later(split_cells(found, rows, size), run[0])
 
     def seeds_of_tokens(self, x: Tensor, site: Where, n: int, r: int) -> Tensor:
-        """Return the seeds of `keep_tokens`: those of this rank's run of tokens."""
+        """Return the seeds of the mask of `keep_tokens`, those of this rank's tokens."""
         if x.ndim > 2:
             return later(self.seeds(x, site), r * (x.numel() // max(x.shape[0], 1)))
         tokens = x.shape[0] // max(self.position()[2], 1)
@@ -124,7 +124,7 @@ class RandomStream(StreamPosition):
         return found.view(-1, n * tokens).narrow(1, r * tokens, tokens).flatten()
 
     def cells(self, count: int, site: Where, heads: Sequence[int] = ()) -> list[int]:
-        """The seed of each cell of `count` rows, row by row; arguments as above."""
+        """Return the seed of each cell of `count` rows, row by row, then by head; on the host."""
         step, first_row, num_rows = self.place(site, count)
         key = (self.seed, step, hash_of(site))
         # A model may flatten [rows, choices, ...] to [rows * choices, ...].
@@ -135,7 +135,7 @@ class RandomStream(StreamPosition):
     def keep_columns(
         self, x: Tensor, p: float, site: Where, run: tuple[int, int], size: int
     ) -> Tensor:
-        """The mask of an x whose last axis is `run` of a global axis of `size`.
+        """Return the mask of an x whose last axis is the columns `run` of an unsharded axis of `size`.
 
         The whole row is drawn and cut: n times the work, for one dropout of T5's feed-forward.
         """
@@ -143,7 +143,7 @@ class RandomStream(StreamPosition):
         return self.keep_mask(whole, p, site)[..., run[0] : run[1]]
 
     def keep_tokens(self, x: Tensor, p: float, site: Where, n: int, r: int) -> Tensor:
-        """The mask of an x that holds the r-th of n runs of tokens; all are drawn, then cut.
+        """Return the mask of an x that holds the r-th of n equal runs of tokens; all are drawn, then cut.
 
         x is [rows, tokens / n, ...], or [rows * tokens / n, width] where a model flattens.
         """
@@ -156,7 +156,7 @@ class RandomStream(StreamPosition):
         return keep.narrow(1, r * tokens, tokens).reshape(x.shape)
 
     def uniform(self, x: Tensor, site: Where) -> Tensor:
-        """Numbers of [0, 1) in the shape of x, each row from a cell of its own (stochastic depth)."""
+        """Return numbers in [0, 1) in the shape of x, each row from its own cell (stochastic depth)."""
         if torch.compiler.is_compiling():
             at = self.now, self.seed, self.has_rows
             return drawn_uniform(*at, *in_graph(site), x.shape, x.dtype, x.device)
@@ -172,9 +172,9 @@ class RandomStream(StreamPosition):
 
     @staticmethod
     def draw_cells(x: Tensor, p: float, seeds: list[int]) -> Tensor:
-        """0 or 1 in the shape and dtype of x, a cell per seed: a native generator, seeded anew for each cell; 16 random bits per element.
+        """Return 0 or 1 in the shape and dtype of x, one equal cell per seed, from a generator seeded per cell.
 
-        Eight times as fast as `bernoulli_`; the probability is rounded to a multiple of 2**-16.
+        16 random bits per element, eight times as fast as `bernoulli_`: p is rounded to a multiple of 2**-16.
         """
         import numpy as np  # not at the top: exported kernels import torch alone
 
@@ -200,7 +200,7 @@ def _stream(at: Tensor, seed: int, rows: bool, real: Tensor | None) -> RandomStr
 
 
 def in_graph(site: Where) -> tuple[Tensor | None, str]:
-    """A site as operators take it: the hash of its path as a tensor, and what stands behind the path."""
+    """Return (hash of the site's path as a tensor or None, rest of its name), as custom operators take a site."""
     return (site.key, site.suffix) if isinstance(site, SiteName) else (None, str(site))
 
 
@@ -213,9 +213,10 @@ def drawn_mask(
     at: Tensor, seed: int, rows: bool, real: Tensor | None, key: Tensor | None, site: str,
     heads: Sequence[int], shape: Sequence[int], p: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """RandomStream.keep_mask on a CPU for a tensor of `shape`, where axis 0 are `rows` of the batch.
+    """Custom op: `RandomStream.keep_mask` on a CPU for a tensor of `shape`.
 
-    `at`, int64 [3], is the position of the stream; with `key`, int64, on the host, the hash of the site's name begins.
+    `at`, int64 [3], is the position of the stream; `rows`: whether axis 0 are rows of the batch; `key`,
+    int64 on the host or None, is the hash with which that of the name `site` begins.
     """
     whole = torch.empty((), dtype=dtype).expand(list(shape))
     return _stream(at, seed, rows, real).keep_mask(whole, p, _whole(key, site), list(heads)).clone()
@@ -231,7 +232,7 @@ def drawn_uniform(
     at: Tensor, seed: int, rows: bool, key: Tensor | None, site: str,
     shape: Sequence[int], dtype: torch.dtype, device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """RandomStream.uniform for a tensor of `shape` on the device; arguments as above."""
+    """Custom op: `RandomStream.uniform` for a tensor of `shape` on `device`; `at` to `site` as in `drawn_mask`."""
     whole = torch.empty((), dtype=dtype, device=device).expand(list(shape))
     return _stream(at, seed, rows, None).uniform(whole, _whole(key, site))
 
@@ -246,7 +247,7 @@ def drawn_seeds(
     at: Tensor, seed: int, rows: bool, key: Tensor | None, site: str,
     count: int, heads: Sequence[int], device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """`RandomStream.found` for `count` rows, of the site's name; arguments as above."""
+    """Custom op: `RandomStream.found` for `count` rows; `at` to `site` as in `drawn_mask`."""
     return (
         _stream(at, seed, rows, None).found(device, _whole(key, site), count, list(heads)).clone()
     )
@@ -260,7 +261,7 @@ def _(at, seed, rows, key, site, count, heads, device):
 def dropout(
     x: Tensor, p: float, stream: RandomStream, site: Where, heads: Sequence[int] = ()
 ) -> Tensor:
-    """x --> x * mask / (1 - p), the mask drawn from the cells of `site`."""
+    """Return x times its dropout mask (0 or 1/(1-p)), drawn from the cells of `site`; x itself for p = 0."""
     return x * stream.keep_mask(x, p, site, heads) if p > 0.0 else x
 
 
@@ -269,9 +270,9 @@ _DRAWING = threading.RLock()
 
 @contextmanager
 def drawn_from(seed: int | Tensor) -> Iterator[None]:
-    """Torch's own generator starts from `seed`, or a state, within, and is as before afterwards.
+    """Context in which torch's global CPU generator starts from a seed or state; restored afterwards.
 
-    One thread at a time: ranks may be threads of one process, and the generator is global.
+    Only one thread at a time enters: emulated ranks are threads, and the generator is global.
     """
     with _DRAWING, torch.random.fork_rng(devices=[]):
         torch.set_rng_state(seed) if isinstance(seed, Tensor) else torch.manual_seed(seed)

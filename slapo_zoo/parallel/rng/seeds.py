@@ -16,7 +16,7 @@ TENSOR_PARALLEL = "model-parallel-rng"
 
 
 def get_logger(name: str = "Slapo", level: int = logging.INFO) -> logging.Logger:
-    """The logger of a name, at a level, with one handler."""
+    """Return the logger of a name, at a level, with one handler."""
     logger = logging.getLogger(name)
     logger.setLevel(level)
     if not logger.handlers:
@@ -29,17 +29,17 @@ def get_logger(name: str = "Slapo", level: int = logging.INFO) -> logging.Logger
 
 @dataclass
 class RngTracker:
-    """Named states of torch's generators, CPU and CUDA; `fork` draws from one of them."""
+    """Named states of torch's generators, CPU and CUDA; within `fork` one of them is active."""
 
     states: dict[str, tuple[torch.Tensor, list[torch.Tensor]]] = field(default_factory=dict)
     always: bool = False
 
     def reset(self) -> None:
-        """Forget all random states that were added."""
+        """Forget all states."""
         self.states.clear()
 
     def add(self, name: str, seed: int) -> None:
-        """Add a random state under a name, made from a seed; the current state stays."""
+        """Add a state made from a seed; the active state does not change."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.states[name] = self._current()
@@ -50,7 +50,7 @@ class RngTracker:
 
     @contextmanager
     def fork(self, name: str = TENSOR_PARALLEL) -> Iterator[None]:
-        """Draw from a named state within; it resumes where it was left."""
+        """Context in which torch draws from a named state, which continues where it was left."""
         if name not in self.states:
             problem = f"found states {sorted(self.states)}"
             hint = "call set_random_seed(..., tp_rank=...) first"
@@ -65,7 +65,7 @@ class RngTracker:
 
     @contextmanager
     def at(self, states: dict[str, tuple[torch.Tensor, list[torch.Tensor]]]) -> Iterator[None]:
-        """Let `fork` continue from these states within the context."""
+        """Context in which `fork` uses these states."""
         before, self.states = self.states, dict(states)
         try:
             yield
@@ -74,7 +74,7 @@ class RngTracker:
 
 
 class GeneratorOfThreads(threading.local):
-    """Stands for torch's generator where ranks are threads that share it: each has a mark of its own."""
+    """Wrapper of torch's CPU generator for emulated ranks: threads share the generator, each has its own mark."""
 
     def __init__(self, own: torch.Generator):
         self.own, self.mark, self.states = own, 0, WeakIdKeyDictionary()
@@ -97,14 +97,14 @@ class GeneratorOfThreads(threading.local):
 
 
 def mark_of_generator() -> int:
-    """A number that stands for the state of torch's generator of the host: alike for equal states."""
+    """Return a number that is equal for equal states of torch's CPU generator."""
     own: Any = torch.random.default_generator
     is_shared = isinstance(own, GeneratorOfThreads)
     return own.mark if is_shared else hash(own.get_state().numpy().tobytes())
 
 
 def advance_generator() -> None:
-    """Move torch's generator of the host by one draw."""
+    """Advance torch's CPU generator by one draw."""
     generator: Any = torch.random.default_generator
     if isinstance(generator, GeneratorOfThreads):
         generator.mark = hash((generator.mark, "drawn"))
@@ -116,5 +116,5 @@ _TRACKER = RngTracker()
 
 
 def get_cuda_rng_tracker() -> RngTracker:
-    """The tracker of this process; it serves the CPU too."""
+    """Return the tracker of this process, which serves the CPU too."""
     return _TRACKER

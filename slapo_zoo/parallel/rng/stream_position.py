@@ -1,4 +1,4 @@
-"""Where in the sequence of random numbers a model is: step, rows of the batch, and which call draws."""
+"""Position of a model in the sequence of random numbers: step, rows of the batch, current call."""
 
 import zlib
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ from slapo_zoo.parallel.rng.seeds import advance_generator, mark_of_generator
 
 
 class SiteName:
-    """The path of a site that drops, and its hash as a tensor: blocks that differ in it alone share a graph.
+    """Path of a dropout with its hash as a tensor, so that blocks that differ only in it share a compiled graph.
 
     Args:
-        base: a path, or the name that this one begins with.
-        suffix: behind it.
+        base: a path, or the SiteName with which this name begins.
+        suffix: text after it.
     """
 
     def __init__(self, base: "str | SiteName", suffix: str = ""):
@@ -41,7 +41,7 @@ Where = str | SiteName | int  # a site's path, its name, or the hash of it
 
 
 def hash_of(site: Where) -> int:
-    """32 bits of a site, the same in every process."""
+    """Return a 32-bit hash of a site, the same in every process."""
     return site if isinstance(site, int) else zlib.crc32(str(site).encode())
 
 
@@ -54,11 +54,11 @@ GRAPHS = [0]  # how often compiled code has drawn: no stream sees it
 
 @dataclass
 class StreamPosition:
-    """Where in the random sequence a model is; shared by all its sites.
+    """Position of a model in its random sequence, shared by all its sites.
 
     Args:
-        seed: of the whole run, the same on all ranks.
-        step: counts training forwards of the whole model (of whole batches, not of micro-batches).
+        seed: seed of the run, the same on all ranks.
+        step: number of training forwards of the whole model (of batches, not of micro-batches).
         first_row: global batch row of the first row in the current micro-batch.
         num_rows: rows of the current micro-batch, 0 when unknown.
     """
@@ -81,7 +81,7 @@ class StreamPosition:
     _seen: dict[Any, Position] = field(default_factory=dict, repr=False)  # by mark
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """A position is a tensor too: see `random_stream.drawn_mask`."""
+        """Set an attribute; a changed position is also stored as a tensor for `random_stream.drawn_mask`."""
         super().__setattr__(name, value)
         if name in ("step", "first_row", "num_rows", "again"):
             self._moved()
@@ -96,7 +96,7 @@ class StreamPosition:
 
     @contextmanager
     def packing(self, real: Tensor) -> Iterator[None]:
-        """Context in which a mask for [1, N, ...] is that of the real tokens of [B, S, ...]."""
+        """Context in which a mask for [1, N, ...] is that of the N tokens of [B, S, ...] that `real` [B, S] marks."""
         counts = known().real
         at = places(real.flatten(), None if counts is None else sum(counts))
         self.real_tokens, self.real_at = real, at
@@ -106,12 +106,12 @@ class StreamPosition:
             self.real_tokens = self.real_at = None
 
     def position(self) -> Position:
-        """Return the position that a recomputation restores to draw the same masks."""
+        """Return (step, first row, rows) of the current draws; in a backward those of its forward."""
         return (not self.is_open and self.again) or (self.step, self.first_row, self.num_rows)
 
     @contextmanager
     def at(self, step: int, first_row: int, num_rows: int) -> Iterator[None]:
-        """Set the position of the stream within the context, as a call does."""
+        """Context in which the stream is at this position, as in a call."""
         before = (self.step, self.first_row, self.num_rows), self.is_open, self._start
         self._go((step, first_row, num_rows), True)
         try:
@@ -126,11 +126,11 @@ class StreamPosition:
 
     @contextmanager
     def call(self, trains: bool, first_row: int, num_rows: int) -> Iterator[None]:
-        """Context of a call of the model or of a part, whose dropout masks are its own.
+        """Context of a call of the model or a part of it, which draws dropout masks of its own.
 
-        From a state of torch's generator from which a call has drawn before (a recomputation, a seed
-        that was set anew) it draws as that one did. A call that draws moves the generator. One that
-        `trains` is a training forward of the whole model, which has a step of its own.
+        A call that starts from a state of torch's generator from which an earlier call started (a
+        recomputation, a seed set again) draws the same masks. A call that draws advances the generator.
+        With `trains`, a training forward of the whole model, it counts a step.
         """
         mark = None if torch.compiler.is_compiling() else mark_of_generator()
         if mark in self._seen:
@@ -150,7 +150,7 @@ class StreamPosition:
                     advance_generator()
 
     def _begin(self) -> None:
-        """Note the position of the stream at the first draw of a call."""
+        """Remember the position for the generator's state, at the first draw of a call."""
         start, self._start = self._start, None
         self.calls = max(self.calls, -self.step)
         self._remember(start)
@@ -163,7 +163,7 @@ class StreamPosition:
         self._seen[mark] = position or self.position()
 
     def place(self, site: Where, rows: int) -> Position:
-        """The position of a draw for so many rows; beside any call a site has one of its own for each."""
+        """Return the position of a draw for `rows` rows; outside a call every draw of a site gets a new one."""
         found = self._place(site, rows)
         return found if self.has_rows else (found[0], 0, 0)
 
@@ -187,7 +187,7 @@ class StreamPosition:
 
     @contextmanager
     def without_rows(self) -> Iterator[None]:
-        """Draw for what has no batch rows: the same for every micro-batch, dp rank and packing."""
+        """Context in which draws do not depend on batch rows: equal for every micro-batch and dp rank."""
         self.has_rows = False
         try:
             yield
