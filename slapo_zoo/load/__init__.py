@@ -1,4 +1,4 @@
-"""AutoScheduledModel and build: which schedule a model gets, and from where its weights come.
+"""Load a scheduled model: AutoScheduledModel and `build` choose a schedule and fill the weights.
 
 Imports `model`, `verify`, `tune.planner` and lower.
 """

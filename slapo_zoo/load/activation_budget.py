@@ -1,4 +1,4 @@
-"""`activation_memory=`: the recomputation that holds activations within so many bytes, chosen at the load."""
+"""The argument `activation_memory=`: choose the recomputation that keeps activations within a budget."""
 
 from typing import Any
 
@@ -15,16 +15,16 @@ from slapo_zoo.zoo.schedule_source import FROM_TABLE, kind_of
 def within_budget(
     options: LoaderOptions, config: Any, mesh: Mesh, dtype: torch.dtype
 ) -> LoaderOptions:
-    """Choose a recompute policy for each block where `activation_memory=` was given; return the options.
+    """Return the options with a recompute policy per block, chosen for `activation_memory=`; unchanged without it.
 
     Args:
-        options: of the model.
-        config: of it.
-        mesh: of it.
-        dtype: of its parameters.
+        options: options of the model.
+        config: config of the model.
+        mesh: mesh of the model.
+        dtype: dtype of the parameters.
 
     Raises:
-        SlapoError: the budget holds nothing that is possible, or contradicts another argument.
+        SlapoError: no policy fits the budget, or the budget contradicts another argument.
     """
     asked = options.activation_memory
     if asked is None:

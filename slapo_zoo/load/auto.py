@@ -63,14 +63,14 @@ class AutoScheduledModel:
         target_options: Mapping[str, Any] | None = None,
         **config_changes: Any,
     ) -> Any:
-        """A model whose every rank has read only its own bytes of the checkpoint.
+        """Load a checkpoint as a scheduled model; every rank reads only its own bytes of the files.
 
         Args:
             name_or_path: a folder, or a model id of the Hub.
             tp: ranks that shard each layer.
             pp: ranks that shard the layers into stages.
             dp: ranks that shard the batch; None takes all that are left.
-            sequence_parallel: tp ranks shard the tokens too, where a layer is not sharded.
+            sequence_parallel: tp ranks shard the tokens too, between the sharded layers.
             schedule: "zoo"; a `Table` in its place; a card: a folder or "org/name@<sha>" of the Hub, whose plan for this model and these
                 devices, if it has one, gives the arguments that are not passed; a Schedule or its steps to replay, or the .json file that its `to_json` fills; a function of the schedule;
                 `extend(function)`: "zoo", and then the function; or "auto": "zoo", or for a family without a
@@ -78,50 +78,50 @@ class AutoScheduledModel:
                 this mesh equals the plain one.
             pipeline_order: 1f1b, gpipe, interleaved_1f1b, looped_bfs, interleaved_zero_bubble,
                 zbv or dualpipev; or a .csv file with an order of your own (see the guide, "Pipelines").
-            stages_per_rank: of an interleaved order, from 2.
-            auto_class: which head; None takes the checkpoint's own class.
-            dtype: of the parameters; "auto" takes the checkpoint's.
+            stages_per_rank: stages on each rank in an interleaved order, at least 2.
+            auto_class: head class; None takes the checkpoint's own.
+            dtype: dtype of the parameters; "auto" takes the checkpoint's.
             precision: "bf16" or "fp16": fp32 parameters, gradients and optimizer states, and 16 bits
                 in forward and backward; "bf16-pure": 16 bits everywhere; "fp32". None computes in
                 the dtype of the parameters.
-            dp_shard: dp ranks that divide parameters, gradients and optimizer states among them
-                (ZeRO); it divides dp, and the groups of so many ranks are copies of each other.
-            zero_stage: 3 makes a block whole only while it runs; 2 all of a stage while a step runs; both
-                sum gradients over dp after each micro-batch, 1 once per step, from whole ones.
+            dp_shard: dp ranks over which parameters, gradients and optimizer states are sharded (ZeRO), a
+                divisor of dp; the groups of so many ranks are replicas of each other.
+            zero_stage: 3 gathers the parameters of a block only while it runs; 2 gathers all of a stage for a
+                step; both reduce gradients after each micro-batch, 1 once per step, unsharded until then.
             device: None takes this rank's GPU, or the CPU.
             micro_batches: default of `train_step`.
-            checkpoint_ratio: share of the blocks whose activations are recomputed.
-            checkpoint_policy: what those blocks keep: "" nothing, "save_matmuls" the results of
-                matrix products, "offload" everything, in the memory of the host (on a GPU), "sharded"
-                nothing, and of a block's input a share on each tp rank; or a list of one policy per
+            checkpoint_ratio: share of the blocks whose activations are recomputed, 0 to 1.
+            checkpoint_policy: what those blocks keep: "" nothing, "save_matmuls" the outputs of
+                matrix products, "offload" everything, in host memory (on a GPU), "sharded"
+                nothing but a tp shard of a block's input; or a list of one policy per
                 block: "keep", "recompute", "save_matmuls", "offload" or "sharded".
             activation_memory: most bytes that a rank keeps for its backwards, "8GiB" or bytes: the
-                cheapest policy per block is chosen by the planner's figures; refused, with the
-                nearest that fits, before anything is allocated.
-            micro_batch_shape: rows and tokens of the micro-batches that the budget is for.
-            attention: back end: sdpa (default), eager, flash (the package flash-attn), flex or
-                xformers; one that the family or the device cannot have is refused.
-            kernels: fast paths: "auto" takes those that were measured not to lose on this device
-                (where nothing was, what needs no timing), "measure" measures them first, once,
-                "reference" none, a name or a list exactly these; `model.schedule.kernels` says why.
+                planner chooses the cheapest policy per block; if none fits, the nearest budget is
+                named before anything is allocated.
+            micro_batch_shape: (rows, tokens) of the micro-batches, which `activation_memory` needs.
+            attention: backend: sdpa (default), eager, flash (the package flash-attn), flex or
+                xformers; SlapoError if family or device do not support it.
+            kernels: "auto" takes the kernels that were measured not to be slower on this device
+                (unmeasured ones only where no timing is needed), "measure" measures them first, once,
+                "reference" takes none, a name or a list exactly these; `model.schedule.kernels` says why.
                 A model that you compile as a whole is best loaded with "reference".
-            seed: of dropout and of weights that the checkpoint lacks.
+            seed: seed of dropout and of weights that the checkpoint lacks.
             revision: branch, tag or commit of the Hub.
-            allow_pickle: read `.bin` files; they are pickles, refused otherwise.
-            max_load_memory: most memory that this rank's weights may take, "8GB" or bytes: refused
+            allow_pickle: read `.bin` files, which are pickles; refused otherwise.
+            max_load_memory: most memory that this rank's weights may take, "8GB" or bytes: checked
                 before anything is allocated.
-            check_finite: warn about tensors that hold NaN or infinity.
+            check_finite: warn about tensors that contain NaN or infinity.
             trust_remote_code: run the `schedule.py` of a card that is pinned to a sha.
             verify: "quick" refuses a card whose schedule is wrong on a small model of the family;
-                "off" trusts it.
-            map_weights: on the CPU, leave in the mapped files what lies there in one piece until
-                `train()` copies it; False reads all of it now. The files must stay as they are
-                meanwhile; replacing them by a rename, as every save of ours does, is no change.
-            target: the engine that trains it: torch, deepspeed or megatron.
-            target_options: of that engine, as `init_target_engine` takes them, e.g.
+                "off" skips the check.
+            map_weights: on the CPU, leave contiguous tensors in the memory-mapped files until
+                `train()` copies them; False reads all of them now. Mapped files must not be changed
+                in place; replacing them by a rename, as every save of ours does, is safe.
+            target: engine that trains the model: torch, deepspeed or megatron.
+            target_options: options of that engine, as `init_target_engine` takes them, e.g.
                 `{"config": "ds.json", "optimizer": AdamW}`.
-            config_changes: fields of the config to change, e.g. `num_labels=3`; and what
-                `from_pretrained` of transformers takes: token, cache_dir, local_files_only, subfolder,
+            config_changes: fields of the config to change, e.g. `num_labels=3`; and arguments of
+                transformers' `from_pretrained`: token, cache_dir, local_files_only, subfolder,
                 variant, config, attn_implementation, torch_dtype, ignore_mismatched_sizes, ....
 
         Returns:
@@ -129,7 +129,7 @@ class AutoScheduledModel:
             model has, its `model` and `optimizer`, and `update(batch)` for a whole step.
 
         Raises:
-            SlapoError: a knob of the wrong type, or an unknown one: the nearest names are told; an
+            SlapoError: an argument of the wrong type, or an unknown one (with the nearest names); an
                 engine that does not exist, is not installed, or lacks an option.
         """
         hub = HubArguments.taken(config_changes)
@@ -182,7 +182,7 @@ class AutoScheduledModel:
         target: str | None = "torch",
         target_options: Mapping[str, Any] | None = None,
     ) -> Any:
-        """A model with new weights, the same for every (tp, pp, dp); arguments as above."""
+        """Make a model with new weights, the same for every (tp, pp, dp); see `from_pretrained` for the arguments."""
         options = LoaderOptions(
             tp=tp, pp=pp, dp=dp, sequence_parallel=sequence_parallel, schedule=schedule,
             pipeline_order=pipeline_order, stages_per_rank=stages_per_rank, auto_class=auto_class,
@@ -199,7 +199,7 @@ class AutoScheduledModel:
 
 
 def _prepared(options: LoaderOptions, config: Any, mesh: Mesh, dtype: torch.dtype) -> LoaderOptions:
-    """The options with a schedule that can be applied and with a policy for each block of a budget."""
+    """Return the options with the schedule resolved and the activation budget turned into policies per block."""
     trust = Trust(options.trust_remote_code, options.verify)
     options = resolve_schedule(options, config, options.auto_class, mesh, trust)
     return within_budget(options, config, mesh, dtype)

@@ -1,4 +1,4 @@
-"""`schedule="auto"`: a derived table, from this process, the cache, or a process that proves it."""
+"""The argument `schedule="auto"`: get a derived and proven table from memory, a cache or a proving process."""
 
 import copy
 import hashlib
@@ -32,14 +32,13 @@ KNOBS = ("sequence_parallel", "pipeline_order", "stages_per_rank")  # what a pro
 
 
 def proven_table(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -> Table:
-    """Return the proven table of a model, the same on all ranks.
+    """Return the proven table of a model, the same on all ranks; a collective call.
 
-    It is looked up in the cache of this user; if it is not there, rank 0 has it derived by a process
-    of its own, and the others wait. Without tp and pp a model that cannot be proven has a table all the
-    same: the one that takes a batch in one piece.
+    Where this user's cache lacks it, rank 0 has a separate process derive and prove it. If no table can be
+    proven and tp = pp = 1, the table shards nothing and takes a batch in one piece.
 
     Raises:
-        ArchitectureError: none is right; the module in the way is named.
+        ArchitectureError: no table is right; the module that prevents it is named.
     """
     sizes = (mesh.tp, mesh.pp, min(mesh.dp, 2))
     file = cache_file(config, cls, sizes, options)
@@ -60,7 +59,7 @@ def proven_table(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -> Ta
 
 
 def _document(request: dict[str, Any], file: Path, mesh: Mesh) -> dict[str, Any]:
-    """The proof that rank 0 asks for: from the cache, else from a process of its own."""
+    """Return on all ranks the proof that rank 0 finds in the cache or gets from a process of its own."""
     cached = _read(file) if mesh.rank == 0 else None
     process = python_apart(CHILD, request) if mesh.rank == 0 and cached is None else None
     try:
@@ -75,7 +74,7 @@ def _document(request: dict[str, Any], file: Path, mesh: Mesh) -> dict[str, Any]
 
 
 def _outcome(process: ProcessApart, file: Path) -> dict[str, Any] | None:
-    """The document, what went wrong, or None while the process runs."""
+    """Return the process's proof, or {"error_of": parts of the error}; None while it runs."""
     ended = process.poll(TIMEOUT_S)
     if ended is None:
         return None
@@ -87,7 +86,7 @@ def _outcome(process: ProcessApart, file: Path) -> dict[str, Any] | None:
 
 
 def cache_file(config: Any, cls: Any, sizes: tuple[int, ...], options: BuildOptions) -> Path:
-    """Return the file in which the proof of a model on a mesh is cached, named by its code, config and versions."""
+    """Return the cache file of a model's proof on a mesh; its name is a digest of code, config and versions."""
     from huggingface_hub import constants
 
     asked = [sizes, *(getattr(options, knob) for knob in KNOBS)]

@@ -1,4 +1,4 @@
-"""create_schedule and build: the language on any module, without the zoo."""
+"""create_schedule and build: the schedule language for any module, without the zoo."""
 
 from collections.abc import Callable
 from inspect import signature
@@ -29,14 +29,14 @@ def create_schedule(
     group: dist.ProcessGroup | None = None,
     **kwargs: Any,
 ) -> Schedule:
-    """A schedule of any module; the module tree is kept.
+    """Return an empty schedule of any module; the module tree is kept.
 
     Args:
         root: the model.
-        name: kept for the original's signature; a path says it all here.
-        path: likewise.
-        parent: likewise; select below a schedule with `sch["path"]`.
-        group: the ranks that divide the model; None takes all processes, or one without a group.
+        name: must be empty; argument of the original Slapo.
+        path: must be empty, likewise.
+        parent: must be None, likewise; select below a schedule with `sch["path"]`.
+        group: tp ranks; None takes all processes, or one without a process group.
         **kwargs: `mesh=` for sizes of tp, pp and dp, `seed=` of the random streams.
 
     Raises:
@@ -55,13 +55,13 @@ def create_schedule(
 def build(
     sch: Schedule, target: str | None = None, init_weights: bool | Callable = True, **kwargs: Any
 ) -> Any:
-    """The runnable model of a schedule; or, with `target=`, the engine that runs it.
+    """Return the runnable model of a schedule; or, with `target=`, the engine that runs it and its optimizer.
 
     Args:
         sch: a schedule whose directives were applied.
         target: None or "torch" gives the model itself; else a dialect.
         init_weights: whether (or by which function) parameters on meta get values.
-        **kwargs: for the engine.
+        **kwargs: options of the engine.
     """
     warn_of_missing_sums(sch)
     if init_weights and any(p.is_meta for p in sch.model.parameters()):
@@ -73,14 +73,14 @@ def build(
 def consolidate_model(
     sch: Schedule, target: str, param_init_fn: Callable | None = None, **kwargs: Any
 ) -> None:
-    """Give parameters on meta their values: each full tensor is drawn alike on all ranks, then cut.
+    """Give parameters on meta their values: each unsharded tensor is drawn alike on all ranks, then cut.
 
     Args:
         sch: a schedule of a model built under `init_empty_weights`.
-        target: kept for the original's signature.
+        target: ignored; argument of the original Slapo.
         param_init_fn: called with a module, or with (module, path); None takes the model's own
             `_init_weights`, or the module's `reset_parameters`.
-        **kwargs: kept for the original's signature.
+        **kwargs: ignored, likewise.
     """
     state, plan = sch.state, plan_of(sch.state)
     tied: dict[int, nn.Parameter] = {}

@@ -1,4 +1,4 @@
-"""Names of the original Slapo that nothing inside of this package uses; the reference documents fix them."""
+"""Names of the original Slapo that nothing inside this package uses; the reference documents fix them."""
 
 import random
 from collections.abc import Iterator
@@ -22,9 +22,9 @@ class ScheduleMetadata:
     """Metadata of a schedule beside its program (the name and fields of the original Slapo).
 
     Args:
-        tie_weights: tied parameter --> the one it shares memory with, by name.
+        tie_weights: tied parameter --> the name under which it is saved.
         param_tags: keys that `annotate` has set.
-        primitives: primitive name --> how often it was used.
+        primitives: primitive name --> number of its uses.
     """
 
     tie_weights: dict[str, str] = field(default_factory=dict)
@@ -43,11 +43,11 @@ class ScheduleMetadata:
 
 @contextmanager
 def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> Iterator[None]:
-    """Build modules on meta within the context: their parameters take no memory.
+    """Context in which modules are built on meta: their parameters take no memory.
 
     Args:
         enable: False changes nothing.
-        include_buffers: put buffers on meta too; without, they are computed as usual.
+        include_buffers: put buffers on meta too; by default they are computed as usual.
     """
     if not enable:
         yield
@@ -94,12 +94,12 @@ def analyze_tie_weights(
 
 
 def is_module_list(module: nn.Module, name: str = "", parent: nn.Module | None = None) -> bool:
-    """Return whether a module is, or was before a trace, a ModuleList.
+    """Return whether a module is a ModuleList, or was one before a trace.
 
     Args:
         module: the module.
         name: its name in `parent`, when only a plain module is left of it.
-        parent: the module that holds it.
+        parent: the module that contains it.
     """
     if isinstance(module, nn.ModuleList) or original_class(module) is nn.ModuleList:
         return True
@@ -125,11 +125,11 @@ def set_random_seed(
 
     Args:
         seed: the same on all ranks.
-        dp_rank: our dp coordinate, or None without data parallelism.
-        pp_rank: our pp coordinate, or None.
-        tp_rank: our tp coordinate, or None; makes the state that `get_cuda_rng_tracker().fork()`
-            draws from, different on tp peers.
-        always_enable_tp_seed: seed differently on tp peers outside of `fork` too.
+        dp_rank: this rank's dp coordinate, or None without data parallelism.
+        pp_rank: its pp coordinate, or None.
+        tp_rank: its tp coordinate, or None; with it `get_cuda_rng_tracker().fork()` draws
+            differently on tp peers.
+        always_enable_tp_seed: seed differently on tp peers outside `fork` too.
 
     Returns:
         the seed of this rank.

@@ -1,4 +1,4 @@
-"""Schedule cards for one's own modules: publish_card writes one, apply_card schedules another instance by it."""
+"""Schedule cards for your own modules: publish_card writes one, apply_card schedules another instance by it."""
 
 import copy
 import functools
@@ -16,22 +16,22 @@ from slapo_zoo.parallel.mesh import Mesh
 
 
 def publish_card(sch: Schedule, place: str | Path, **options: Any) -> str:
-    """Publish the schedule of one's own module as a card; all ranks call it together.
+    """Publish the schedule of your own module as a card; a collective call of all ranks.
 
-    The card holds the directives and a digest of the module's tree and shapes, and no weights. For a
+    The card contains the directives and a digest of the module's tree and shapes, and no weights. For a
     model of the loader there is `model.push_schedule_to_hub`.
 
     Args:
-        sch: of `create_schedule`, with its directives applied.
-        place: a folder (a `Path`, what begins with `.`, `/` or `~`, or one that is there), or org/name
-            on the Hub, made when it is not there.
+        sch: schedule of `create_schedule`, with its directives applied.
+        place: a folder (a `Path`, a text that begins with `.`, `/` or `~`, or an existing one), or
+            org/name on the Hub, created if it does not exist.
         **options: token, private, tag, message, parent of a repository; a folder takes none.
 
     Returns:
-        what `apply_card` takes: the folder, or `org/name@sha`.
+        the argument for `apply_card`: the folder, or `org/name@sha`.
 
     Raises:
-        CardError: a directive holds a live object or a primitive that no card may name.
+        CardError: a directive holds a live object or a primitive that cards do not allow.
     """
     return publish(sch.mesh, functools.partial(card_of_module, sch), place, **options)
 
@@ -39,16 +39,16 @@ def publish_card(sch: Schedule, place: str | Path, **options: Any) -> str:
 def apply_card(
     module: nn.Module, card: str | Path, mesh: Mesh | None = None, seed: int = 0
 ) -> Schedule:
-    """Schedule a module by a card of `publish_card`; all ranks call it together.
+    """Schedule a module by a card of `publish_card`; a collective call of all ranks.
 
-    Nothing of the card is executed. Its class and digest are compared with the module, and its
-    directives are tried on a copy without memory, before the module is changed.
+    No code of the card is executed. Its class and digest are compared with the module, and its
+    directives are tried on a copy on meta, before the module is changed.
 
     Args:
         module: an instance of the class that the card was made for, of the same shapes.
         card: a folder, or `org/name@sha`.
         mesh: sizes of tp, pp and dp; None shards over all processes (tp).
-        seed: of the random streams.
+        seed: seed of the random streams.
 
     Returns:
         the schedule; `slapo_zoo.build(sch)` returns the runnable model.
@@ -64,7 +64,7 @@ def apply_card(
 
 
 def _without_memory(module: nn.Module) -> nn.Module:
-    """Copy a module, its parameters and buffers on meta."""
+    """Return a copy of a module with its parameters and buffers on meta."""
     tensors = [*module.parameters(), *module.buffers()]
     empty = {
         id(t): nn.Parameter(torch.empty_like(t, device="meta"), t.requires_grad)

@@ -1,4 +1,4 @@
-"""A card's plan as the defaults of a call: what was not given is taken from the plan for these devices."""
+"""Take arguments that a call of the loader leaves out from a card's plan for these devices."""
 
 import functools
 import inspect
@@ -32,14 +32,14 @@ WHERE = "from_pretrained"
 
 
 class Told(NamedTuple):
-    """Facts that rank 0 read: the tuning of the card, and whether its program is the zoo's own."""
+    """What rank 0 read from a card: its tuning, and whether its program is the zoo's own."""
 
     tuning: Mapping[str, Any]
     is_own: bool
 
 
 def planned(build: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with the plan of a card in place of arguments that were not given."""
+    """Decorate a loader function: arguments that were not given come from the plan of the card in `schedule=`."""
     signature = inspect.signature(build)
 
     @functools.wraps(build)
@@ -61,7 +61,7 @@ def planned(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def defaults(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that the card's plan adds; empty, and said why, where it has none for what is asked."""
+    """Return the arguments that a card's plan adds to those given (`asked`); {} where none fits. A collective call."""
     name = str(asked["schedule"])
     if name.endswith(".json") or asked.get("trust_remote_code"):
         return {}  # no card with reports, or a program in Python
@@ -106,7 +106,7 @@ def _read(name: str) -> Told:
 
 
 def _is_own(card: Card) -> bool:
-    """Return whether its program is the one that is published with this package."""
+    """Return whether a card's program equals the one published with this package for its family."""
     folder = CARDS / card.program.model_type
     return folder.is_dir() and load_card(str(folder)).program == card.program
 

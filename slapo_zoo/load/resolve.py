@@ -1,4 +1,4 @@
-"""Which schedule a model gets: the zoo's table, a derived one, a card, steps, or a function."""
+"""Resolve `schedule=` of a model: the zoo's table, a derived one, a card, steps, or a function."""
 
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ AFTER_KERNELS = ("checkpoint", "cut_pipeline_stage")
 
 
 class Trust(NamedTuple):
-    """How far a schedule card is trusted: whether its `schedule.py` may run; "quick" or "off"."""
+    """Trust in a schedule card: whether its `schedule.py` may run, and its verification, "quick" or "off"."""
 
     remote_code: bool = False
     verify: str = "quick"
@@ -32,13 +32,12 @@ class Trust(NamedTuple):
 def resolve_schedule(
     options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh, trust: Trust
 ) -> BuildOptions:
-    """The options with a schedule that `Outline` applies: a card becomes a function.
+    """Return the options with a schedule that `Outline` can apply: a card becomes steps or a function.
 
-    Every other kind stays as it is. A derived table is tried first, on a tiny model on this mesh.
+    A derived table is proven first, on a tiny model on this mesh. Other kinds stay as they are.
 
     Raises:
-        SlapoError: no table and no plan for the family, a card that does not fit, a derived table
-            whose model is not the plain one.
+        SlapoError: the family has no table and none can be derived; or the card does not fit.
     """
     kind = kind_of(options.schedule)
     if kind == "auto" and config.model_type not in families():
@@ -68,13 +67,10 @@ def resolve_schedule(
 def _card_steps(
     options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh, trust: Trust
 ) -> Any:
-    """Return the steps of a schedule card, or the function of a trusted `schedule.py`.
-
-    Nothing is applied yet: constraints and structure are checked first, and the loader replays the
-    steps on meta before it reads a weight.
+    """Return the steps of a schedule card, or the function of a trusted `schedule.py`; nothing is applied yet.
 
     Raises:
-        CardError: it does not fit, or does not compute what the plain model computes.
+        CardError: the card does not fit, or its model differs from the plain one.
     """
     name = str(options.schedule)
     if trust.remote_code:

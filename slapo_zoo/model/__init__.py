@@ -1,4 +1,4 @@
-"""A scheduled model: its class, its assembly from an outline, its memory and its numbers.
+"""Scheduled model: class, assembly from an outline, loader, memory report, watch over numbers.
 
 Imports `model.step`, `model.checkpoints` and lower.
 """

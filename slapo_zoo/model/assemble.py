@@ -1,4 +1,4 @@
-"""From an outline to a scheduled model: this rank's stage, the groups of its sums, the class."""
+"""Assemble a scheduled model from an outline: this rank's stage, process groups, weights, class."""
 
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class Assembly(Outline):
             self.shards = Shards.of(self.mesh, options.dp_shard, options.zero_stage)
 
     def require_attention(self) -> None:
-        """Refuse a back end that the family or the device cannot have."""
+        """Raise SlapoError for an attention backend that the family or the device does not support."""
         name, device = self.options.attention, torch.device(self.options.device)
         if name is not None:
             found = self.table.tunable.get("attention", ())
@@ -56,21 +56,21 @@ class Assembly(Outline):
             require_backend(name, self.cls, found, device, dtype)
 
     def weights_of(self, checkpoint: CheckpointFolder, load: LoadOptions) -> Ledger:
-        """Read this rank's bytes of a checkpoint; returns the ledger."""
+        """Read this rank's bytes of a checkpoint into the model; return the ledger of the reads."""
         return fill_from_folder(
             self.model, lambda: self.skeleton, self.plan, checkpoint,
             torch.device(self.options.device), self.units, self.seed, self.keys, load, self.shards,
         )  # fmt: skip
 
     def new_weights(self) -> Ledger:
-        """Fill the model with new weights, the same for every mesh; returns the ledger."""
+        """Fill the model with new weights, the same for every mesh; return the ledger."""
         place = torch.device(self.options.device)
         return fill_from_config(
             self.model, lambda: self.skeleton, self.plan, place, self.units, self.seed, self.shards,
         )  # fmt: skip
 
     def require_same_weights(self, what: str) -> None:
-        """Refuse ranks that hold other weights or another schedule; a collective call."""
+        """Raise MeshError where ranks hold different weights or schedules; a collective call."""
         if self.pipeline is not None and ranks_are_threads():  # in a step others compute meanwhile
             self.pipeline.prepare()
         history = "\n".join(f"{path} {step}" for path, step in self.schedule.history)
@@ -80,7 +80,7 @@ class Assembly(Outline):
         require_same_weights(what, self.mesh, tensors, self.specs, program, ranks)
 
     def finish(self, ledger: Any, micro_batches: int | None, folder: Path | None) -> Any:
-        """Give the filled model the class of a scheduled model."""
+        """Give the filled model its runtime state and class, and return it; `folder`: of its checkpoint, or None."""
         model = self.model
         warn_of_missing_sums(self.schedule)
         runtime = Runtime(
@@ -99,7 +99,7 @@ class Assembly(Outline):
         return model
 
     def divide(self, model: Any) -> None:
-        """Shard the parameters over dp where `dp_shard=` asks for it, and let parts of the model be called alone."""
+        """Shard the parameters over dp for `dp_shard=`, and make parts of the model callable alone."""
         blocks = block_paths(self.schedule, self.table)
         if self.shards is not None:
             shard_over_dp(model, blocks, self.shards)
@@ -111,13 +111,13 @@ class Assembly(Outline):
 
 
 def _groups(plan: RankPlan) -> dict[tuple[int, ...], Any]:
-    """Ranks --> process group, for each set of ranks of the plan that has us; a collective call."""
+    """Create a process group for each set of ranks of the plan; return this rank's. A collective call."""
     made = {ranks: new_group(list(ranks)) for ranks in plan.groups()}
     return {ranks: group for ranks, group in made.items() if plan.mesh.rank in ranks}
 
 
 def _take_generation_config(model: Any, folder: Path | None) -> None:
-    """Give the model the generation_config.json of its checkpoint, if there is one."""
+    """Load the generation_config.json of the checkpoint into the model, if there is one."""
     from transformers import GenerationConfig
 
     if model.can_generate() and folder is not None and (folder / "generation_config.json").exists():
@@ -125,7 +125,7 @@ def _take_generation_config(model: Any, folder: Path | None) -> None:
 
 
 def _refuse_dropped_layers(config: Any, mesh: Mesh) -> None:
-    """LayerDrop skips other blocks in each forward; stages agree on what crosses a cut beforehand."""
+    """Raise MeshError for LayerDrop with pp > 1: stages must know which blocks run."""
     for name, value in vars(config).items():
         if mesh.pp > 1 and name.endswith("layerdrop") and value:
             problem = f"found {value}, expected 0: a stage would wait for blocks that are left out"

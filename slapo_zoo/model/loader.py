@@ -1,4 +1,4 @@
-"""Load a model whose schedule is known: the same steps for weights of files and for new ones."""
+"""Load a model whose schedule is known: the same steps for weights from files and for new ones."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,14 +35,14 @@ Prepare = Callable[[LoaderOptions, Any, Mesh, torch.dtype], LoaderOptions]
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint: where it is, and how it is read.
+    """A checkpoint: its place, and how it is read.
 
     Args:
         name: a folder, or a model id of the Hub.
         revision: branch, tag or commit of the Hub.
         allow_pickle: read `.bin` files.
-        changes: fields of the config to change.
-        hub: how the Hub is asked, and how the files are named.
+        changes: fields of the config to override.
+        hub: arguments for the Hub and for names of files.
         load: limits and checks of the reading.
     """
 
@@ -54,12 +54,12 @@ class Source:
     load: LoadOptions = field(default_factory=LoadOptions)
 
     def find(self) -> Path:
-        """Return the checkpoint folder, downloaded if it has to be."""
+        """Return the checkpoint folder, downloaded if necessary."""
         return local_folder(self.name, self.revision, self.allow_pickle, self.hub)
 
     @contextmanager
     def open(self, step: str, mesh: Mesh, folder: Path) -> Iterator[tuple[Any, CheckpointFolder]]:
-        """The config and the opened files, of one save on all ranks, which call it together."""
+        """Context with (config, opened files) of the checkpoint, the same on all ranks; a collective call."""
 
         def read() -> tuple[Any, CheckpointFolder]:
             config = changed_config(folder, dict(self.changes), self.hub)
@@ -78,17 +78,17 @@ class Source:
 
 
 def as_it_is(options: LoaderOptions, config: Any, mesh: Mesh, dtype: torch.dtype) -> LoaderOptions:
-    """The options unchanged: their schedule is one that needs no proof, no card and no budget."""
+    """Return the options unchanged: the default `prepare`, for schedules without proof, card or budget."""
     return options
 
 
 @contextmanager
 def checked(step: str, options: LoaderOptions) -> Iterator[tuple[Mesh, LoaderOptions]]:
-    """The mesh of the options, and the options with their device; all that needs no file is checked.
+    """Context with (mesh, options with their device), after checks that need no files.
 
     Args:
-        step: as error messages name it.
-        options: of the model. Peers are told about an error in the block.
+        step: name of the running step for error messages.
+        options: options of the model; an error in the block is published to the other ranks.
     """
     mesh = make_mesh(options.tp, options.pp, options.dp)
     with rank_guard(step):
@@ -103,13 +103,13 @@ def checked(step: str, options: LoaderOptions) -> Iterator[tuple[Mesh, LoaderOpt
 def load_checkpoint(
     step: str, options: LoaderOptions, source: Source, prepare: Prepare = as_it_is
 ) -> Any:
-    """A model whose every rank has read only its own bytes of the checkpoint.
+    """Load a checkpoint as a scheduled model; every rank reads only its own bytes.
 
     Args:
-        step: as error messages name it.
-        options: of the model.
-        source: of the config and the weights.
-        prepare: gives the options a schedule that can be applied, once the config is known.
+        step: name of the running step for error messages.
+        options: options of the model.
+        source: the checkpoint.
+        prepare: (options, config, mesh, dtype) --> options whose schedule can be applied.
     """
     with checked(step, options) as (mesh, options):
         folder = source.find()
@@ -125,7 +125,7 @@ def load_checkpoint(
 
 
 def new_model(step: str, options: LoaderOptions, config: Any, prepare: Prepare = as_it_is) -> Any:
-    """A model with new weights, the same for every (tp, pp, dp); arguments as in `load_checkpoint`."""
+    """Make a scheduled model with new weights, the same for every (tp, pp, dp); see `load_checkpoint`."""
     with checked(step, options) as (mesh, options):
         fill = Assembly.new_weights
         return _build(step, options, mesh, config, lambda: torch.float32, fill, None, prepare)
@@ -139,13 +139,13 @@ def _build(
     """Build the model of a config and fill its parameters.
 
     Args:
-        step: as error messages name it.
-        options: checked.
-        mesh: of all ranks.
-        config: of `transformers`.
-        stored: dtype of the parameters where "auto" is asked for and the precision says none.
+        step: name of the running step for error messages.
+        options: checked options.
+        mesh: mesh of all ranks.
+        config: config of `transformers`.
+        stored: returns the dtype of the parameters for dtype="auto" without a precision.
         fill: gives the parameters their values; returns the ledger.
-        folder: of the checkpoint.
+        folder: folder of the checkpoint, or None.
         prepare: see `load_checkpoint`.
     """
     require_same_facts(step, mesh, facts_of(config, mesh, options))

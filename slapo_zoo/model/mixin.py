@@ -1,4 +1,4 @@
-"""Methods of a scheduled `transformers` model beyond its own class."""
+"""Methods that a scheduled model has beyond those of its `transformers` class."""
 
 import functools
 import tempfile
@@ -42,7 +42,7 @@ from slapo_zoo.zoo.hf_arguments import saved_stem
 
 
 class Scheduled(Structure, Generates, Recomputes):
-    """Mixed into the class of a scheduled model; parameters stay plain local tensors."""
+    """Mixin of a scheduled model's class; parameters stay plain local tensors."""
 
     _slapo: Runtime
     unscheduled_class: type  # of transformers
@@ -50,12 +50,12 @@ class Scheduled(Structure, Generates, Recomputes):
 
     @property
     def schedule(self) -> Schedule:
-        """The program that was applied."""
+        """The schedule that was applied to the model."""
         return self._slapo.schedule
 
     @property
     def mesh(self) -> Mesh:
-        """Sizes of tp, pp, dp and our coordinates."""
+        """Sizes of tp, pp and dp, and this rank's coordinates."""
         return self._slapo.schedule.mesh
 
     @property
@@ -65,11 +65,11 @@ class Scheduled(Structure, Generates, Recomputes):
 
     @property
     def ledger(self) -> Ledger:
-        """Ledger of the load: what was read, and how much memory it took."""
+        """Ledger of the load: what this rank read, and how much memory it took."""
         return self._slapo.ledger
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """An independent copy on the same mesh: an average of weights, a frozen reference."""
+        """Return an independent copy on the same mesh, e.g. for averaged weights or a frozen reference."""
         runtime, model = self._slapo, cast(nn.Module, self)
         memo.update({id(group): group for group in runtime.groups.values()})
         new = independent_copy(model, memo)
@@ -79,23 +79,23 @@ class Scheduled(Structure, Generates, Recomputes):
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickling is refused: half a model and its process groups make no file."""
+        """Raise SlapoError: a rank's shards and process groups cannot be pickled usefully."""
         problem = "a scheduled model is this rank's part, bound to its processes: no pickle"
         hint = "model.save_pretrained(folder); or torch.save(model.consolidated_state_dict(), file)"
         raise SlapoError(type(self).__name__, "pickle or torch.save", problem, hint)
 
     @property
     def accepts_loss_kwargs(self) -> Any:
-        """Refuse a plain Trainer, which would wrap this model in DDP; a Trainer reads this property first."""
+        """Attribute that a Trainer reads first; raises SlapoError in a plain Trainer, which would use DDP."""
         if self.mesh.world_size > 1 and not getattr(self, "_is_accelerate_prepared", False):
             problem = "it would wrap a model that is sharded over ranks in DDP"
             raise SlapoError("transformers.Trainer", "model", problem, "take ScheduledTrainer")
         return self.unscheduled_class.accepts_loss_kwargs  # pyright: ignore[reportAttributeAccessIssue]
 
     def train(self, mode: bool = True) -> Any:
-        """Set the mode; weights that are still mapped pages of a file become memory, since training writes.
+        """Set the mode; training mode copies memory-mapped weights into memory, since training writes them.
 
-        Parameters stay the objects that they are; frozen ones stay pages.
+        Parameters stay the same objects; frozen ones stay mapped.
         """
         if mode and self.ledger.mapped:
             model: Any = self
@@ -114,21 +114,21 @@ class Scheduled(Structure, Generates, Recomputes):
         loss_fn: Callable[[Any, dict[str, Any]], Tensor] | None = None,
         scaler: Any = None,
     ) -> Any:
-        """Forward and backward over the micro-batches; gradients are added to `.grad`.
+        """Run forward and backward over the micro-batches; gradients are added to `.grad`.
 
-        Losses and gradients equal those of one process on the whole batch, however it is sharded.
+        Losses and gradients equal those of one process on the whole batch, for every mesh.
 
         Args:
             batch: keyword arguments of the forward with labels: this dp rank's rows; tp and pp
                 peers pass the same ones.
-            micro_batches: how many equal parts the rows are divided into. BatchNorm takes its
+            micro_batches: number of equal parts of the rows. BatchNorm takes its
                 statistics over each part (of all dp ranks), as in plain gradient accumulation.
-            return_logits: keep and return the logits too; they cross the pipeline to every rank.
-            targets: of each loss term on this dp rank, where gradients of several batches add up:
-                how many all of them have (`losses.count_targets`). The loss is then this batch's
+            return_logits: return the logits too; they are sent from the last stage to every rank.
+            targets: for gradients accumulated over several batches: number of targets of each loss term
+                in all of them on this dp rank (`losses.count_targets`). The loss is then this batch's
                 share of the mean, and the shares add up as in one large batch.
             loss_fn: a loss of your own: (output, batch) --> the mean over the rows that it is given,
-                a scalar. It sees each micro-batch, with what else the batch holds; the loss of the
+                a scalar. It is called per micro-batch, with all entries of the batch; the loss of the
                 step is the mean over micro-batches and dp ranks. With `targets=[n]` it returns a
                 sum instead, and the loss of the step is the sum of all over the sum of n.
             scaler: a `slapo_zoo.GradScaler`: gradients are those of the scaled loss.
@@ -136,11 +136,11 @@ class Scheduled(Structure, Generates, Recomputes):
         Returns:
             the mean loss over the batch of all dp ranks, a scalar on every rank. With
             `return_logits` the model's own output object: this loss, and the logits of this dp
-            rank's rows, whole on every tp and pp rank.
+            rank's rows, unsharded on every tp and pp rank.
 
         Raises:
             StageError: code of the model failed in a stage; names stage, module and micro-batch.
-                After any error gradients and random streams are those of before.
+                After any error gradients and random streams are as before the call.
         """
         model: Any = self
         own_call = self.schedule.state.within(ForwardContext(is_call=True))
@@ -153,32 +153,32 @@ class Scheduled(Structure, Generates, Recomputes):
         self, optimizer: Any = None, batch: Mapping[str, Any] | None = None,
         micro_batches: int | None = None,
     ) -> Memory:  # fmt: skip
-        """Bytes that this rank holds by kind; prints as a table, with bytes per parameter.
+        """Return the bytes that this rank holds by kind; prints as a table, with bytes per parameter.
 
         Args:
-            optimizer: whose states count.
-            batch: as `train_step` takes it, on all ranks: what a step with it holds at its fullest
-                moment counts too. It is run once, and leaves no trace.
-            micro_batches: of that step.
+            optimizer: optimizer whose states are counted.
+            batch: argument of `train_step`, on all ranks: the peak of a step with it is counted
+                too. The step is run once, and leaves no trace.
+            micro_batches: number of micro-batches of that step.
         """
         with rank_guard("memory"):
             return memory(self, optimizer, batch, micro_batches)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Context in which a backward adds up gradients on this dp rank only, as with torch's DDP.
+        """Context in which backwards accumulate gradients on this dp rank only, as with torch's DDP.
 
-        The next backward outside averages all that has come together over dp.
+        The next backward outside averages all accumulated gradients over dp.
         """
         return self._slapo.calls.reducer.no_sync()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that the global 2-norm is at most `max_norm`; returns the norm."""
+        """Scale all gradients so that their global 2-norm is at most `max_norm`; return the norm before."""
         model: Any = self
         with rank_guard("clip_grad_norm_"):
             return self._slapo.data_parallel.clip_grad_norm_(model, max_norm)
 
     def consolidated_state_dict(self, grads: bool = False) -> dict[str, Tensor]:
-        """Full tensors (or gradients) under their HuggingFace names on rank 0, {} elsewhere."""
+        """Return {HuggingFace name: unsharded tensor or gradient} on rank 0, {} elsewhere; a collective call."""
         with rank_guard("consolidated_state_dict"):
             refresh_specs(self, "consolidated_state_dict")
             local = consolidate.local_tensors(self, self._slapo.specs, self.mesh, grads)
@@ -187,26 +187,25 @@ class Scheduled(Structure, Generates, Recomputes):
     def stream_weights(
         self, dtype: Any = None, bucket: int | str = "512MB", ranks: Collection[int] = (0,)
     ) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors as `save_pretrained` would write them: `for name, tensor in ...`, on all ranks.
+        """Yield (name, unsharded tensor) as `save_pretrained` would write them, bucket by bucket.
 
-        A collective iteration: every rank runs it to its end, and gets pairs where it is in `ranks`.
+        A collective iteration: every rank runs it to its end; ranks outside `ranks` get no pairs.
 
         Args:
-            dtype: of the floating tensors; None: as they are.
-            bucket: most bytes that are held beyond the model at a time ("512MB"); a tensor that is
-                larger comes alone.
-            ranks: which get the tensors.
+            dtype: dtype of floating tensors; None: as they are.
+            bucket: most bytes held beyond the model at a time, e.g. "512MB"; a larger tensor comes alone.
+            ranks: ranks that get the tensors.
         """
         from slapo_zoo.model.checkpoints.weight_stream import stream_weights
 
         return stream_weights(self, dtype, bucket, ranks)
 
     def load_stream(self, stream: Iterable[tuple[str, Tensor]] | None, rank: int = 0) -> None:
-        """Take what `stream_weights` of any mesh gave into this model; a collective call.
+        """Load the pairs that `stream_weights` of any mesh yields into this model; a collective call.
 
         Args:
-            stream: pairs of name and whole tensor; looked at on one rank only.
-            rank: which has them.
+            stream: (name, unsharded tensor) pairs; read on one rank only.
+            rank: the rank that reads `stream`.
         """
         from slapo_zoo.model.checkpoints.weight_stream import load_stream
 
@@ -215,23 +214,23 @@ class Scheduled(Structure, Generates, Recomputes):
     def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
         """Add a new LoRA adapter of peft and train it alone; a collective call on all ranks.
 
-        Its matrices are sharded as the weights beside which they stand, and drawn alike for every
-        (tp, pp, dp). All that took peft's layers still does: `set_adapter`, `disable_adapters`.
+        Its matrices are sharded like the weights beside them, and drawn alike for every (tp, pp, dp).
+        peft's methods work as usual: `set_adapter`, `disable_adapters`.
 
         Args:
             adapter_config: a `peft.LoraConfig`.
-            adapter_name: "default" unless given.
+            adapter_name: None takes "default".
         """
         self._add_adapter(adapter_config, adapter_name or "default", None)
 
     def load_adapter(
         self, peft_model_id: Any, adapter_name: str | None = None, is_trainable: bool = False
     ) -> None:
-        """Add the adapter of a folder that peft or `save_adapter` wrote; a collective call.
+        """Load an adapter from a folder that peft or `save_adapter` wrote; a collective call.
 
         Args:
             peft_model_id: the folder.
-            adapter_name: "default" unless given.
+            adapter_name: None takes "default".
             is_trainable: whether its matrices take gradients.
         """
         folder, name = Path(peft_model_id), adapter_name or "default"
@@ -252,11 +251,11 @@ class Scheduled(Structure, Generates, Recomputes):
             adapters.add_adapter(self, config, name, inject, folder)
 
     def save_adapter(self, save_directory: Any, adapter_name: str | None = None) -> None:
-        """Write an adapter that plain peft loads, whole; all ranks call it together.
+        """Write an adapter unsharded, as plain peft loads it; a collective call of all ranks.
 
         Args:
-            save_directory: new, empty, or of an older adapter; it appears by one rename.
-            adapter_name: the active one unless given.
+            save_directory: folder that is new, empty, or of an older adapter; it appears by one rename.
+            adapter_name: None takes the active one.
         """
         with rank_guard("save_adapter"):
             adapters.save_adapter(self, Path(save_directory), self._adapter(adapter_name))
@@ -264,7 +263,7 @@ class Scheduled(Structure, Generates, Recomputes):
     def get_adapter_state_dict(
         self, adapter_name: str | None = None, grads: bool = False
     ) -> dict[str, Tensor]:
-        """Whole matrices (or gradients) of an adapter, by their keys in files: rank 0, else {}."""
+        """Return {key in files: unsharded matrix or gradient} of an adapter on rank 0, {} elsewhere."""
         with rank_guard("get_adapter_state_dict"):
             return adapters.consolidated_adapter(self, self._adapter(adapter_name), grads)
 
@@ -274,7 +273,7 @@ class Scheduled(Structure, Generates, Recomputes):
 
     @property
     def peft_config(self) -> Any:
-        """Configs of the adapters, as peft keeps them at a model: adapter name --> config."""
+        """Configs of the adapters, as peft keeps them: adapter name --> config."""
         if not self._slapo.peft_config:
             raise AttributeError("peft_config")
         return self._slapo.peft_config
@@ -300,15 +299,16 @@ class Scheduled(Structure, Generates, Recomputes):
         check_finite: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Write a checkpoint that plain `transformers` loads; all ranks call it together.
+        """Write a checkpoint that plain `transformers` loads; a collective call of all ranks.
 
-        With an adapter only that is written, as `transformers` does; see `save_adapter`. Each rank writes its own slices; the folder appears by one rename when all is written.
+        Each rank writes its own slices; the folder appears by one rename when all are written. With an
+        adapter only the adapter is written, as `transformers` does; see `save_adapter`.
 
         Args:
-            save_directory: the folder, on a file system that all ranks share.
+            save_directory: folder on a file system that all ranks share.
             max_shard_size: largest file, "5GB" or bytes.
             push_to_hub: upload the saved model afterwards.
-            dtype: in which floating tensors are written; None: as they are.
+            dtype: dtype in which floating tensors are written; None: as they are.
             check_finite: refuse to replace an older checkpoint by weights with NaN or infinity.
             kwargs: repo_id, token, private, commit_message, variant, ... as in `transformers`.
         """
@@ -333,13 +333,13 @@ class Scheduled(Structure, Generates, Recomputes):
             _on_first(self.mesh, push and push.upload)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> None:
-        """Upload the weights as plain `transformers` reads them, with the schedule beside them.
+        """Upload the weights as plain `transformers` reads them, with the schedule as a card beside them.
 
-        All ranks call it together; they share a temporary folder. `schedule=repo_id` then trains
+        A collective call of all ranks, which share a temporary folder. `schedule=repo_id` then trains
         with the same schedule, if it can be published: a live function cannot.
 
         Args:
-            repo_id: org/name on the Hub; made when it is not there.
+            repo_id: org/name on the Hub; created if it does not exist.
             kwargs: token, private, commit_message, max_shard_size, ... as in `save_pretrained`.
         """
         with tempfile.TemporaryDirectory() as mine:
@@ -355,12 +355,12 @@ class Scheduled(Structure, Generates, Recomputes):
         any_size: bool = False,
         **kwargs: Any,
     ) -> str:
-        """Publish the schedule as a card; return what `schedule=` takes. All ranks call it together.
+        """Publish the schedule as a card; return the value for `schedule=`. A collective call of all ranks.
 
         Args:
-            repo_id: org/name on the Hub, or a folder: a `Path`, `./...`, or one that is there.
+            repo_id: org/name on the Hub, or a folder: a `Path`, `./...`, or an existing one.
             base_model: id of the checkpoint that it is for; None takes the config's own.
-            any_size: for every size of the model that meets the constraints.
+            any_size: publish for every size of the model that meets the constraints.
             kwargs: token, private, tag, message, parent; a folder takes none.
         """
         from slapo_zoo.cards.publish import card_of, publish
@@ -378,14 +378,14 @@ class Scheduled(Structure, Generates, Recomputes):
 
 
 def _on_first(mesh: Mesh, action: Callable[[], None] | None) -> None:
-    """Rank 0 does it, the others wait; its failure is theirs."""
+    """Run `action` on rank 0 while the others wait; its failure is raised on all. None does nothing."""
     if action is not None:
         together(mesh, "push_to_hub", action if mesh.rank == 0 else lambda: None)
 
 
 @functools.cache
 def scheduled_class(cls: type) -> type:
-    """The class of a scheduled model: `cls` with our methods, under its own name."""
+    """Return the class of a scheduled model: `cls` with the methods of `Scheduled`, under its own name."""
 
     @functools.wraps(cls.forward)  # pyright: ignore[reportAttributeAccessIssue]
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

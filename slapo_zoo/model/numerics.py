@@ -1,4 +1,4 @@
-"""Where does a number go wrong? The first NaN or infinity, replicas that drift, losses that jump."""
+"""Watch numbers during training: the first NaN or infinity, replicas that differ, loss spikes."""
 
 import math
 import statistics
@@ -28,7 +28,7 @@ class NumericsWarning(UserWarning):
 
 
 class NumericsWatch:
-    """Watch the modules of a scheduled model while it trains; nothing is watched unless asked for.
+    """Context that watches the modules of a scheduled model while it trains.
 
         with NumericsWatch(model) as watch:
             loss = model.train_step(batch)
@@ -39,8 +39,8 @@ class NumericsWatch:
     the module, the rank and the rows of the micro-batch; through `train_step` it reaches all ranks.
 
     Args:
-        model: of AutoScheduledModel.
-        spike: a loss so many times the median of the last 50 is reported.
+        model: a scheduled model.
+        spike: report a loss larger than this many times the median of the last 50.
 
     Attributes:
         reports: every warning, as text.
@@ -96,7 +96,7 @@ class NumericsWatch:
         raise NumericsError(f"rank {rank}", f"{path}, {what}", problem, hint)
 
     def step(self, loss: Tensor | float) -> bool:
-        """Note the loss of a step; whether it jumped."""
+        """Record the loss of a step; return whether it is a spike or not finite, and warn then."""
         value = float(loss)
         usual = statistics.median(self._losses) if len(self._losses) >= LEAST else None
         jumped = not math.isfinite(value) or (usual is not None and value > self.spike * usual)
@@ -108,7 +108,7 @@ class NumericsWatch:
         return jumped
 
     def replicas(self) -> list[str]:
-        """Parameters that are not the same, bit for bit, on ranks that hold the same; collective."""
+        """Return a line for each parameter whose replicas are not equal bit for bit, and warn; a collective call."""
         mesh = self.model.mesh
         named = self.model.named_parameters()
         mine = {name: (part_of(self.model, name), digest_of_tensor(p)) for name, p in named}
@@ -133,7 +133,7 @@ class NumericsWatch:
 
 
 def part_of(model: Any, name: str) -> str:
-    """Name the shard of a parameter that this rank holds."""
+    """Return a text that identifies this rank's shard of a parameter; equal texts hold equal elements."""
     row = model.plan.of(name)
     if row is None:
         return "all"

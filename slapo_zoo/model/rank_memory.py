@@ -1,4 +1,4 @@
-"""Memory of a rank, by kind: now, or at the peak of a training step."""
+"""Memory of a rank by kind: now, or at the peak of a training step."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,16 +16,16 @@ from slapo_zoo.weights.ledger import human
 
 @dataclass(frozen=True)
 class Memory:
-    """Predicted bytes on this rank: weights, gradients, optimizer state, activations and buffers.
+    """Measured bytes on this rank, by kind.
 
     Args:
-        parameters: of this rank's part of the model before dp divides it, a number and no bytes.
-        weights: what the model computes with: parameters, or the casts and whole tensors of a step.
+        parameters: number of parameters of this rank, before ZeRO shards them.
+        weights: bytes the model computes with: parameters, or the casts and gathered tensors of a step.
         masters: parameters that a step casts or gathers before it computes.
-        gradients: `.grad`.
-        states: of the optimizer.
-        activations: what a step keeps for its backward, and its short-lived tensors.
-        buffers: what stages of a pipeline receive.
+        gradients: `.grad` of all parameters.
+        states: tensors of the optimizer's state.
+        activations: tensors kept for the backward, and short-lived ones.
+        buffers: receive buffers of pipeline stages.
     """
 
     parameters: int
@@ -58,7 +58,7 @@ class Memory:
 def memory(
     model: Any, optimizer: Any, batch: Mapping[str, Any] | None, micro_batches: int | None
 ) -> Memory:
-    """Return the memory of a scheduled model: see `Scheduled.memory`."""
+    """Return the memory of a scheduled model on this rank; arguments: `Scheduled.memory`."""
     held = {id(p): p for p in model.parameters()}.values()
     computes, plan = model._slapo.precision.dtype, model._slapo.plan
     shapes = {
@@ -85,13 +85,13 @@ def memory(
 
 
 def _bytes(tensors: Iterable[Any]) -> int:
-    """Count the bytes of the storages behind some tensors; a shared storage counts once."""
+    """Return the bytes of the storages behind some tensors; a shared storage counts once."""
     held = (held_here(x).untyped_storage() for x in tensors if isinstance(x, Tensor))
     return sum({s._cdata: s.nbytes() for s in held}.values())
 
 
 def _in_step(model: Any, batch: Mapping[str, Any], micro_batches: int | None) -> Any:
-    """Bytes by kind at the fullest moment of a step's forward and backward."""
+    """Return {kind: bytes} at the peak of one training step."""
     with _left_as_it_was(model), LiveBytes() as live:
         hooks = [p.register_hook(lambda grad: live.note(grad, "gradients") if grad is not None else None)
                  for p in model.parameters() if p.requires_grad]  # fmt: skip
@@ -105,7 +105,7 @@ def _in_step(model: Any, batch: Mapping[str, Any], micro_batches: int | None) ->
 
 @contextmanager
 def _left_as_it_was(model: Any) -> Iterator[None]:
-    """A step within it leaves no gradients, moves no random stream and no statistics."""
+    """Context in which a step leaves gradients, random stream, loss scale and buffers as they were."""
     stream, precision = model._slapo.schedule.state.random, model._slapo.precision
     before = stream.step, precision.scale, precision.good_steps
     parameters, buffers = list(model.parameters()), list(model.buffers())

@@ -1,7 +1,7 @@
-"""Ranks that would train on a mixture are found before the first step: one gathered digest each.
+"""Check before the first step that all ranks have the same arguments, schedule and weights.
 
-Torch's DDP compares shapes and broadcasts rank 0's state. Here nothing is broadcast: ranks that
-differ were started or fed differently, and that is an error that names them and what differs.
+torch's DDP compares shapes and broadcasts rank 0's state. Here nothing is broadcast: ranks that
+differ were started or fed differently, and that is an error that names them and the difference.
 """
 
 import platform
@@ -26,7 +26,7 @@ OWN = ("device", "schedule", "target_options")
 
 
 def facts_of(config: Any, mesh: Mesh, options: LoaderOptions) -> dict[str, str]:
-    """Return the arguments that all ranks must have been given alike, as texts by name."""
+    """Return {name: text} of all arguments, versions and config fields that must be equal on all ranks."""
     found = software() | {"Python": platform.python_version()}
     asked = {name: value for name, value in vars(options).items() if name not in OWN}
     found |= {name: getattr(v, "__name__", None) or repr(v) for name, v in asked.items()}
@@ -38,12 +38,12 @@ def facts_of(config: Any, mesh: Mesh, options: LoaderOptions) -> dict[str, str]:
 
 
 def require_same_facts(what: str, mesh: Mesh, facts: Mapping[str, str]) -> None:
-    """MeshError on all ranks where one was given something else; a collective call.
+    """Raise MeshError on all ranks where one rank has different facts; a collective call.
 
     Args:
-        what: the step, as error messages name it.
-        mesh: of all ranks; how it is sharded may differ too.
-        facts: of this rank.
+        what: name of the running step for error messages.
+        mesh: mesh of all ranks.
+        facts: this rank's name --> text.
     """
     for found in _if_different(what, mesh, facts):
         rank, name = _first_difference(found)
@@ -54,7 +54,7 @@ def require_same_facts(what: str, mesh: Mesh, facts: Mapping[str, str]) -> None:
 
 
 def _if_different(what: str, mesh: Mesh, facts: Mapping[str, str]) -> Iterator[list[Any]]:
-    """The facts of all ranks, by rank, if they are not the same."""
+    """Yield the facts of all ranks, by rank, if they differ; else nothing."""
     if unlike(together(mesh, what, lambda: digest(sorted(facts.items())))):
         yield together(mesh, what, lambda: dict(facts))
 
@@ -69,15 +69,15 @@ def require_same_weights(
     what: str, mesh: Mesh, tensors: Mapping[str, Tensor], specs: Sequence[TensorSpec], history: str,
     dp_shard: int = 1,
 ) -> None:  # fmt: skip
-    """MeshError on all ranks where copies of a tensor differ in a sample; a collective call.
+    """Raise MeshError on all ranks where schedules, or samples of replicated tensors, differ; a collective call.
 
     Args:
-        what: the step, as error messages name it.
-        mesh: of all ranks.
-        tensors: parameters of this rank, by their names in the whole model.
-        specs: of the whole model: what no mesh dim divides is the same on all ranks of a stage.
-        history: the schedule.
-        dp_shard: dp ranks that hold different rows.
+        what: name of the running step for error messages.
+        mesh: mesh of all ranks.
+        tensors: name in the whole model --> parameter of this rank.
+        specs: specs of the whole model: tensors without placement are equal on all ranks of a stage.
+        history: digest of the schedule.
+        dp_shard: number of dp ranks that hold different rows.
     """
     if mesh.world_size == 1:
         return
@@ -111,7 +111,7 @@ def _raise_different(
 
 
 def _samples(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """Some values of each tensor; few, because each may be a page of a mapped file."""
+    """Return {name: some values}; few, because each may be a page of a mapped file."""
     picked = {}
     for name, tensor in tensors.items():
         flat = tensor.detach().reshape(-1)

@@ -1,4 +1,4 @@
-"""What is written and read back while a model trains: training checkpoints, whole weights, adapters.
+"""Files of a model in training: training checkpoints, streams of unsharded weights, adapters.
 
 Imports `model.dp`, `model.gradients`, `cards` and lower.
 """

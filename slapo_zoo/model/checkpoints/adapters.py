@@ -1,13 +1,11 @@
-"""LoRA adapters of peft on a sharded model: each matrix is placed by the weight that it stands beside.
+"""LoRA adapters of peft on a sharded model: each matrix is sharded like the weight beside it.
 
 With y = W x + s B A x, h = A x of a few columns:
-
-    W column-parallel   B divided as W along its outputs, A whole; dA is a part on each rank
-    W row-parallel      A divided as W along its inputs, the sum of W's product also on h; B whole
-    W whole             both whole
+    W column-parallel   B is sharded as W along its outputs, A replicated; dA is all-reduced
+    W row-parallel      A is sharded as W along its inputs, and h is all-reduced too; B is replicated
+    W replicated        both are replicated
 
 One process takes every LoRA of peft, with what it trains beside the matrices (`modules_to_save`, DoRA, biases).
-
 source:  Hu et al. 2021, LoRA, arXiv:2106.09685; Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053
 """
 
@@ -53,10 +51,10 @@ class Matrix:
     """One LoRA matrix (A or B) of one layer, and how it is sharded.
 
     Args:
-        key: in the files of peft.
+        key: name in peft's files.
         parameter: name in the model.
-        shape: of the whole matrix.
-        directives: what divides it here, or sums its gradient.
+        shape: unsharded shape.
+        directives: directives that shard it, or sum its gradient.
     """
 
     key: str
@@ -68,14 +66,14 @@ class Matrix:
 def add_adapter(
     model: Any, config: Any, name: str, inject: Callable[[], None], folder: Path | None = None
 ) -> None:
-    """Let peft put its layers in, then give every rank its part of new or saved matrices.
+    """Let peft insert its layers, then give every rank its shards of new or saved matrices.
 
     Args:
-        model: scheduled.
+        model: a scheduled model.
         config: a LoraConfig, the same on every rank.
-        name: of the adapter.
-        inject: makes the layers of peft, in sizes of the local weights.
-        folder: saved by peft or by `save_adapter`; None draws, alike for every layout.
+        name: name of the adapter.
+        inject: function that lets peft insert its layers, in sizes of the local weights.
+        folder: an adapter that peft or `save_adapter` wrote; None draws new values, alike for every layout.
     """
     together(model.mesh, STEP, lambda: _check_config(model, config))
     matrices: list[Matrix] = []
@@ -94,7 +92,7 @@ def add_adapter(
 
 
 def _inject(model: Any, inject: Callable[[], None]) -> None:
-    """Put peft's layers in; refused where a stage has no target, as peft would know no adapter there."""
+    """Insert peft's layers; SlapoError on all ranks where a stage has no target module."""
     from peft.tuners.tuners_utils import NoMatchingPeftModuleError
 
     def attempt() -> tuple[int, str]:
@@ -114,7 +112,7 @@ def _inject(model: Any, inject: Callable[[], None]) -> None:
 
 
 def _beside(model: Any, name: str) -> dict[str, Tensor]:
-    """All tensors that peft saves of an adapter, by key in its files; on one process, else {}."""
+    """Return {key in peft's files: tensor} of all tensors of an adapter on one process; {} on several."""
     from peft import get_peft_model_state_dict
 
     if model.mesh.world_size > 1:
@@ -124,7 +122,7 @@ def _beside(model: Any, name: str) -> dict[str, Tensor]:
 
 
 def saved_config(folder: Path, is_trainable: bool) -> Any:
-    """Read the peft config of a saved adapter."""
+    """Return the peft config of a saved adapter; SlapoError if the folder has none."""
     from peft import PeftConfig
 
     if not (folder / CONFIG).exists():
@@ -136,14 +134,14 @@ def saved_config(folder: Path, is_trainable: bool) -> Any:
 
 
 def save_adapter(model: Any, folder: Path, name: str) -> None:
-    """Write what peft reads: adapter_config.json and adapter_model.safetensors, whole matrices."""
+    """Write adapter_config.json and adapter_model.safetensors, unsharded as peft reads them; a collective call."""
     full = consolidated_adapter(model, name)
     config = model.peft_config[name]
     save_adapter_files(model.mesh, folder, full, config.save_pretrained)
 
 
 def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str, Tensor]:
-    """Whole matrices (or gradients) of an adapter by their keys in files, on rank 0; else {}."""
+    """Return {key in peft's files: unsharded matrix or gradient} of an adapter on rank 0, {} elsewhere."""
     if name not in model._slapo.adapters:
         known = ", ".join(model._slapo.adapters) or "none"
         raise SlapoError("adapter", repr(name), f"no such adapter; found {known}", "add_adapter it")
@@ -163,7 +161,7 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
 
 @contextmanager
 def whole_sizes(model: Any) -> Iterator[None]:
-    """Context in which weights that dp ranks divide (`dp_shard=`) show their whole size, and hold nothing."""
+    """Context in which weights that ZeRO shards (`dp_shard=`) show their unsharded shape, without data."""
     shown: list[tuple[Any, str]] = []
     plan = model._slapo.plan
     for path, module in model.named_modules():
@@ -181,12 +179,12 @@ def whole_sizes(model: Any) -> Iterator[None]:
 
 
 def parameter_of(key: str, name: str) -> str:
-    """Name in the model of the matrix that has a key in the files of an adapter."""
+    """Return the parameter name of a matrix, from its key in peft's files and the adapter's name."""
     return key.removeprefix(PREFIX).removesuffix(".weight") + f".{name}.weight"
 
 
 def _check_config(model: Any, config: Any) -> None:
-    """Refuse what is not plain LoRA before anything is changed."""
+    """Raise SlapoError for a config that is not plain LoRA, before anything is changed."""
     from peft import LoraConfig
 
     hint = "use LoraConfig(r=..., lora_alpha=..., target_modules=[...], lora_dropout=...)"
@@ -211,7 +209,7 @@ def _check_config(model: Any, config: Any) -> None:
 
 @contextmanager
 def _undone_on_error(model: Any, name: str) -> Iterator[None]:
-    """Take the layers of peft out again, and let train what trained before."""
+    """Context that, on an error, removes peft's layers and restores `requires_grad`."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -237,7 +235,7 @@ def _undone_on_error(model: Any, name: str) -> Iterator[None]:
 
 
 def _layers(model: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield (path, peft layer) of one adapter."""
+    """Yield (path, peft layer) of every layer of an adapter."""
     from peft.tuners.lora import LoraLayer
 
     for path, module in model.named_modules():
@@ -246,7 +244,7 @@ def _layers(model: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _matrices(model: Any, name: str) -> list[Matrix]:
-    """Both matrices of every layer, and how each is sharded."""
+    """Return both matrices of every layer with their sharding; SlapoError for a layer that cannot be sharded."""
     state: State = model.schedule.state
     found = []
     for path, layer in _layers(model, name):
@@ -277,7 +275,7 @@ def _refusal(path: str, problem: str) -> SlapoError:
 
 
 def _syncs(model: Any, path: str) -> list[Sync]:
-    """The collectives that the schedule put at a module itself."""
+    """Return the collectives that the schedule put at the module of a path."""
     schedule = model.schedule
     names = {path: type(schedule.state.modules[path]).__name__}
     return [step for pattern, step in schedule.history
@@ -287,7 +285,7 @@ def _syncs(model: Any, path: str) -> list[Sync]:
 def _rule(
     path: str, state: State, placed: Placed | None, input_axis: int, syncs: list[Sync]
 ) -> tuple[tuple[Directive, ...], tuple[Directive, ...]]:
-    """Return the directives for A and for B beside a base weight."""
+    """Return (directives for A, directives for B) beside a base weight."""
     if state.mesh.tp == 1:
         return (), ()
     if placed is None:
@@ -317,7 +315,7 @@ def _rule(
 def _check_dropout(
     path: str, dropout: nn.Module, of_a: tuple[Directive, ...], size: int, mesh: Mesh
 ) -> None:
-    """A mask over divided columns is cut in equal parts; heads that are not are refused."""
+    """Raise SlapoError for LoRA dropout whose input columns are sharded unequally: its mask is cut equally."""
     placements = [one.placement for one in of_a if isinstance(one, Shard)]
     parts = [Placement(0)] if isinstance(dropout, nn.Dropout) else []
     if any(p.runs(size, mesh.tp, r) != parts[0].runs(size, mesh.tp, r)
@@ -327,9 +325,9 @@ def _check_dropout(
 
 
 def _drawn(model: Any, config: Any, matrices: list[Matrix]) -> dict[str, Tensor]:
-    """New values as peft draws them, each from a generator of its own: the same on every layout.
+    """Return {key: new unsharded matrix} as peft draws them, each from its own generator, so alike on every layout.
 
-    Those that peft computes from the weights (PiSSA, on one process) are kept.
+    Values that peft computes from the weights (PiSSA, on one process) are kept.
     """
     values = {}
     if config.init_lora_weights not in INITS:
@@ -346,7 +344,7 @@ def _drawn(model: Any, config: Any, matrices: list[Matrix]) -> dict[str, Tensor]
 
 
 def _read(folder: Path, values: dict[str, Tensor], wanted: set[str]) -> None:
-    """Overwrite drawn values with saved ones."""
+    """Overwrite `values` with the tensors of a saved adapter; SlapoError for keys beyond `wanted`."""
     with open_adapter(folder) as files:
         if unknown := sorted(set(files.keys()) - wanted):
             problem = (
@@ -358,7 +356,7 @@ def _read(folder: Path, values: dict[str, Tensor], wanted: set[str]) -> None:
 
 
 def _place(model: Any, matrix: Matrix, value: Tensor) -> None:
-    """Put a whole matrix in, then let the directives divide it."""
+    """Set an unsharded matrix in its module, let its directives shard it, and add its row to the plan."""
     state: State = model.schedule.state
     path = matrix.parameter.removesuffix(".weight")
     module = model.get_submodule(path)
@@ -377,7 +375,7 @@ def _place(model: Any, matrix: Matrix, value: Tensor) -> None:
 
 
 def _set_dropouts(model: Any, name: str) -> None:
-    """The dropout before A draws its part of the one mask that a single device would draw."""
+    """Make the dropout before A draw this rank's part of the mask that one device would draw."""
     state: State = model.schedule.state
     for path, layer in _layers(model, name):
         layer.train(model.training)  # peft makes new layers in training mode, whatever the model's

@@ -1,4 +1,4 @@
-"""Refresh the plan before a save: a model may have been cast since the load, or have got modules."""
+"""Refresh the plan before a save: since the load a model may have been cast, or got new modules."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,16 +16,16 @@ from slapo_zoo.zoo.argument_values import to_dtype
 
 
 def refresh_specs(model: Any, step: str) -> None:
-    """Bring the specs of a model up to date: dtypes, and tensors that were added to it.
+    """Update the dtypes in the plan of a model, and add tensors that the model got since the load.
 
-    A collective call where there are stages: each knows the dtypes of its own tensors.
+    A collective call with pp > 1.
 
     Args:
-        model: of AutoScheduledModel.
-        step: what is about to be done, for the errors.
+        model: a scheduled model.
+        step: name of the running step for error messages.
 
     Raises:
-        SlapoError: a module was added to a model in stages.
+        SlapoError: a module was added with pp > 1.
     """
     runtime, mesh = model._slapo, model.mesh
     found = _saved_tensors(model)
@@ -51,7 +51,7 @@ def refresh_specs(model: Any, step: str) -> None:
 def written_as(
     dtype: Any, local: dict[str, Tensor], specs: list[TensorSpec]
 ) -> tuple[dict[str, Tensor], list[TensorSpec]]:
-    """Tensors of this rank and the specs of all, with floating ones in a dtype; None: as they are."""
+    """Return (tensors of this rank, specs of all) with floating ones cast to a dtype; unchanged for None."""
     if dtype is None:
         return local, specs
     dtype = to_dtype(dtype)
@@ -68,7 +68,7 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name; of tied parameters the first name."""
+    """Return {name: tensor} of parameters and persistent buffers; tied parameters under their first name."""
     found: dict[str, Tensor] = dict(model.named_parameters())
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -78,7 +78,7 @@ def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _added(model: Any, found: dict[str, Tensor], known: set[str]) -> dict[str, Tensor]:
-    """Those that neither the checkpoint nor an adapter brought."""
+    """Return the tensors that are neither of the checkpoint nor of an adapter."""
     runtime = model._slapo
     tied = {name for names in runtime.plan.ties() if not known.isdisjoint(names) for name in names
             if sum(n in found for n in names) < 2}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Go on from a training checkpoint: all of it is checked on all ranks before anything is changed."""
+"""Resume from a training checkpoint: everything is checked on all ranks before anything is changed."""
 
 import os
 from pathlib import Path
@@ -31,16 +31,16 @@ from slapo_zoo.weights.training_state import FILE, OF_COPY, of_copies
 def load_checkpoint(
     model: Any, folder: str | os.PathLike[str], optimizer: Any = None, scheduler: Any = None
 ) -> Resumed:
-    """Go on where `save_checkpoint` was called, on this or any other (tp, pp, dp).
+    """Resume training where `save_checkpoint` was called, on this or any other (tp, pp, dp).
 
-    Weights, optimizer, scheduler and random generators are overwritten; all is read from one save,
-    and parsed, checked and compared with its checksums on all ranks, before anything is.
+    Weights, optimizer, scheduler and random generators are overwritten, after all files were parsed
+    and compared with their checksums on all ranks. A collective call; returns step and data position.
 
     Args:
-        model: of AutoScheduledModel, of the saved architecture and size.
-        folder: what `save_checkpoint` wrote.
-        optimizer: of the saved class and groups, over this rank's parameters.
-        scheduler: of the saved class.
+        model: a scheduled model of the saved architecture and size.
+        folder: folder that `save_checkpoint` wrote.
+        optimizer: optimizer of the saved class and groups, over this rank's parameters.
+        scheduler: learning-rate scheduler of the saved class.
     """
     refuse_adapters(model, LOAD)
     background.join()
@@ -63,7 +63,7 @@ def _resumed(state: dict[str, Any], mesh: Mesh) -> Resumed:
 
 
 class _Load:
-    """The steps of one load on one rank; only the last one changes anything."""
+    """Steps of one load on one rank; only the last one changes the model."""
 
     opened: TrainingFolder
 
@@ -76,11 +76,11 @@ class _Load:
         self.source: dict[str, str] = {}
 
     def open(self) -> TrainingFolder:
-        """Open the folder of the checkpoint: weights, optimizer and state."""
+        """Open the checkpoint's folder: weights, optimizer and state."""
         return open_training(self.path, with_optimizer=self.optimizer is not None)
 
     def prepare(self) -> None:
-        """Check what was saved against what is asked for, and read the optimizer's tensors."""
+        """Compare the checkpoint with model, optimizer and scheduler, and read the optimizer's tensors."""
         state, opened, mesh = self.opened.state, self.opened, self.model.mesh
         for name in ("optimizer", "scheduler"):
             if getattr(self, name) is not None and state[name] is None:
@@ -96,7 +96,7 @@ class _Load:
             self._prepare_optimizer()
 
     def _check_integrity(self) -> None:
-        """Compare the checksums of the files; every rank reads its share."""
+        """Compare the files with their checksums; every rank reads its share of them."""
         kept, mesh = self.opened.kept, self.model.mesh
         if kept is None:  # of an older version
             return
@@ -119,7 +119,7 @@ class _Load:
             load_tensors(targets, opened.optimizer, source, self.model.mesh)
 
     def finish(self) -> None:
-        """Read the weights in place, then set all the rest."""
+        """Read the weights into the model, then set optimizer, scheduler and random states."""
         model, state = self.model, self.opened.state
         load_tensors(self.targets, self.opened.model, self.source, model.mesh)
         if self.restored is not None:
@@ -134,7 +134,7 @@ class _Load:
 
 
 def _check_scheduler(path: Path, saved: Any, own: dict[str, Any]) -> None:
-    """A saved scheduler has the fields of the given one, each of the same kind."""
+    """Raise WeightsError unless the saved and the given scheduler have the same fields of the same types."""
     for name in sorted(saved.keys() ^ own.keys(), key=str):
         who = "the given one has it not" if name in saved else "the saved one has it not"
         hint = "make the same scheduler as when saving"

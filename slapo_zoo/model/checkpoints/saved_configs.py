@@ -1,4 +1,4 @@
-"""Files beside the weights of a saved model: its configs, its tokenizer, a card of its schedule."""
+"""Write the files beside the weights of a saved model: configs, tokenizer, a card of the schedule."""
 
 import copy
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from slapo_zoo.zoo.argument_values import to_dtype
 
 
 def extras_of(model: Any, target: Any, published: bool, dtype: Any) -> Callable[[Path], None]:
-    """Return the writers of the files beside the weights; with a card of the schedule where it is published."""
+    """Return a function that writes the files beside the weights; `published` adds a card of the schedule."""
     write_configs = configs_of(model, target, dtype)
 
     def write(folder: Path) -> None:
@@ -24,9 +24,9 @@ def extras_of(model: Any, target: Any, published: bool, dtype: Any) -> Callable[
 
 
 def configs_of(model: Any, target: Any, dtype: Any = None) -> Callable[[Path], None]:
-    """Return a writer of config.json and generation_config.json as they are now, as `transformers` writes them.
+    """Return a function that writes config.json and generation_config.json into a folder, as they are now.
 
-    The tokenizer files of the loaded folder come along where the target has none.
+    The tokenizer files of the loaded folder are copied where the folder `target` has none.
     """
     config = model.config.__class__.from_dict(model.config.to_dict())
     config.architectures = [model.unscheduled_class.__name__]

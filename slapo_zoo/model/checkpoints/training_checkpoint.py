@@ -1,7 +1,7 @@
-"""Training checkpoints: stop on one mesh, go on from another.
+"""Training checkpoints: stop on one mesh, resume on another.
 
-The folder is the model as `save_pretrained` writes it, which plain `transformers` loads, and beside
-it the optimizer's tensors (`optimizer*.safetensors`) and the rest (`training_state.json`). All of it
+The folder holds the model as `save_pretrained` writes it, which plain `transformers` loads, the
+optimizer's tensors (`optimizer*.safetensors`) and the rest (`training_state.json`). All of it
 appears by one rename, and nothing in it is a pickle.
 """
 
@@ -38,13 +38,13 @@ SAVE, LOAD = "save_checkpoint", "load_checkpoint"
 
 @dataclass(frozen=True)
 class Resumed:
-    """Step, place in the data and extras of a checkpoint that was loaded.
+    """Step, data position and extras of a checkpoint that was loaded.
 
     Args:
         step: number of finished optimizer steps.
-        data_positions: as given to `save_checkpoint`, one for each dp rank.
-        extras: as given to `save_checkpoint`: one for each dp rank, or a single one if they were equal.
-        copy: our dp coordinate; None on another number of dp ranks than was saved.
+        data_positions: as given to `save_checkpoint`, one per dp rank.
+        extras: as given to `save_checkpoint`: one per dp rank, or a single one if all were equal.
+        copy: this rank's dp coordinate; None on another number of dp ranks than was saved.
     """
 
     step: int = 0
@@ -84,22 +84,22 @@ def save_checkpoint(
     texts: Mapping[str, str] | None = None,
     check_finite: bool = True,
 ) -> None:
-    """Write all that training needs to go on; a collective call on all ranks.
+    """Write all that is needed to resume training; a collective call of all ranks.
 
-    If it fails on one rank it raises on all of them, and the folder is as it was.
+    If it fails on one rank it raises on all of them, and the folder stays as it was.
 
     Args:
-        model: of AutoScheduledModel.
-        folder: on a file system that all ranks share.
-        optimizer: of torch, over this rank's parameters; its state must be of the size of the
-            parameters, or numbers.
-        scheduler: of torch.optim.lr_scheduler, the same on every rank.
+        model: a scheduled model.
+        folder: folder on a file system that all ranks share.
+        optimizer: torch optimizer over this rank's parameters; its state tensors must have the
+            size of the parameters, or be scalars.
+        scheduler: scheduler of torch.optim.lr_scheduler, the same on every rank.
         step: number of finished optimizer steps.
-        data_position: where the data loader of this dp rank stands: numbers, texts, lists,
+        data_position: position of this dp rank's data loader: numbers, texts, lists,
             dictionaries; tp and pp peers pass the same.
-        extra: more of your own, likewise.
+        extra: further data of the user, of the same kinds.
         max_shard_size: largest file, "5GB" or bytes.
-        texts: name --> content of small files that belong into the folder.
+        texts: name --> content of small files to add to the folder.
         check_finite: refuse to replace an older checkpoint by weights with NaN or infinity.
     """
     mine = {"step": step, "data_position": data_position, "extra": extra}
@@ -119,15 +119,14 @@ def async_save_checkpoint(
     extra: Any = None,
     max_shard_size: int | str = "5GB",
 ) -> background.Saving:
-    """Save a checkpoint in a thread: training goes on while it writes the values of the moment of the call.
+    """Save the current state as `save_checkpoint` does, in a thread, while training continues.
 
     Until it is written, each rank holds a copy of its tensors in host memory. The next save or
-    load waits for it, and so does the end of the process group. The folder must be on a file
-    system that all ranks share, and appears by one rename as always.
+    load, and the end of the process group, wait for it.
 
     Returns:
-        a Future, as `torch.distributed.checkpoint.async_save` does; its `result()` waits, and raises
-        what went wrong on any rank. An error that is not asked for is raised by the next save.
+        a Future like that of `torch.distributed.checkpoint.async_save`; `result()` waits, and raises
+        the error of any rank. An error that was not read is raised by the next save.
     """
     mine = {"step": step, "data_position": data_position, "extra": extra}
     with rank_guard(SAVE):
@@ -139,7 +138,7 @@ def async_save_checkpoint(
 def _prepared(
     model: Any, folder: Any, optimizer: Any, scheduler: Any, mine: dict[str, Any]
 ) -> "_Save":
-    """All that a save will write is known, and the same on every rank."""
+    """Return the save of this rank, after all ranks have exchanged and compared what they will write."""
     refuse_adapters(model, SAVE)
     background.join()
     refresh_specs(model, SAVE)
@@ -149,14 +148,14 @@ def _prepared(
 
 
 def refuse_adapters(model: Any, step: str) -> None:
-    """A model with adapters has checkpoints of another kind."""
+    """Raise WeightsError for a model with adapters, which training checkpoints do not support."""
     if model._slapo.adapters:
         hint = "save the adapter by model.save_adapter, the optimizer by torch.save"
         raise WeightsError(step, "model", "a model with adapters is not saved whole", hint)
 
 
 class _Save:
-    """The steps of one save on one rank."""
+    """Steps of one save on one rank."""
 
     def __init__(
         self, model: Any, folder: Any, optimizer: Any, scheduler: Any, mine: dict[str, Any]
@@ -173,7 +172,7 @@ class _Save:
         self.texts: Mapping[str, str] = {}
 
     def describe(self) -> tuple[str, Any, dict[str, str], dict[str, Any]]:
-        """Return this rank's record: its optimizer, generators, and place in the data."""
+        """Return this rank's part of `merge`: digest and record of the optimizer, random states, position."""
         mesh, record, keys = self.model.mesh, None, self.model._slapo.keys
         specs = self.model._slapo.specs
         local = consolidate.local_tensors(self.model, specs, mesh, rows=True)
@@ -200,7 +199,7 @@ class _Save:
         )
 
     def merge(self, found: Sequence[tuple[str, Any, dict[str, str], dict[str, Any]]]) -> None:
-        """Merge the reports of all ranks into `state`, that of the whole training.
+        """Merge the reports of all ranks into `state`, which describes the whole training.
 
         Args:
             found: by rank: digest of its optimizer, the optimizer's record or None, random states by
@@ -224,7 +223,7 @@ class _Save:
             self.state[name] = by_copy(name, [mine[name] for mine in own], mesh, SAVE)
 
     def copy(self) -> None:
-        """Copy the tensors that training changes from here on."""
+        """Copy this rank's tensors to host memory, since training changes them from now on."""
         self.tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.tensors.items()}
 
     def write(self, max_shard_size: int | str) -> None:
@@ -247,7 +246,7 @@ class _Save:
 
 
 def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, str]]:
-    """All parameters and persistent buffers of this rank, and the key of each."""
+    """Return ({name: load target} of this rank's parameters and buffers, {name: key in files})."""
     runtime = model._slapo
     tensors, names = _held(model, whole)
     own = {names[name]: marked_as(tensor.detach(), tensor) for name, tensor in tensors.items()}
@@ -262,7 +261,7 @@ def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, s
 
 
 def _held(model: Any, whole: Whole) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """This rank's parameters and saved buffers, and the name of each in the whole model."""
+    """Return this rank's ({name: parameter or saved buffer}, {name: name in the whole model})."""
     runtime = model._slapo
     saved = {spec.name for spec in runtime.specs}
     parameters = {name for name, _ in model.named_parameters()}
@@ -271,7 +270,7 @@ def _held(model: Any, whole: Whole) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def names_of(model: Any, whole: Whole) -> dict[int, str]:
-    """id of a parameter --> its name beside the model: the optimizer's tensors are in one piece."""
+    """Return {id of a parameter: name of its optimizer tensors in files}."""
     tensors, names = _held(model, whole)
     return {id(tensor): model._slapo.keys.to_file(names[n]) for n, tensor in tensors.items()}
 

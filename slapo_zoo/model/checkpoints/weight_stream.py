@@ -1,4 +1,4 @@
-"""Whole weights, one bucket at a time: from any mesh to a rank that hands them on, and back.
+"""Stream unsharded weights bucket by bucket: from any mesh to chosen ranks, and back.
 
 rewrite:  w_r [..., local_size(size, n, r), ...]  <-->  (key of a file, w [..., size, ...])
 """
@@ -29,7 +29,7 @@ Named = Iterator[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class _Run:
-    """Some indices of an axis that one rank has: where they lie in the whole tensor, and in its own."""
+    """Consecutive indices of an axis that one rank holds: their start in the unsharded and in the local tensor."""
 
     rank: int
     axis: int
@@ -39,7 +39,7 @@ class _Run:
 
 
 def stream_weights(model: Any, dtype: Any, bucket: int | str, ranks: Collection[int]) -> Named:
-    """Hand out whole tensors one bucket at a time; arguments: `Scheduled.stream_weights`."""
+    """Yield (key, unsharded tensor) bucket by bucket; arguments: `Scheduled.stream_weights`."""
     mesh, most = model.mesh, parse_size(bucket, "bucket") or 0
     wrong = [rank for rank in ranks if not 0 <= rank < mesh.world_size]
     if wrong or not ranks:
@@ -58,7 +58,7 @@ def stream_weights(model: Any, dtype: Any, bucket: int | str, ranks: Collection[
 
 
 class _Held:
-    """This rank's tensors under the keys of files: where dp ranks divide them, whole one at a time."""
+    """This rank's tensors under their keys in files, gathered over dp one at a time under ZeRO."""
 
     def __init__(self, model: Any):
         self.model, runtime = model, model._slapo
@@ -68,7 +68,7 @@ class _Held:
         self._name, self._files = "", {}
 
     def get(self, key: str) -> Tensor | None:
-        """Return this rank's part of a tensor; a collective call over the dp ranks of its stage."""
+        """Return this rank's shard of a tensor, or None; a collective call over the dp ranks of its stage."""
         name, runtime = self.source[key], self.model._slapo
         if name not in self.held or not runtime.data_parallel.gives(self.model.mesh):
             return None
@@ -83,9 +83,9 @@ class _Held:
 def _buckets(
     specs: Sequence[TensorSpec], cast: torch.dtype | None, most: int
 ) -> Iterator[list[TensorSpec]]:
-    """Runs of tensors that take at most so many bytes together; a larger one goes alone.
+    """Yield runs of tensors that take at most `most` bytes together; a larger tensor goes alone.
 
-    The last of a run counts in the next one: who iterates still holds it.
+    The last tensor of a run counts in the next one too, because the caller still holds it.
     """
     run: list[TensorSpec] = []
     size = nbytes = 0
@@ -109,7 +109,7 @@ def _collect(
     specs: Sequence[TensorSpec], local: _Held, mesh: Mesh, cast: torch.dtype | None,
     ranks: Collection[int], device: torch.device,
 ) -> list[tuple[str, Tensor]]:  # fmt: skip
-    """The whole tensors of a bucket on those ranks, none elsewhere."""
+    """Return [(key, unsharded tensor)] of a bucket on the given ranks, [] on others."""
     found = []
     for spec in specs:
         dtype, full, mine = _sent_as(spec, cast), None, local.get(spec.name)
@@ -124,7 +124,7 @@ def _collect(
 
 
 def _runs(spec: TensorSpec, mesh: Mesh) -> list[_Run]:
-    """Return which rank gives which rows; of several that hold the same, the first."""
+    """Return which rank sends which indices of a tensor; of several replicas the first sends."""
     owners = [mesh.at(tp=tp, loss=0, pp=spec.stage) for tp in range(mesh.tp)]
     if spec.placement is None or not spec.shape:
         return [_Run(owners[0], 0, 0, 0, spec.shape[0] if spec.shape else 1)]
@@ -142,7 +142,7 @@ def _runs(spec: TensorSpec, mesh: Mesh) -> list[_Run]:
 def _send(
     run: _Run, mine: Tensor | None, full: Tensor | None, dtype: torch.dtype, rank: int, to: int
 ) -> None:
-    """Send one run of rows, in messages of a bounded size."""
+    """Send one run of indices from its rank to rank `to`, in messages of at most PIECE bytes."""
     source = None if mine is None or rank != run.rank else _cut(mine, run.axis, run.offset, run.length)  # fmt: skip
     target = None if full is None or rank != to else _cut(full, run.axis, run.start, run.length)
     shaped = source if target is None else target
@@ -166,7 +166,7 @@ def _cut(tensor: Tensor, axis: int, start: int, length: int) -> Tensor:
 
 
 def _row_ranges(tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-    """Ranges of axis 0, each of a piece's size."""
+    """Yield ranges of axis 0 that take about PIECE bytes each."""
     row = max(math.prod(tensor.shape[1:]) * dtype.itemsize, 1)
     step = max(PIECE // row, 1)
     for start in range(0, tensor.shape[0], step):
@@ -174,7 +174,7 @@ def _row_ranges(tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, int]]
 
 
 def load_stream(model: Any, stream: Iterable[tuple[str, Tensor]] | None, rank: int) -> None:
-    """Fill the model from whole tensors; arguments: `Scheduled.load_stream`."""
+    """Fill the model from unsharded tensors; arguments: `Scheduled.load_stream`."""
     with rank_guard("load_stream"), torch.no_grad():
         refresh_specs(model, "load_stream")
         whole = model._slapo.data_parallel.whole(model)
@@ -198,7 +198,7 @@ def load_stream(model: Any, stream: Iterable[tuple[str, Tensor]] | None, rank: i
 
 
 def _next(pairs: Any, model: Any, rank: int) -> Any:
-    """Key, tensor (on the giving rank), shape and dtype of what comes next, on every rank."""
+    """Return (key, tensor on the giving rank else None, shape, dtype) of the next tensor; None at the end."""
     key, tensor = next(pairs, (None, None)) if pairs is not None else (None, None)
     header = [None if tensor is None else (key, tuple(tensor.shape), tensor.dtype)]
     if model.mesh.world_size > 1:
@@ -213,7 +213,7 @@ def _spread(
     target: Target | None, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype,
     model: Any, rank: int,
 ) -> None:  # fmt: skip
-    """Every rank sees the rows in turn, and takes its own part of them."""
+    """Broadcast an unsharded tensor piece by piece; every rank copies its own part."""
     device = next(model.parameters()).device
     rows = torch.empty(shape or (1,), dtype=dtype, device="meta")
     source = None if tensor is None else tensor.detach().reshape(rows.shape)
@@ -229,7 +229,7 @@ def _spread(
 
 
 def _take(target: Target, piece: Tensor, first: int, mesh: Mesh) -> None:
-    """Copy this rank's part of a piece that begins at row `first` of the whole tensor."""
+    """Copy this rank's part of a piece that begins at row `first` of the unsharded tensor."""
     own = target.tensor if target.tensor.ndim else target.tensor.view(1)
     axis, kept, runs = 0, target.rows or Rows(0, len(own)), [Run(0, piece.shape[0] + first)]
     if target.placement is not None:

@@ -1,8 +1,8 @@
-"""How a scheduled model runs and sums over dp: the seam where an engine takes over.
+"""Data parallelism of a scheduled model: the interface that engines override.
 
-The default runs the model as it is; hooks average its gradients over dp (`gradient_reducer`). An engine
-is a subclass: it may run the model through a wrapper, sum during the backward, and keep parameters,
-gradients and optimizer divided over dp. What is saved is whole over dp, so engines read each other.
+By default the model runs as it is, and hooks average its gradients over dp (`gradient_reducer`). An engine
+is a subclass: it may run the model through a wrapper, reduce during the backward, and shard parameters,
+gradients and optimizer over dp. What is saved is gathered over dp, so that engines read each other's files.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,23 +22,23 @@ from slapo_zoo.pipeline.pipeline_runtime import pipeline_step
 
 @dataclass
 class Whole:
-    """Parameters and optimizer as they are without dp: what checkpoints are made of and read into.
+    """Parameters and optimizer gathered over dp, from which checkpoints are written and into which they are read.
 
     Args:
-        tensors: parameters and buffers of this tp and pp rank by name, each whole over dp, or rows that
+        tensors: name --> parameter or buffer of this tp and pp rank, gathered over dp, or rows that
             are marked as such.
-        optimizer: of torch, over these parameters, or None.
+        optimizer: torch optimizer over these parameters, or None.
     """
 
     tensors: dict[str, Tensor]
     optimizer: Any = None
 
     def put_back(self) -> None:
-        """Give what was read to the engine; here nothing was taken out of it."""
+        """Copy values that were read back into the engine; by default nothing was copied out."""
 
 
 class DataParallel:
-    """The model runs as it is; hooks average gradients over dp while the last backward goes on."""
+    """Default data parallelism: hooks average gradients over dp while the last backward runs."""
 
     loss_scale: float = 1.0  # what averages over dp gets losses that are dp times larger
     clips_itself: bool = False  # an engine that steps within train_step has clipped by then
@@ -50,13 +50,13 @@ class DataParallel:
 
     @contextmanager
     def new_gradients(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Return the context in which the gradients of one step are made and summed."""
+        """Context in which the gradients of one step are computed and reduced."""
         at_once = any(is_taken(p) for p in parameters)
         with self.reducer.one_step(at_once), gradients.only_new(parameters):
             yield
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        """Return the context of one micro-batch's forward and backward."""
+        """Return a context for one micro-batch's forward and backward; only the last one reduces over dp."""
         return nullcontext() if is_last else self.reducer.no_sync()
 
     def backward(self, loss: Tensor) -> None:
@@ -67,7 +67,11 @@ class DataParallel:
         self, pipeline: Any, run: Callable[..., Any], tensors: dict[str, Tensor],
         others: dict[str, Any], count: int,
     ) -> Tensor:  # fmt: skip
-        """All micro-batches through the stages; this rank's share of the loss."""
+        """Run all micro-batches through the pipeline; return this rank's share of the loss.
+
+        `run`: (batch, row numbers) of a micro-batch --> its loss; `tensors` are entries of the batch that are
+        split by rows, `others` those that all `count` micro-batches share.
+        """
         before_last = self.reducer.last_backward if _ends_once(pipeline) else None
         with self.reducer.no_sync():
             loss = pipeline_step(
@@ -76,23 +80,23 @@ class DataParallel:
         return loss / self.loss_scale
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
-        """Sum all gradients over dp, where the backward has not done it."""
+        """Average over dp the gradients that the backward has not averaged."""
         self.reducer.average()
 
     def own_backward_ended(self, parameters: list[nn.Parameter], mesh: Mesh, paused: bool) -> None:
-        """The backward of a loop of one's own has come to its end; hooks have averaged over dp."""
+        """Called after a backward of the user's own loop; hooks have averaged over dp by then."""
 
     def clip_grad_norm_(self, model: Any, max_norm: float) -> Tensor:
-        """Scale all gradients so that the global 2-norm is at most `max_norm`; returns the norm."""
+        """Scale all gradients so that their global 2-norm is at most `max_norm`; return the norm before."""
         named = list(model.named_parameters())
         norm = gradients.global_norm(named, model._slapo.plan)
         gradients.scale([p for _, p in named], max_norm, norm)
         return norm
 
     def tensors(self, model: Any, grads: bool = False) -> dict[str, Tensor]:
-        """Return this rank's parameters (or their gradients) and buffers, unsharded over dp.
+        """Return {name: tensor} of this rank's parameters and buffers, or its gradients, gathered over dp.
 
-        A collective call over dp; a missing gradient is 0.
+        A collective call over dp under ZeRO; a missing gradient is 0.
         """
         found: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
         if grads:
@@ -100,31 +104,31 @@ class DataParallel:
         return found | dict(model.named_buffers(remove_duplicate=False))
 
     def kept(self, model: Any) -> dict[str, Tensor]:
-        """Return the tensors to save: where a rank can write its rows alone, these rows."""
+        """Return {name: tensor to save}; under ZeRO each rank's own rows."""
         return self.tensors(model)
 
     def whole_of(self, value: Any, p: Any, shape: tuple[int, ...]) -> Any:
-        """A value of the size of a parameter or of its rows, whole over dp; a collective call where it is rows.
+        """Return a parameter, its gradient or optimizer state gathered over dp; a collective call for rows of it.
 
         Args:
-            value: the parameter, its gradient, or a state of its optimizer.
-            p: the parameter.
-            shape: of the parameter, whole over dp.
+            value: the tensor to gather.
+            p: its parameter.
+            shape: unsharded shape of the parameter.
         """
         return value
 
     def gives(self, mesh: Mesh) -> bool:
-        """Return whether a whole tensor that goes to other ranks may come from this one."""
+        """Return whether this rank may send its gathered tensors to other ranks."""
         return True
 
     def whole(self, model: Any, optimizer: Any = None) -> Whole:
-        """Return model and optimizer for a checkpoint, whole over dp; a collective call over dp."""
+        """Return parameters and optimizer gathered over dp for a checkpoint; a collective call over dp."""
         return Whole({**dict(model.named_parameters()), **dict(model.named_buffers())}, optimizer)
 
 
 @contextmanager
 def within_engine(model: Any) -> Iterator[None]:
-    """Context in which a call of the model is a call of its own forward: the engine's wrapper calls it."""
+    """Context in which calls of the model run its own forward, because an engine's wrapper makes them."""
     runtime = model._slapo
     runtime.within_engine = True
     try:
@@ -134,12 +138,12 @@ def within_engine(model: Any) -> Iterator[None]:
 
 
 def use_engine(model: Any, engine: DataParallel, divides: bool = False) -> None:
-    """Let an engine run a model and sum its gradients over dp.
+    """Let an engine run a model and reduce its gradients over dp.
 
     Args:
-        model: of AutoScheduledModel.
-        engine: what takes the place of the default.
-        divides: its parameters are its own, and take no hooks.
+        model: a scheduled model.
+        engine: replacement of the default `DataParallel`.
+        divides: the engine keeps parameters of its own, which take no hooks.
     """
     runtime = model._slapo
     calls = runtime.calls
@@ -149,27 +153,24 @@ def use_engine(model: Any, engine: DataParallel, divides: bool = False) -> None:
 
 
 def use_hooks(runtime: Any) -> None:
-    """Let hooks complete the gradients of a model: the default."""
+    """Set the default `DataParallel`, whose hooks reduce gradients, in a model's runtime."""
     engine, runtime.calls = DataParallel(), Calls(runtime, runtime.schedule.mesh)
     engine.loss_scale = float(runtime.schedule.mesh.size("loss"))
     runtime.data_parallel, engine.reducer = engine, runtime.calls.reducer
 
 
 def sum_partial_gradients_in_backward(model: Any) -> None:
-    """Hook the parameters of a model for an engine that runs the backward alone.
-
-    The backwards of tp peers run alike.
-    """
+    """Hook the parameters of a model to reduce gradients over tp only, for an engine that runs the backward."""
     model._slapo.calls.reducer.over_dp = False
     model._slapo.calls.prepare(model)
 
 
 def scaled(run: Callable[..., Any], scale: float) -> Callable[..., Any]:
-    """The loss of a micro-batch times `scale`: what averages over dp is asked for a sum."""
+    """Return a function like `run` whose loss is multiplied by `scale`, which undoes an engine's average."""
     return run if scale == 1.0 else lambda *args: run(*args) * scale
 
 
 def _ends_once(pipeline: Any) -> bool:
-    """Return whether a rank's last backward of a micro-batch is that of its only stage."""
+    """Return whether a rank runs a single stage, so that its last backward completes all its gradients."""
     places = pipeline.places
     return places.num_stages == places.pp and places.custom is None

@@ -1,9 +1,9 @@
-"""ZeRO: parameters, gradients and optimizer states divided over dp, on plain local tensors.
+"""ZeRO: parameters, gradients and optimizer states sharded over dp, on plain local tensors.
 
 rewrite:  p [O, I]  -->  p [ceil(O/n), I], and a module reads all_gather(p) while a step runs
 
-The gather is differentiable: its backward sums gradients over dp and leaves each rank its rows, so an
-optimizer over `model.parameters()` keeps states for these rows alone. Source: arXiv:1910.02054.
+The gather is differentiable: its backward reduce-scatters gradients over dp, so an optimizer over
+`model.parameters()` keeps states for this rank's rows alone. Source: arXiv:1910.02054.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ from slapo_zoo.parallel.mesh import Mesh
 
 
 class Sharded(DataParallel):
-    """Sums over the ranks that divide the parameters happen in the backward; here the rest is done."""
+    """ZeRO as an engine: the backward reduces over the ranks that shard, the rest is done here."""
 
     def __init__(self, shards: Shards, groups: list[Group], blocks: Blocks):
         self.shards, self.groups, self.blocks = shards, groups, blocks
@@ -32,7 +32,7 @@ class Sharded(DataParallel):
     def reads(
         self, model: nn.Module, dtype: torch.dtype | None, in_own_loop: bool
     ) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        """Begin a forward; return (module, name, tensor) of what stays unsharded while a step runs."""
+        """Yield (module, name, gathered tensor) of what stays gathered in a step; MeshError for replaced parameters."""
         self.shards.averages = in_own_loop
         self.blocks.forget()  # a backward that failed, or that of a block alone, left some
         whole: dict[int, Tensor] = {}
@@ -53,21 +53,21 @@ class Sharded(DataParallel):
             yield module, name, whole[id(p)]
 
     def new_gradients(self, parameters: list[nn.Parameter]) -> Any:
-        """Sums that a failed step has left waiting are dropped."""
+        """Context of a step's gradients; first drops sums that a failed step left."""
         for group in self.groups:
             group.sums = [None] * len(group.sums)
         return super().new_gradients(parameters)
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
-        """Stage 1 sums over dp after the last one."""
+        """Context of one micro-batch; ZeRO-1 reduces over dp after the last one."""
         with super().micro_batch(is_last):
             yield
         if is_last:
             self._sum_waiting()
 
     def pipeline_step(self, *args: Any) -> Tensor:
-        """All micro-batches through the stages; this rank's share of the loss."""
+        """Run all micro-batches through the pipeline; return this rank's share of the loss."""
         loss = super().pipeline_step(*args)
         self._sum_waiting()
         return loss
@@ -77,7 +77,7 @@ class Sharded(DataParallel):
             group.sum_waiting()
 
     def own_backward_ended(self, parameters: list[nn.Parameter], mesh: Mesh, paused: bool) -> None:
-        """Average the gradients that are not sharded (adapters), and drop the gathered blocks."""
+        """Average the gradients that are not sharded (adapters) over dp, and drop the gathered blocks."""
         self.blocks.forget()
         rest = [] if paused else [p for p in parameters if not is_divided(p)]
         gradient_buckets.all_reduce_gradients(
@@ -85,13 +85,13 @@ class Sharded(DataParallel):
         )
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
-        """Over copies of the divided ones, and over dp of what is not sharded (adapters)."""
+        """All-reduce sharded gradients over the replicas of these rows, and unsharded ones (adapters) over dp."""
         gradient_buckets.all_reduce_gradients(filter(is_divided, parameters), self.shards.copies)
         rest = [p for p in parameters if not is_divided(p)]
         gradient_buckets.all_reduce_gradients(rest, mesh.group("loss") if rest else None)
 
     def tensors(self, model: Any, grads: bool = False) -> dict[str, Tensor]:
-        """Return parameters (or their gradients) and buffers, gathered over dp."""
+        """Return {name: tensor} of parameters (or gradients) and buffers, gathered over dp."""
         found = super().tensors(model, grads)
         named = dict(model.named_parameters(remove_duplicate=False))
         whole: dict[int, Tensor] = {}
@@ -102,7 +102,7 @@ class Sharded(DataParallel):
         return {n: whole[id(named[n])] if n in named else x for n, x in found.items()}
 
     def whole_of(self, value: Any, p: Any, shape: tuple[int, ...]) -> Any:
-        """A value of the size of a parameter's part (itself, a gradient, a state), whole over dp."""
+        """Return a parameter's rows, or its gradient's or state's rows, gathered over dp; other values cloned."""
         if not (is_divided(p) and isinstance(value, Tensor) and value.shape == p.shape):
             return value.clone() if isinstance(value, Tensor) else value
         (found,) = self.shards.gather([value.detach()], [shape], value.dtype)
@@ -110,21 +110,21 @@ class Sharded(DataParallel):
         return found.clone() if is_padded else found  # a gather holds its buffers a moment longer
 
     def gives(self, mesh: Mesh) -> bool:
-        """The first copy alone: another would gather for nobody."""
+        """Return whether this rank is in the first group of shards; other groups hold the same rows."""
         return mesh.coord("loss") < self.shards.size
 
     def kept(self, model: Any) -> dict[str, Tensor]:
-        """Return the tensors that this rank writes: its own rows."""
+        """Return {name: tensor} that this rank writes: its own rows."""
         return super().tensors(model)
 
 
 def shard_over_dp(model: Any, blocks: Sequence[str], shards: Shards) -> None:
-    """Leave each parameter of a scheduled model its rows, and let the model read whole ones.
+    """Keep only this rank's rows of each parameter, and let modules read gathered ones.
 
     Args:
-        model: of AutoScheduledModel, filled.
-        blocks: paths of the repeated blocks: what lies in one is gathered in one collective.
-        shards: over which ranks.
+        model: a scheduled model, filled.
+        blocks: paths of the repeated blocks, each gathered in one collective.
+        shards: ranks over which rows are sharded.
     """
     runtime = model._slapo
     computes = runtime.precision.dtype
@@ -163,14 +163,14 @@ def shard_over_dp(model: Any, blocks: Sequence[str], shards: Shards) -> None:
 
 
 def _parameters_of(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """Return (module, name, parameter) of all modules, tied ones more than once."""
+    """Return [(module, name, parameter)] of all modules, tied parameters more than once."""
     return [
         (m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None
     ]
 
 
 def _refuse_calls_beside(model: nn.Module, blocks: Sequence[str]) -> None:
-    """Hook all modules but blocks and what contains some: called alone, these gather what they read."""
+    """Hook modules that do not gather their parameters, so that calling one alone raises MeshError."""
     gather = {path.rsplit(".", i)[0] for path in blocks for i in range(path.count(".") + 1)} | {""}
     for path, module in model.named_modules():
         if path not in gather:
@@ -178,7 +178,7 @@ def _refuse_calls_beside(model: nn.Module, blocks: Sequence[str]) -> None:
 
 
 def _require_whole(module: nn.Module, _args: Any) -> None:
-    """MeshError where a module is called beside the forward of its model: it would compute with our rows."""
+    """Raise MeshError for a module called outside its model's forward: it would compute with some rows only."""
     for m, name, p in _parameters_of(module):
         if is_divided(p):
             if name in m.__dict__:
@@ -193,7 +193,7 @@ def _require_whole(module: nn.Module, _args: Any) -> None:
 
 
 def _block_of(model: nn.Module, blocks: Sequence[str]) -> dict[int, str]:
-    """Parameter --> the block that it lies in, where nothing else reads it."""
+    """Return {id of a parameter: path of its block}, for parameters that only one block reads."""
     found: dict[int, set[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         block = next((b for b in blocks if name.startswith(f"{b}.")), "")
@@ -202,14 +202,14 @@ def _block_of(model: nn.Module, blocks: Sequence[str]) -> dict[int, str]:
 
 
 def _places(block: nn.Module, groups: Sequence[Group]) -> list[tuple[nn.Module, str, Any]]:
-    """Return (module, name, (group, index)) of all that reads a parameter of a block."""
+    """Return [(module, name, (index of group, index in group))] of all reads of a block's parameters."""
     at = {id(p): (i, j) for i, group in enumerate(groups) for j, p in enumerate(group.parameters)}
     return [(module, name, at[id(p)]) for module in block.modules()
             for name, p in module._parameters.items() if id(p) in at]  # fmt: skip
 
 
 def check_dp_shard(mesh: Mesh, size: int, target: Any, options: Any, stage: int = 3) -> None:
-    """Refuse a number that does not divide dp, and engines that divide parameters themselves."""
+    """Raise MeshError for a `dp_shard=` that does not divide dp, or an engine that shards by itself."""
     if size == 1:
         if stage != 3:  # the default
             problem = "nothing is sharded over dp at dp_shard=1"

@@ -1,4 +1,4 @@
-"""Parts of parameters over dp ranks, and their whole tensors: gathered forward, summed backward."""
+"""Shards of parameters over dp ranks: all-gathered forward, reduce-scattered backward."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,15 +18,15 @@ from slapo_zoo.parallel.once import once
 
 @dataclass
 class Shards(RowsOfRank):
-    """Over which ranks parameters are sharded, and when their gradients are summed.
+    """Ranks over which parameters are sharded by rows, and when their gradients are reduced.
 
     Args:
-        group: of those ranks.
-        copies: ranks of other such groups that hold the same rows, or None.
-        stage: 1 sums whole gradients after the last micro-batch, 2 after each; 3 as 2, and a block is
-            whole only while it runs.
-        averages: a forward that runs now is that of a loop of one's own: its backward averages over
-            all dp ranks, as DDP does, and leaves nothing to be summed.
+        group: process group of those ranks.
+        copies: process group of the ranks of other such groups that hold the same rows, or None.
+        stage: ZeRO stage: 1 reduces gradients after the last micro-batch, 2 after each; 3 as 2, and
+            gathers a block only while it runs.
+        averages: the running forward is of the user's own loop: its backward averages over
+            all dp ranks, as DDP does.
     """
 
     group: Any = None
@@ -40,7 +40,7 @@ class Shards(RowsOfRank):
 
     @staticmethod
     def of(mesh: Mesh, size: int, stage: int) -> "Shards":
-        """Make the shards: the first `size` dp ranks, the next ones, and so on; a collective call of all ranks."""
+        """Make the shards of consecutive groups of `size` dp ranks; a collective call of all ranks."""
         here, of_all = mesh.coord("loss"), mesh.size("loss")
         if size == of_all:
             return Shards(size, here, True, mesh.group("loss"), None, stage)
@@ -57,22 +57,22 @@ class Shards(RowsOfRank):
 
     @property
     def ranks(self) -> int:
-        """Return the process group of dp, replicas included."""
+        """Number of dp ranks, those that hold the same rows included."""
         return self.size * (1 if self.copies is None else dist.get_world_size(self.copies))
 
     def gather(self, parts: Sequence[Tensor], shapes: Sequence[Any], dtype: Any) -> list[Tensor]:
-        """All-gather several sharded tensors in one collective."""
+        """All-gather several tensors from their rows in one collective; `shapes` are the unsharded ones."""
         return self.finish(self.begin(parts, shapes, dtype), shapes)
 
     def begin(self, parts: Sequence[Tensor], shapes: Sequence[Any], dtype: Any) -> Any:
-        """A gather under way: (what to wait for, where it arrives, what it sends)."""
+        """Start an all-gather; return the arguments of `finish` (work, receive buffer, send buffer)."""
         pairs = zip(parts, shapes, strict=True)
         flat = torch.cat([_padded(x.detach().to(dtype), self.rows(s)) for x, s in pairs])
         out = flat.new_empty(self.size * flat.numel())
         return collective(all_gather_single, out, flat, group=self.group, async_op=True), out, flat
 
     def finish(self, begun: Any, shapes: Sequence[Any]) -> list[Tensor]:
-        """Wait for an all-gather and return its tensors, each in memory of its own."""
+        """Wait for an all-gather and return the unsharded tensors."""
         work, out, _ = begun
         explained(work.wait)
         sizes = [self.rows(s) * _inner(s) for s in shapes]
@@ -83,9 +83,9 @@ class Shards(RowsOfRank):
         self, grads: Sequence[Tensor | None], shapes: Sequence[Any], like: Tensor,
         average: bool = False,
     ) -> list[Any]:  # fmt: skip
-        """Our rows of the sums of whole gradients, or of the averages over all dp ranks.
+        """Reduce-scatter unsharded gradients; return this rank's rows of each, None where no rank has one.
 
-        None where no rank has one.
+        `average` divides by the number of dp ranks, replicas included.
         """
         sizes = [*(self.rows(s) * _inner(s) for s in shapes), len(grads)]
         flat = like.new_zeros(self.size, sum(sizes))
@@ -123,8 +123,8 @@ class Group:
     """Parameters that are gathered in one collective.
 
     Args:
-        shards: over which ranks.
-        parameters: of one dtype, all trained or none; each with its shape, whole over dp.
+        shards: ranks over which their rows are sharded.
+        parameters: (parameter, unsharded shape) pairs of one dtype, all trained or none.
         is_wide: they compute in their own dtype, whatever the model computes in.
     """
 
@@ -150,13 +150,13 @@ class Group:
         return self.parameters[0].dtype if self.is_wide or computes is None else computes
 
     def begin(self, dtype: torch.dtype) -> None:
-        """Start to gather, unless the whole tensors are there or under way."""
+        """Start to gather, unless the gathered tensors exist or are under way."""
         if self._whole is None and self._begun is None:
             with counted_as("weights"):
                 self._begun = self.shards.begin(self.parameters, self.shapes, dtype)
 
     def whole(self, dtype: torch.dtype) -> list[Tensor]:
-        """Return the unsharded tensors; they stay in memory until `drop`."""
+        """Return the gathered tensors; they stay in memory until `drop`."""
         if self._whole is None:
             with torch.no_grad(), counted_as("weights"):
                 self.begin(dtype)
@@ -165,19 +165,19 @@ class Group:
         return self._whole
 
     def drop(self) -> None:
-        """Forget the whole tensors; what is under way is waited for."""
+        """Release the gathered tensors, after waiting for a gather that is under way."""
         if self._begun is not None:
             explained(self._begun[0].wait)
         self._begun = self._whole = None
 
     def traced(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Whole tensors whose backward sums over dp; who holds them keeps them."""
+        """Return gathered tensors whose backward reduces over dp; only the caller keeps them in memory."""
         found = _Gathered.apply(self, dtype, *self.parameters)
         self.drop()
         return found
 
     def sum_waiting(self) -> None:
-        """Stage 1: the parts of whole sums become gradients."""
+        """Reduce-scatter the gradients that ZeRO-1 has accumulated unsharded, into `.grad`."""
         like = self.parameters[0].detach()
         found = self.shards.scatter(self.sums, self.shapes, like)
         self.sums = [None] * len(self.sums)
@@ -189,7 +189,7 @@ class Group:
 
 
 class _Gathered(torch.autograd.Function):
-    """Whole tensors of several parameters: one gather forward, one sum over dp backward."""
+    """All-gather of several parameters; its backward is one reduce-scatter over dp."""
 
     @staticmethod
     def forward(ctx: Any, group: Group, dtype: Any, *parts: Tensor) -> tuple[Tensor, ...]:

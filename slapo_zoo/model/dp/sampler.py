@@ -1,4 +1,4 @@
-"""Which samples a rank reads: tp and pp peers the same ones, dp peers different ones, also resumed."""
+"""Choose the samples that a rank reads: the same on tp and pp peers, different ones on dp peers."""
 
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
@@ -15,18 +15,18 @@ NO_BATCH = "found None on the rank that reads the batch for the others"
 
 
 class MeshSampler:
-    """A batch sampler for a DataLoader: lists of indices, this dp rank's part of every step.
+    """Batch sampler for a DataLoader: yields lists of indices, this dp rank's part of every step.
 
-    The order is a function of seed and epoch, so peers agree without a word. The parts of all dp
-    ranks together are the rows of one process with `batch_size` rows per step; a short rest at the
-    end of an epoch is dropped.
+    The order depends on seed and epoch only, so ranks need no communication. The parts of all dp
+    ranks together are the rows that one process reads with `batch_size` rows per step; an
+    incomplete last batch is dropped.
 
     Args:
-        dataset: whatever has a length.
-        mesh: of the model.
-        batch_size: rows of a step, all dp ranks together.
-        shuffle: every epoch in an order of its own; else as they lie.
-        seed: of the order.
+        dataset: anything with a length.
+        mesh: mesh of the model.
+        batch_size: rows of a step over all dp ranks.
+        shuffle: permute the samples in every epoch.
+        seed: seed of the permutations.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class MeshSampler:
         return self.size // self.batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The steps that are left of this epoch; `step` counts those that were handed out."""
+        """Yield this rank's indices of the remaining steps of the epoch; `step` counts the yielded ones."""
         epoch, turn = divmod(self.step, len(self))
         order = self._order(epoch)
         rows = self.batch_size // self.mesh.size("batch")
@@ -66,28 +66,28 @@ class MeshSampler:
         """Return the position of the sampler: pass it as `data_position` to `save_checkpoint`.
 
         Args:
-            step: number of batches that were trained on; None takes those handed out, of which a
-                DataLoader with workers has some in advance.
+            step: number of batches that were trained on; None takes the number yielded, which includes
+                those that a DataLoader with workers has prefetched.
         """
         return {"step": self.step if step is None else step, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on after that many batches, on any number of dp ranks."""
+        """Continue after the batches of a saved state, on any number of dp ranks."""
         self.step, self.seed = state["step"], state["seed"]
 
 
 def broadcast_batch(
     batch: Mapping[str, Any] | None, mesh: Mesh, device: torch.device | str | None = None
 ) -> dict[str, Any]:
-    """The batch of the first tp and pp rank, on all of them: for data that only one rank can read.
+    """Broadcast the batch of the first tp and pp rank to its peers, for data that only one rank can read.
 
     A collective call of all ranks; the others may pass None.
 
     Args:
-        batch: tensors and whatever can be pickled, by name.
-        mesh: of the model.
-        device: where all ranks put the tensors, e.g. the model's; None takes the one that the
-            process group serves: with nccl this rank's GPU.
+        batch: name --> tensor or picklable value.
+        mesh: mesh of the model.
+        device: device of the returned tensors, e.g. the model's; None takes the process group's:
+            with nccl this rank's GPU.
     """
     device = group_device() if device is None and mesh.world_size > 1 else device
     found = dict(batch) if batch is not None else None

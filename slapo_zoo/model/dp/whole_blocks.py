@@ -1,10 +1,9 @@
-"""ZeRO-3: a block's parameters are whole only while it runs, forward or backward.
+"""ZeRO-3: the parameters of a block are gathered only while it runs, forward or backward.
 
-rewrite:  y = block(x)  -->  w = all_gather(parts);  y = block(x; w);  w is forgotten
+rewrite:  y = block(x)  -->  w = all_gather(parts);  y = block(x; w);  w is released
 
-What autograd keeps of `w` for the backward is not the tensor but which one it was: the first operation
-that asks for it gathers the block again. Whoever runs a block's forward once more (a checkpoint of torch)
-has it gathered, too. Source: arXiv:1910.02054, section 5.3.
+Autograd saves a handle in place of `w`; the first operation of the backward that reads it gathers the
+block again. A block that is recomputed (torch's checkpoint) is gathered too. Source: arXiv:1910.02054, 5.3.
 """
 
 import functools
@@ -28,21 +27,21 @@ BLOCK = "_slapo_block"  # of a module: its Block
 
 @dataclass(eq=False)
 class Saved(Kept):
-    """A tensor that autograd would keep, and that is one of a block's whole tensors or a view of it."""
+    """Handle that autograd keeps in place of a gathered parameter of a block, or of a view of one."""
 
     block: "Block"
     place: tuple[int, int]
     layout: tuple[Any, Any, int]
 
     def again(self) -> Tensor:
-        """Return the unsharded tensor, gathered again if it was dropped."""
+        """Return the gathered tensor, gathering the block again if it was dropped."""
         group, index = self.place
         return self.block.whole()[group][index].as_strided(*self.layout)
 
 
 @dataclass(eq=False)
 class Passed(Kept):
-    """A tensor that hooks around the block keep: those of a checkpoint, or `save_on_cpu`."""
+    """Handle of a tensor that other saved-tensor hooks keep: those of a checkpoint, or `save_on_cpu`."""
 
     kept: Any
     unpack: Callable[[Any], Tensor]
@@ -56,10 +55,10 @@ class Block:
     """One block whose parameters are gathered when it runs.
 
     Args:
-        blocks: all of them, in the order in which they run.
-        groups: its parameters, by what one collective gathers.
-        places: (module, name, (group, index)) that read a parameter.
-        position: among the blocks of the whole model; those of one stage are neighbours.
+        blocks: all blocks of the rank.
+        groups: its parameters, one group per collective.
+        places: (module, name, (index of group, index in group)) of all reads of its parameters.
+        position: index among the blocks of the whole model.
     """
 
     def __init__(
@@ -76,17 +75,17 @@ class Block:
             group.begin(group.dtype_of(self.blocks.computes))
 
     def drop(self) -> None:
-        """Forget whole tensors that nothing reads now."""
+        """Release the gathered parameters."""
         for group in self.groups:
             group.drop()
 
     def whole(self) -> list[list[Tensor]]:
-        """Whole tensors for a backward; those of the block before it are on their way."""
+        """Return the gathered parameters for a backward, and start to gather the block before this one."""
         self.blocks.keep(self, self.position - 1)
         return [group.whole(group.dtype_of(self.blocks.computes)) for group in self.groups]
 
     def before(self, module: nn.Module, args: Any) -> None:
-        """Before a block's forward: put gathered parameters into its modules, and keep autograd from saving them."""
+        """Forward pre-hook: put gathered parameters into the modules, and let autograd save handles of them."""
         self._require_own(module)
         computes = self.blocks.computes
         whole = [group.traced(group.dtype_of(computes)) for group in self.groups]
@@ -118,7 +117,7 @@ class Block:
                 raise MeshError("forward", type(module).__name__, problem, hint)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After a block's forward: put the shards back."""
+        """Forward hook: put the shards back."""
         if self._running:  # else it failed before it began
             self._running.pop().__exit__(None, None, None)
             self.blocks.running.pop()
@@ -135,7 +134,7 @@ class Block:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Context in which the modules read whole tensors, whose backward sums over dp, unless they do already."""
+        """Context in which the modules read gathered parameters, whose backward reduces over dp."""
         module, name, _ = self.places[0]
         if name in module.__dict__:
             yield
@@ -148,7 +147,7 @@ class Block:
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Context in which the modules read what they read in the forward."""
+        """Context in which the modules read gathered parameters as in their forward, for a recomputation."""
         pairs = zip(self.whole(), self.groups, strict=True)
         self._put([[x.detach().requires_grad_(p.requires_grad)
                     for x, p in zip(whole, group.parameters, strict=True)]
@@ -160,11 +159,11 @@ class Block:
 
 
 class Blocks:
-    """The blocks of one rank whose parameters are gathered when they run.
+    """Blocks of one rank whose parameters are gathered when they run.
 
     Args:
-        computes: dtype in which the model computes; None: in that of its parameters.
-        keeps: where a block that runs says how its weights are kept.
+        computes: dtype in which the model computes; None: that of its parameters.
+        keeps: stack of functions by which running blocks tell how autograd saves their weights.
     """
 
     def __init__(self, computes: torch.dtype | None, keeps: list[Pack]):
@@ -174,14 +173,14 @@ class Blocks:
         self._kept: list[Block] = []
 
     def add(self, module: nn.Module, groups: Sequence[Group], places: Any, position: int) -> None:
-        """Gather a block's parameters when it runs."""
+        """Hook a block so that its parameters are gathered when it runs."""
         block = self.at[position] = Block(self, groups, places, position)
         module.__dict__[BLOCK], module.__class__ = block, _gathering(type(module))
         module.register_forward_pre_hook(block.before)
         module.register_forward_hook(block.after, always_call=True)
 
     def keep(self, block: Block, following: int) -> None:
-        """Drop all gathered blocks but this one, and start to gather the one that runs next."""
+        """Release all gathered blocks but `block`, and start to gather the block at position `following`."""
         ahead = [self.at[following]] if following in self.at else []
         for other in self._kept:
             if other is not block and other not in ahead:
@@ -191,19 +190,19 @@ class Blocks:
         self._kept = [block, *ahead]
 
     def forget(self) -> None:
-        """Drop all gathered parameters at the end of a step."""
+        """Release all gathered parameters at the end of a step."""
         for block in self._kept:
             block.drop()
         self._kept = []
 
     def again(self) -> Callable[[], AbstractContextManager]:
-        """Return a maker of contexts around a recomputation of what runs now."""
+        """Return a function that makes contexts in which the running block can be recomputed."""
         return self.running[-1].recomputing if self.running else nullcontext
 
 
 @functools.cache
 def _gathering(cls: Any) -> type:
-    """The class of a block whose forward gathers what it reads where no call of the block has done it."""
+    """Return a subclass of a block's class whose `forward`, called directly, gathers the parameters first."""
 
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

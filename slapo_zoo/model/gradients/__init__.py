@@ -1,4 +1,4 @@
-"""After any backward each rank's `.grad` is its part of the true gradient: sums, hooks, guards.
+"""Gradients: after any backward each rank's `.grad` is its part of the true gradient.
 
 Imports `language` and lower.
 """

@@ -1,4 +1,4 @@
-"""Were the ranks fed what they should be? tp and pp peers the same batch, dp peers different ones."""
+"""Check that tp and pp peers were fed the same batch, and dp peers different ones."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ SAMPLE = 1 << 16  # elements of one tensor that count: a batch of images is not 
 
 
 class InputWarning(UserWarning):
-    """Ranks that should be fed different rows are fed the same ones."""
+    """Warning that dp ranks were fed the same rows."""
 
 
 def check_batch(
@@ -25,10 +25,9 @@ def check_batch(
 ) -> None:  # fmt: skip
     """Compare a hash of the batch over all ranks, every `interval` steps; 0 never does.
 
-    One all-gather of 16 bytes. Peers of tp and pp that were fed different batches would train on
-    mixed rows without a word, so that is an error on all ranks; dp peers that were fed the same
-    ones only waste their time, so that is a warning. The first step is number 1; `hooks` counts
-    those that meet other ranks.
+    One all-gather of 16 bytes. MeshError on all ranks if tp or pp peers were fed different batches, since
+    they would silently train on mixed rows; a warning if dp peers were fed the same one. `step` counts
+    from 1; `hooks` returns the number of this rank's hooks that communicate, compared too.
     """
     if mesh.world_size == 1 or interval < 1 or (step - 1) % interval:
         return
@@ -43,7 +42,10 @@ def check_batch(
 def check_peers(
     mesh: Mesh, batch: Mapping[str, object], step: int, interval: int, draws: int
 ) -> None:
-    """Check the batch of a forward in a hand-written loop over the tp ranks of one replica, and draw alike."""
+    """Raise MeshError where tp ranks got different batches, or draw different dropout, in a loop of your own.
+
+    `draws` is the number of the forward by which dropout is drawn; `step` and `interval` as in `check_batch`.
+    """
     tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
     if mesh.tp == 1 or not tensors or interval < 1 or (step - 1) % interval:
         return
@@ -54,7 +56,7 @@ def check_peers(
 
 
 def check_trained_inputs(mesh: Mesh, parameters: Sequence[Tensor]) -> None:
-    """MeshError on all ranks where a parameter beyond the model starts from other values."""
+    """Raise MeshError on all ranks where a parameter outside the model starts from different values."""
     if mesh.world_size == 1:
         return
     mine = digest({str(number): p for number, p in enumerate(parameters)})
@@ -75,7 +77,7 @@ def _gathered(mine: Tensor, size: int, group: Any = None) -> Tensor:
 
 
 def digest(batch: Mapping[str, Tensor]) -> Tensor:
-    """A 64-bit hash of names, shapes and (a sample of) values, on the device of the batch."""
+    """Return a 64-bit hash of names, shapes and a sample of the values, as a tensor on the batch's device."""
     total = torch.zeros((), dtype=torch.int64, device=next(iter(batch.values())).device)
     for number, name in enumerate(sorted(batch), start=1):
         x = batch[name]
@@ -100,7 +102,7 @@ def _same_for_peers(mesh: Mesh, found: Sequence[int]) -> None:
 
 
 def _same_hooks(mesh: Mesh, found: Sequence[int]) -> None:
-    """MeshError where ranks of a stage have other hooks on parts of parameters: they would wait in them."""
+    """Raise MeshError where ranks of a stage have different numbers of hooks: a hook waits for its peers."""
     for stage in range(mesh.pp):
         ranks = mesh.ranks(pp=stage)
         if len(numbers := {found[rank] for rank in ranks}) > 1:

@@ -1,7 +1,7 @@
-"""What a call of a model leaves for its backward, and when that backward begins and ends.
+"""State that a call of a model keeps for its backward, and the beginning and end of that backward.
 
-A backward that arrives at an output of a call runs as in that call: what recomputes sees the same padding
-and tokens, and draws the same dropout. At its end gradients are complete, and looked at.
+A backward runs with the state of its call: recomputation sees the same padding and tokens, and draws the
+same dropout. At its end all gradients are complete, and are checked.
 """
 
 import copy
@@ -25,15 +25,15 @@ from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS
 
 
 class Calls:
-    """The calls of one model.
+    """Calls of one model and their backwards.
 
     Attributes:
-        reducer: sums the gradients.
-        guard: looks at complete gradients before an optimizer steps.
-        divided_parameters: an engine keeps parameters that no hook can be put on.
-        named: trained parameters by name; not what `functional_call` puts in their place.
-        outside: what held before a backward took up what its call had set up.
-        count: of calls in loops by hand, in training.
+        reducer: reduces the gradients over ranks.
+        guard: checks complete gradients before an optimizer steps.
+        divided_parameters: an engine keeps parameters of its own, which take no hooks.
+        named: (name, trained parameter), without tensors that `functional_call` puts in their place.
+        outside: forward context before the running backward restored that of its call.
+        count: number of training calls in loops of the user's own.
     """
 
     def __init__(self, runtime: Any, mesh: Mesh) -> None:
@@ -48,16 +48,16 @@ class Calls:
         self.outside: ForwardContext | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Calls":
-        """Copy for a copied model: a call of its own looks at its parameters anew."""
+        """Copy for a copied model: its next call hooks its own parameters."""
         memo[id(self)] = new = Calls(memo.get(id(self.runtime), self.runtime), self.mesh)
         new.reducer = copy.deepcopy(self.reducer, memo)
         new.divided_parameters = self.divided_parameters
         return new
 
     def prepare(self, model: Any, own_loop: bool = False) -> None:
-        """Hook the parameters that a model has now: at the load, and before each forward that is trained on.
+        """Hook the model's current parameters: at the load, and before each forward that is trained on.
 
-        In a loop of one's own (`own_loop`) the backward is not that of `train_step`.
+        `own_loop`: the backward will be that of a loop of the user's own, not of `train_step`.
         """
         if torch._C._current_graph_task_id() < 0:  # a backward that failed has not come to its end
             self.abandon()
@@ -81,12 +81,15 @@ class Calls:
         take_over(self.reducer, self.named)
 
     def _partial(self) -> set[str]:
-        """Names of parameters whose gradient may be a part of a sum over tp."""
+        """Return the names of parameters whose gradient may have to be summed over tp."""
         rows = self.runtime.plan.tensors.values() if self.mesh.tp > 1 else ()
         return {row.name for row in rows if row.sums(True, PARTIAL, REPLICAS)}
 
     def begin(self, model: Any, batch: Mapping[str, Any], trains: bool) -> None:
-        """A call of a model or of a part in a loop by hand: dp averages what its inputs are made of, too."""
+        """Prepare a call in a loop of the user's own; `trains`: a training call of the whole model.
+
+        Trained tensors of which the inputs are made are hooked too.
+        """
         if not torch.is_grad_enabled():
             return
         self.prepare(model, own_loop=True)
@@ -99,7 +102,7 @@ class Calls:
                 self.reducer.hook("", p)
 
     def watch(self, output: Any) -> None:
-        """Notice when a backward arrives at an output of the call that ends now."""
+        """Hook the outputs of the call that ends now, to restore its state when a backward arrives."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         state, reducer = self.runtime.schedule.state, self.reducer
@@ -115,7 +118,7 @@ class Calls:
             reducer.uses.note(output, summed)
 
     def _arrived(self, forward: ForwardContext, position: tuple[int, int, int]) -> None:
-        """A backward begins at an output of a call: what recomputes in it runs as in that call."""
+        """Restore the forward context and the random position of a call whose backward begins."""
         if self.task != torch._C._current_graph_task_id():
             self.open()
         self.reducer.token_modes.add(forward.tokens_divided)
@@ -124,14 +127,14 @@ class Calls:
         state.forward, state.random.again = forward, position
 
     def open(self) -> None:
-        """A backward begins."""
+        """Begin a backward: make its buckets, and queue `_end`."""
         self.reducer.open()
         take_over(self.reducer, self.named)
         self.task = torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(self._end)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _end(self) -> None:
-        """A backward has come to its end."""
+        """End a backward: complete the gradients and check them."""
         self.task = -1
         try:
             averaged = self.reducer.close()
@@ -143,13 +146,13 @@ class Calls:
             self.guard.complete(named, self.runtime.plan, averaged)
 
     def _leave(self) -> None:
-        """What runs now is no backward of a call."""
+        """Restore the forward context from before the backward."""
         state = self.runtime.schedule.state
         state.forward, state.random.again = self.outside or state.forward, None
         self.outside = None
 
     def abandon(self) -> None:
-        """A backward has failed, or none runs."""
+        """Drop the state of a backward that failed."""
         self._leave()
         self.reducer.forget()
         self.reducer.uses.found.clear()

@@ -1,10 +1,9 @@
 """After any backward each rank's `.grad` is its slice of the true gradient.
 
-One rule: a gradient is summed over what its row of the plan says (`sum_over`). One hook, at each parameter,
-tells that one comes: over tp it is summed before it is added to `.grad`, so that hooks of a user see the
-sum; over dp `.grad` is averaged as DDP does it, bucket by bucket while the backward goes on.
-
-`train_step` adds up micro-batches first: it averages in the last backward, and sums the rest after it.
+One rule: a gradient is summed over the ranks in its row of the plan (`sum_over`). One hook per parameter
+reports each gradient: over tp it is summed before it is added to `.grad`, so that hooks of a user see the
+sum; over dp `.grad` is averaged as DDP does it, bucket by bucket while the backward continues.
+`train_step` accumulates micro-batches first: it averages in the last backward, and sums the rest after it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,16 +29,17 @@ _OWN_HINT = "call backward(); or, within model.no_sync(), average them: all_redu
 
 
 class GradientReducer:
-    """The sums of one model's gradients, and how far the backward that runs now has come with them.
+    """Reduce the gradients of one model over ranks, and track the progress of the running backward.
 
     Attributes:
-        over_dp: gradients are averaged over dp here; an engine does it itself.
-        at_once: other sums are taken as gradients come; else by `finish`, at the end of a step.
+        over_dp: gradients are averaged over dp here, not by an engine.
+        at_once: sums over tp are taken as gradients come; else by `finish`, at the end of a step.
         paused: within `no_sync`.
-        tokens_sharded: in the call that ended last.
-        beyond: parameters of no model that inputs were made of (a soft prompt), numbered.
-        missed: whether a parameter had no gradient here in the last step, and a device knows if others do.
-        asks_hosts: some dp rank `missed`; all of them then ask each other in this step, past the device.
+        tokens_sharded: whether the last call sharded its tokens over tp.
+        beyond: parameters outside the model of which inputs were made (a soft prompt) --> number.
+        missed: on a GPU, some parameter had no gradient on this rank in the last step.
+        asks_hosts: `missed` holds on some dp rank, so in this step all of them compare missing
+            gradients over a CPU group.
     """
 
     def __init__(self, runtime: Any, mesh: Mesh) -> None:
@@ -58,7 +58,7 @@ class GradientReducer:
         return new
 
     def forget(self) -> None:
-        """No backward is under way."""
+        """Reset the state to that without a running backward."""
         self.buckets: list[Bucket] = []
         self.waiting: list[Bucket] = []  # those whose sum has not begun
         self.bucket_of: dict[int, Bucket] = {}
@@ -69,12 +69,12 @@ class GradientReducer:
         self.stored: bool | None = None  # whether a gradient that has come is in `.grad`
 
     def attach(self, named: Iterable[tuple[str, Any]]) -> None:
-        """Hook the parameters of a forward for good: their backward may come after another forward."""
+        """Hook the parameters of a model permanently: their backward may come after another forward."""
         hooked = [self.hook(name, p) for name, p in named]
         self.parameters = [p for p in hooked if p.is_leaf]
 
     def hook(self, name: str, p: Any) -> Any:
-        """Put on the one kind of hook; weak, since the collector does not see all that torch keeps."""
+        """Put the gradient hook on a parameter, once, and return the parameter; the hook holds only weak references."""
         if p in self.hooked or not p.is_floating_point() or p.is_inference():
             return p
         mine, parameter, is_leaf, trains = ref(self), ref(p), p.is_leaf, p.requires_grad
@@ -94,7 +94,7 @@ class GradientReducer:
         return p
 
     def open(self) -> None:
-        """A backward begins, maybe within another one: make the buckets that it fills."""
+        """Begin a backward, maybe within another one: make the buckets that it fills."""
         self._settle()
         for bucket in self.buckets:
             bucket.wait()
@@ -108,7 +108,7 @@ class GradientReducer:
         self.waiting = list(self.buckets)
 
     def gradient(self, name: str, p: Any, grad: Tensor, is_leaf: bool) -> Tensor:
-        """Sum a gradient on its way to `.grad`, or to what the tensor in a parameter's place is made of."""
+        """Return a gradient summed over ranks, for the hooks; `is_leaf`: p is no tensor in a parameter's place."""
         if not self.is_open:
             self.runtime.calls.open()
         self._settle()
@@ -126,7 +126,7 @@ class GradientReducer:
         return self._over_dp(p, grad, is_leaf) if averages and not self.paused else grad
 
     def _groups(self, name: str) -> list[Any]:
-        """The ranks beside dp over which a gradient is summed as it comes."""
+        """Return the process groups, but dp's, over which a gradient is summed in this backward."""
         row = self.runtime.plan.of(name)
         sums = row.sums(True, REPLICAS, PARTIAL) if row else []
         if len(self.token_modes) > 1 and any(one.if_tokens_sharded for one in sums):
@@ -138,7 +138,7 @@ class GradientReducer:
         return [group for group in taken if group is not None]
 
     def _over_dp(self, p: Any, grad: Tensor, is_leaf: bool) -> Tensor:
-        """Let `.grad` be averaged once it is there; at once what goes elsewhere, or is taken from there."""
+        """Return a gradient that its bucket averages later in `.grad`; averaged at once where no bucket can."""
         bucket = self.bucket_of.get(id(p))
         if is_leaf and not is_taken(p) and (bucket or p in self.beyond):
             if bucket and bucket.work is not None:  # what is under way must not be written to
@@ -154,7 +154,7 @@ class GradientReducer:
         return summed(grad * factor, group)
 
     def _settle(self) -> None:
-        """The gradient that came last is in `.grad` by now: sums of full buckets begin."""
+        """Count the latest gradient as stored in `.grad`, and start the all-reduce of complete buckets."""
         if self.latest is None:
             return
         (p, before, version), self.latest = self.latest, None
@@ -169,7 +169,7 @@ class GradientReducer:
             self.waiting.pop(0).start()
 
     def close(self) -> bool:
-        """The backward has come to its end; return whether all dp ranks have met in it."""
+        """Finish a backward and its averages over dp; return whether all dp ranks took part in them."""
         self._settle()
         if self.stored is False and not self.in_step:
             where = "torch.autograd.grad with dp > 1"
@@ -187,7 +187,7 @@ class GradientReducer:
         return met
 
     def _somewhere(self, parameters: list[nn.Parameter]) -> set[int] | None:
-        """Ids of those with a gradient on some dp rank; asked while all sums are under way, or None."""
+        """Return the ids of parameters with a gradient on some dp rank, if hosts compare them; else None."""
         here = [p.grad is not None for p in parameters]
         self.missed = not all(here) and parameters[0].device.type != "cpu"
         asks, self.asks_hosts = self.asks_hosts and self.in_step, False
@@ -199,7 +199,7 @@ class GradientReducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, a backward averages nothing over dp: the next one outside does, for all."""
+        """Context in which backwards do not average over dp: the next one outside does, for all of them."""
         before, self.paused = self.paused, True
         try:
             yield
@@ -212,7 +212,7 @@ class GradientReducer:
 
     @contextmanager
     def one_step(self, at_once: bool) -> Iterator[None]:
-        """Around the micro-batches of a step; `at_once`: a hook takes gradients before the step ends."""
+        """Context of the micro-batches of a step; `at_once`: a hook takes gradients before the step ends."""
         before, self.at_once, self.in_step, self.averaged = self.at_once, at_once, True, False
         try:
             yield
@@ -223,7 +223,7 @@ class GradientReducer:
             self.at_once, self.in_step = before, False
 
     def average(self) -> None:
-        """Average over dp what the backwards of a step have not."""
+        """Average the gradients over dp, unless the step's backwards have done it."""
         if self.over_dp and not self.averaged:
             self.open()
             self.stored = True
@@ -233,7 +233,7 @@ class GradientReducer:
         """All-reduce the gradients of a step over every mesh dim but dp, once, after its last backward.
 
         Args:
-            named: parameters by name.
+            named: name --> parameter.
         """
         sharded, plan = self.runtime.schedule.state.forward.tokens_divided, self.runtime.plan
         sums = plan.sums_of(named, TIED, REPLICAS, PARTIAL, tokens_sharded=sharded)
@@ -242,5 +242,5 @@ class GradientReducer:
 
 
 def is_taken(p: Any) -> bool:
-    """Return whether hooks of a user take the gradient as soon as it is in `.grad`."""
+    """Return whether a user's post-accumulate hooks take a parameter's gradient as soon as it is in `.grad`."""
     return bool(p._post_accumulate_grad_hooks)

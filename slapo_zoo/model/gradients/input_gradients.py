@@ -1,8 +1,8 @@
-"""Gradients of tensors beside a model: a soft prompt before `inputs_embeds`, a head of one's own in a loss.
+"""Gradients of tensors outside a model: a soft prompt in `inputs_embeds`, a head of the user's in a loss.
 
 Every rank makes the inputs, and one stage reads them: their gradient is summed over the stages, and that
-of the parameters which they are made of is averaged over dp, in `train_step` and in a loop by hand. A
-head that `loss_fn` applies is summed over both in `train_step`.
+of the parameters of which they are made is averaged over dp, in `train_step` and in a user's own loop. A
+head that `loss_fn` applies is reduced over both in `train_step`.
 A leaf that is no `nn.Parameter` (a perturbation of some rows) keeps the gradient of its rank.
 """
 
@@ -22,14 +22,14 @@ from slapo_zoo.parallel.mesh import Mesh
 
 
 class InputGradients:
-    """The tensors of a batch that ask for a gradient; with stages, leaves take their place in it.
+    """Tensors of a batch that require a gradient; with stages, leaves replace them in the batch.
 
     Args:
-        mesh: of all ranks.
-        tensors: the batch.
+        mesh: mesh of all ranks.
+        tensors: the batch; entries that require a gradient are replaced.
         known: see `trained_inputs`.
-        loss_fn: of `train_step`; the parameters of a module are trained with it.
-        scale: what the engine multiplies a loss by before its backward.
+        loss_fn: argument of `train_step`; parameters of a module are trained.
+        scale: factor by which the engine multiplies a loss before its backward.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class InputGradients:
             self._meet([p for p in own if id(p) not in self.before])
 
     def see(self, loss: Tensor, output: Any) -> None:
-        """A loss of one's own before its backward: what it was made of beside the model is trained too."""
+        """Register parameters outside the model of which the user's loss is made; SlapoError for those with pp > 1."""
         if self.loss_fn is None or self.mesh.world_size == 1:
             return
         known = {id(p) for p in (*self.beyond, *self.in_loss)}
@@ -75,7 +75,7 @@ class InputGradients:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Around a step: parameters beyond the model get their gradient of the whole step."""
+        """Context of a step, after which parameters outside the model have the gradient of the whole step."""
         for p in self.beyond:
             p.grad = None
         try:
@@ -100,12 +100,12 @@ class InputGradients:
 
 
 def trained_inputs(mesh: Mesh, batch: Any, known: Any) -> list[nn.Parameter]:
-    """The parameters of no model that a batch is made of; new ones must be alike on all ranks.
+    """Return the parameters outside any model of which a batch is made; new ones must be equal on all ranks.
 
     Args:
-        mesh: of all ranks, which meet where some are new.
-        batch: tensors, in containers and caches of transformers too.
-        known: those that were met before, by their number; it grows.
+        mesh: mesh of all ranks, which communicate where some are new.
+        batch: tensors, also in containers and caches of transformers.
+        known: parameter --> number, of those met before; new ones are added.
     """
     asking = list(_asking(batch))
     found = _made_of(asking) if asking else []
@@ -114,7 +114,7 @@ def trained_inputs(mesh: Mesh, batch: Any, known: Any) -> list[nn.Parameter]:
 
 
 def require_alike(mesh: Mesh, parameters: Iterable[nn.Parameter], known: Any) -> None:
-    """MeshError on all ranks where a parameter that was not met before has other values; see above."""
+    """Raise MeshError on all ranks where a parameter that is not in `known` has different values; add it."""
     if new := [p for p in parameters if p not in known]:
         check_trained_inputs(mesh, new)
         for p in new:
@@ -122,7 +122,7 @@ def require_alike(mesh: Mesh, parameters: Iterable[nn.Parameter], known: Any) ->
 
 
 def _asking(value: Any) -> Iterator[Tensor]:
-    """The tensors in it that ask for a gradient."""
+    """Yield the tensors within a value that require a gradient."""
     for x in tree_leaves(value):
         if isinstance(x, Tensor):
             if x.requires_grad:
@@ -132,7 +132,7 @@ def _asking(value: Any) -> Iterator[Tensor]:
 
 
 def nodes_of(output: Any) -> list[Any]:
-    """Where a backward arrives at an output of a model."""
+    """Return the autograd nodes of a model's outputs, where its backward begins."""
     leaves = tree_leaves(dict(output) if hasattr(output, "keys") else output)
     # logits on demand: of which they are made, too
     tensors = [each for x in leaves for each in (x, getattr(x, "rows", None))]
@@ -140,7 +140,7 @@ def nodes_of(output: Any) -> list[Any]:
 
 
 def reached(nodes: Iterable[Any], goes_on: Callable[[Any], bool] = bool) -> list[Any]:
-    """The nodes of a graph that are reached from some, in the order of a walk."""
+    """Return the nodes of an autograd graph below some, breadth first; `goes_on` says which nodes to enter."""
     seen = dict.fromkeys(nodes)
     for node in (waiting := list(seen)):
         new = [e for e, _ in node.next_functions if e is not None and e not in seen and goes_on(e)]
@@ -150,7 +150,7 @@ def reached(nodes: Iterable[Any], goes_on: Callable[[Any], bool] = bool) -> list
 
 
 def _made_of(tensors: Iterable[Tensor], ends: Iterable[Any] = ()) -> list[nn.Parameter]:
-    """The parameters that tensors were made of, in the order in which their graph is walked up to its ends."""
+    """Return the parameters of no model below some tensors in the autograd graph, not entering `ends`."""
     ends = {None, *ends}
     nodes = reached((x.grad_fn for x in tensors if x.grad_fn not in ends), lambda e: e not in ends)
     leaves = [getattr(node, "variable", None) for node in nodes]

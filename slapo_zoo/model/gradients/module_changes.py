@@ -1,8 +1,8 @@
-"""Changes to the modules of a scheduled model after the load: which are right, and which are refused.
+"""Changes to the modules of a scheduled model after the load: which are allowed, and which are refused.
 
 Wrappers that leave a module what it is (`torch.compile(block)`, activation checkpointing) do not change
-the names of its parameters. Other parameters in the place of sharded ones are refused: their ranks hold
-parts that nothing knows of, gradients would not be completed and files would hold a part.
+the names of its parameters. Other parameters in the place of sharded ones are refused: their gradients
+would not be complete, and files would contain a shard.
 """
 
 import re
@@ -23,17 +23,17 @@ def own_name(name: str) -> str:
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules by path without wrappers: the innermost of those that share one."""
+    """Return {path without wrappers: module}, the innermost one of each path."""
     found = model.named_modules(remove_duplicate=False)
     return {own_name(f"{path}.").removesuffix("."): module for path, module in found}
 
 
 def require_known_weights(model: Any, step: str) -> None:
-    """SlapoError where other parameters stand in the place of sharded or tied ones.
+    """Raise SlapoError where other parameters stand in the place of sharded or tied ones.
 
     Args:
-        model: of AutoScheduledModel.
-        step: what is about to be done, for the error.
+        model: a scheduled model.
+        step: name of the running step for the error.
     """
     runtime, mesh = model._slapo, model.mesh
     by_name = {spec.name: spec for spec in runtime.specs}
@@ -78,19 +78,19 @@ def _problem(
 
 
 def _is_within(name: str, other: str) -> bool:
-    """Return whether the other name is this one with further modules on its way."""
+    """Return whether `other` is `name` with further modules on its path."""
     parts, way = (re.split(r"\.(?!\d)", path) for path in (name, other))  # a number with its list
     left = iter(way)
     return parts[-1] == way[-1] and all(part in left for part in parts)
 
 
 def require_known_order(model: Any) -> None:
-    """SlapoError where blocks were cut, swapped or shared since the load.
+    """Raise SlapoError under sequence parallelism where blocks were removed, swapped or shared since the load.
 
     The first block of a stack shards the tokens, and the last one gathers them.
 
     Args:
-        model: of AutoScheduledModel.
+        model: a scheduled model.
     """
     state, ends = model.schedule.state, ("divide_tokens", "join_tokens")
     found = [path for path, step in model.schedule.history
@@ -105,13 +105,13 @@ def require_known_order(model: Any) -> None:
 
 
 class Structure:
-    """Methods of `nn.Module` and `transformers` that a sharded model answers otherwise."""
+    """Methods of `nn.Module` and `transformers` that behave differently in a scheduled model."""
 
     mesh: Any
     _slapo: Any
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the names of the checkpoint, also where modules are wrapped; else as torch does."""
+        """Yield parameters under the names of the checkpoint, also where modules are wrapped."""
         found = super().named_parameters(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         return ((own_name(name), p) for name, p in found)
 
@@ -121,7 +121,7 @@ class Structure:
         return ((own_name(name), x) for name, x in found)
 
     def get_submodule(self, target: str) -> nn.Module:
-        """Find a submodule; peft asks for the embedding table by BERT's name, else guesses it by its size."""
+        """Return a submodule; BERT's path of the embedding, which peft asks for, works in every family."""
         try:
             return super().get_submodule(target)  # pyright: ignore[reportAttributeAccessIssue]
         except AttributeError:
@@ -131,7 +131,7 @@ class Structure:
             return model.get_input_embeddings()
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict of this rank's shapes; others are refused before a tensor changes."""
+        """Load a state dict of this rank's shapes; others raise WeightsError before a tensor changes."""
         parent: Any = super()
         own = parent.state_dict() if self.mesh.world_size > 1 else {}
         found = {name: list(getattr(x, "shape", ())) for name, x in state_dict.items()}
@@ -146,11 +146,11 @@ class Structure:
         return parent.load_state_dict(state_dict, strict, assign)
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> Any:
-        """Tie weights as `transformers` does; over stages they are tied when the model is built."""
+        """Tie weights as `transformers` does; with pp > 1 do nothing, since stages are tied when the model is built."""
         return None if self.mesh.pp > 1 else super().tie_weights(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def init_weights(self, *args: Any, **kwargs: Any) -> Any:
-        """Initialise weights on one rank; several ranks would draw alike shards, or unlike replicas."""
+        """Initialise weights on one rank; SlapoError on several, which would draw inconsistent shards."""
         if self.mesh.world_size > 1:
             problem = "its ranks would draw alike parts of a tensor, or unlike copies"
             hint = "AutoScheduledModel.from_config(config, seed=...) draws what one process would"
@@ -158,7 +158,7 @@ class Structure:
         return super().init_weights(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *_: Any, **__: Any) -> Any:
-        """The embedding, as `transformers` returns it; another size is refused: load it anew."""
+        """Return the embedding, as `transformers` does; SlapoError for another size than the model has."""
         model: Any = self
         size = model.config.get_text_config().vocab_size
         if new_num_tokens is not None and new_num_tokens != size:

@@ -1,4 +1,4 @@
-"""Which model a parameter is of: torch's hooks around the step of an optimizer see parameters alone."""
+"""Map each parameter to its model: torch's hooks around an optimizer step see parameters only."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,7 +13,7 @@ _KNOWN: Any = WeakIdKeyDictionary()  # parameter --> (weak reference to its mode
 
 
 def note(runtime: Any, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Remember the parameters of a scheduled model."""
+    """Remember the (name, parameter) pairs of a scheduled model."""
     mine = ref(runtime)
     for name, p in named:
         if p not in _KNOWN or _KNOWN[p][1] != name:  # an adapter has renamed it
@@ -21,16 +21,16 @@ def note(runtime: Any, named: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def runtime_of(p: Any) -> Any:
-    """Return the state of the model that sees to the gradient of a parameter, or None."""
+    """Return the runtime of the scheduled model of a parameter, or None."""
     return _KNOWN[p][0]() if p in _KNOWN else None
 
 
 def place_of(p: Any) -> tuple[RankPlan, str] | None:
-    """Return the plan of the model of a parameter, and its name there, or None."""
+    """Return (plan of a parameter's model, the parameter's name there), or None."""
     runtime = runtime_of(p)
     return None if runtime is None else (runtime.plan, _KNOWN[p][1])
 
 
 def parameters_of(optimizer: Any) -> list[nn.Parameter]:
-    """Return what an optimizer steps on."""
+    """Return all parameters of an optimizer."""
     return [p for group in optimizer.param_groups for p in group["params"]]

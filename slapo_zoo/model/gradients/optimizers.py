@@ -1,9 +1,9 @@
-"""Optimizers that look at a whole matrix, on parameters of which a rank holds a part.
+"""Optimizers that need whole matrices, on sharded parameters.
 
-Most optimizers work element by element: a part of a matrix is all they need. Adafactor factors a matrix
-and Muon orthogonalises it: for their step each sharded parameter is put together, and its part kept.
+Most optimizers work element by element, so a shard is enough. Adafactor factors a matrix and Muon
+orthogonalises it: for their step each sharded parameter is gathered, and its shard kept.
 
-rewrite:  p [O/n, I], p.grad, state [as p]  -->  [O, I] while `step()` runs  -->  this rank's part again
+rewrite:  p [O/n, I], p.grad, state [as p]  -->  [O, I] while `step()` runs  -->  this rank's shard again
 """
 
 import functools
@@ -38,7 +38,7 @@ MATRIX_WISE = {"Adafactor": True, "Muon": False}  # whether the step reads the w
 
 
 class OptimizerWarning(UserWarning):
-    """An optimizer may need whole matrices, and sees parts of them."""
+    """Warning that an optimizer may need whole matrices, and sees shards of them."""
 
 
 _ASKED: "WeakSet[Any]" = WeakSet()
@@ -50,14 +50,14 @@ _RUNNING: "WeakKeyDictionary[Any, list[tuple[Any, TensorPlan, Mesh, Tensor, Any]
 
 
 def whole_matrices(optimizer: Any) -> Any:
-    """Let an optimizer see every sharded parameter, its gradient and its state as a whole.
+    """Let an optimizer see every sharded parameter, its gradient and its state unsharded.
 
-    Adafactor and Muon (of torch and of transformers) are treated so without being asked. It is for LAMB,
-    Shampoo and others that look at more than one element. Each step, a rank receives the other ranks'
-    parts of the weight, the gradient and each state tensor of that size.
+    Adafactor and Muon (of torch and of transformers) always do. It is for LAMB, Shampoo and others that
+    are not element-wise. In each step a rank receives the other ranks' shards of the weight, the
+    gradient and each state tensor of that size.
 
     Args:
-        optimizer: of torch, over parameters of a scheduled model.
+        optimizer: torch optimizer over parameters of a scheduled model.
 
     Returns:
         the same optimizer.
@@ -68,7 +68,7 @@ def whole_matrices(optimizer: Any) -> Any:
 
 @functools.cache
 def watch_steps() -> None:
-    """Look at every step of an optimizer from now on."""
+    """Install this file's hooks before and after every optimizer step of the process, once."""
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
 
@@ -109,7 +109,7 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _enlarge(optimizer: Any, p: Any, row: Any, mesh: Mesh) -> None:
-    """Put the whole parameter, gradient and state where the parts were."""
+    """Replace the shards of a parameter, its gradient and its state by gathered tensors."""
     for key, value in optimizer.state[p].items() if p in optimizer.state else ():
         if isinstance(value, Tensor) and value.shape == p.shape and value.ndim:
             optimizer.state[p][key] = whole(value, row, mesh)
@@ -137,7 +137,7 @@ def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def whole(local: Tensor, row: TensorPlan, mesh: Mesh) -> Tensor:
-    """The whole tensor of which every rank of a mesh dim holds a part; a collective call over it."""
+    """Return the tensor of which every rank of a mesh dim holds a shard; a collective call over that dim."""
     placement: Any = row.placement
     n, group = mesh.size(placement.mesh_dim), mesh.group(placement.mesh_dim)
     shapes = [placement.local_shape(row.shape, n, r) for r in range(n)]

@@ -1,8 +1,8 @@
-"""Hooks of a user on parameters: they are given gradients of whole tensors, as in the plain model.
+"""A user's gradient hooks on parameters: they get gradients of unsharded tensors, as in the plain model.
 
-In `train_step` each runs once, on the gradient of the whole batch. In a loop by hand it runs in every
-backward, after the sums over tp; over dp before the average, as with torch's DDP (with `dp_shard=` after).
-Ranks that hold parts gather the gradient and keep their part of what a hook returns: all have the hook.
+In `train_step` each runs once, on the gradient of the whole batch. In a loop of the user's own it runs in
+every backward, after the sum over tp and before DDP's average over dp (with `dp_shard=` after it). Ranks
+that hold shards gather the gradient and keep their part of a hook's result, so all ranks must have the hook.
 """
 
 from collections.abc import Iterable
@@ -18,21 +18,21 @@ from slapo_zoo.parallel.local_tensors import is_divided, part_of, rows_of
 
 
 class OnWhole:
-    """Call a user's gradient hook, where the user registered it, with the gradient of the whole tensor."""
+    """Wrapper of a user's gradient hook that calls it with the gradient of the unsharded tensor."""
 
     def __init__(self, reducer: Any, name: str, parameter: nn.Parameter, hook: Any):
         self.reducer, self.parameter = ref(reducer), ref(parameter)
         self.name, self.hook = name, hook
 
     def __call__(self, grad: Tensor) -> Any:
-        """Run the hook now; within `train_step` nothing, since the gradient is not whole before the end of the step."""
+        """Run the hook on a gradient; within `train_step` return None: `run_later` runs it at the end."""
         reducer = self.reducer()
         if reducer is None:  # the model is gone, its parameter lives on
             return self.hook(grad)
         return self.on(grad) if reducer.at_once else None
 
     def on(self, grad: Tensor) -> Tensor:
-        """Return this rank's gradient after the hook."""
+        """Return this rank's part of the gradient after the hook."""
         runtime, p = self.reducer().runtime, self.parameter()  # pyright: ignore[reportOptionalMemberAccess]
         mesh, plan, rows = runtime.schedule.mesh, runtime.plan, rows_of(p)
         full, placed = grad, plan.sharded(self.name)
@@ -61,7 +61,7 @@ class OnWhole:
 
 
 def on_parts(model: Any) -> int:
-    """Count the hooks of a user on parameters of which this rank holds a part."""
+    """Return the number of a user's hooks on parameters of which this rank holds a shard."""
     plan = model._slapo.plan
     parts = (p for name, p in model.named_parameters() if is_divided(p) or plan.sharded(name))
     hooks = (hook for p in parts for hook in (p._backward_hooks or {}).values())
@@ -69,7 +69,7 @@ def on_parts(model: Any) -> int:
 
 
 def take_over(reducer: Any, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Take over hooks that were registered since; those that sum come before them."""
+    """Wrap the user's hooks that were registered since the last call, and order them after the sums over ranks."""
     for name, p in named:
         hooks: Any = p._backward_hooks
         if p.is_leaf and hooks and any(map(_is_foreign, hooks.values())):
@@ -80,9 +80,9 @@ def take_over(reducer: Any, named: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def run_later(reducer: Any, parameters: Iterable[nn.Parameter], scale: float) -> None:
-    """Run the hooks that have waited for a step's whole gradients, unless they ran in the backward.
+    """Run the user's hooks on the complete gradients of a step, unless they ran in the backward.
 
-    Hooks see gradients without the loss scale of fp16; an infinite one that a hook makes is an overflow.
+    Hooks see gradients without the loss scale of fp16; an infinite result counts as an overflow.
     """
     for p in parameters if not reducer.at_once else ():
         for hook in list((p._backward_hooks or {}).values()):

@@ -1,4 +1,4 @@
-"""GradScaler whose overflow is everybody's: all ranks skip a step, or none does."""
+"""GradScaler with which all ranks skip a step, or none does."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class GradScaler(torch.amp.GradScaler):
-    """A `torch.amp.GradScaler` by which all ranks of a scheduled model skip a step together.
+    """A `torch.amp.GradScaler` with which all ranks of a scheduled model skip a step together.
 
-    An overflow in one rank's part of the gradients would let that rank alone skip the step with torch's
-    own, and ranks that hold the same weight would come apart.
+    With torch's own, an overflow in one rank's shard would let that rank alone skip the step, and
+    replicas of a weight would diverge.
 
         scaler = slapo_zoo.GradScaler(model)
         loss = model.train_step(batch, scaler=scaler)      # or scaler.scale(loss).backward()
@@ -19,8 +19,8 @@ class GradScaler(torch.amp.GradScaler):
         scaler.step(optimizer); scaler.update()
 
     Args:
-        model: of AutoScheduledModel.
-        **options: of torch's GradScaler.
+        model: a scheduled model.
+        **options: options of torch's GradScaler.
     """
 
     def __init__(self, model: Any, **options: Any):

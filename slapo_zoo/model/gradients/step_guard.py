@@ -1,7 +1,6 @@
-"""Before an optimizer steps: do ranks that hold the same have the same gradients, and did all do the same to them?
+"""Check before an optimizer step that replicas have the same gradients, and all ranks scaled them alike.
 
-`torch.nn.utils.clip_grad_norm_` sees one rank's part of the model and takes its norm for the global one;
-torch's GradScaler sees an overflow in one rank's part only. Both would let ranks come apart in silence.
+`torch.nn.utils.clip_grad_norm_` and torch's GradScaler see one rank's shards: ranks would diverge silently.
 """
 
 import functools
@@ -36,12 +35,12 @@ GRAD_SCALER = inspect.getfile(torch.amp.GradScaler)
 
 
 class StepGuard:
-    """Remembers a few elements of complete gradients; compares what became of them over all ranks.
+    """Remembers a few elements of complete gradients, and compares over ranks how they changed until the step.
 
     It takes one all-gather of 36 numbers and one wait of the host.
 
     Attributes:
-        interval: steps between looks, after the first; 0: none.
+        interval: steps between checks, after the first ALWAYS; 0: none.
         divides: whether ranks hold different gradients: over tp, pp or rows of `dp_shard=`.
         needed: False where an engine clips and steps by itself, rank by rank.
     """
@@ -61,7 +60,11 @@ class StepGuard:
         averaged: bool,
         trained: Tensor | None = None,
     ) -> None:
-        """Note that gradients are complete now; `averaged`: all dp ranks have met in this backward."""
+        """Sample the gradients of `named` (name --> parameter), which are complete now.
+
+        `averaged`: all dp ranks took part in this backward; `trained`: number of (pp, dp) ranks with trained
+        parameters, None for all.
+        """
         if not self.needed:
             return
         parameters = list(named.values())
@@ -75,7 +78,7 @@ class StepGuard:
             self._look_at_copies(parameters[:: max(1, len(parameters) // PROBES)][:PROBES])
 
     def _look_at_copies(self, some: list[nn.Parameter]) -> None:
-        """Raise MeshError on the dp ranks whose weights came apart."""
+        """Raise MeshError on all dp ranks if their replicas of the weights differ."""
         self.backwards += 1
         if not some or not self._is_due(self.backwards):
             return
@@ -96,7 +99,7 @@ class StepGuard:
         return self.interval >= 1 and (step <= ALWAYS or not step % self.interval)
 
     def _marks_of(self, named: Mapping[str, nn.Parameter], plan: RankPlan) -> dict[str, Tensor]:
-        """Name --> [2]: a number that tells gradients apart, and their size; a missing one is 0."""
+        """Return {name: [projection, norm] of the gradient} for parameters replicated over tp; missing ones are 0."""
         if self.mesh.tp == 1:
             return {}
         rows = {name: plan.of(name) for name, p in named.items() if not is_divided(p)}
@@ -111,7 +114,7 @@ class StepGuard:
         return dict(zip(whole, found, strict=True))
 
     def before_step(self) -> None:
-        """MeshError on all ranks where they scaled their gradients by different factors."""
+        """Raise MeshError on all ranks if they scaled their gradients by different factors since `complete`."""
         if not self.fresh:
             return
         self.fresh, self.steps = False, self.steps + 1
@@ -135,7 +138,7 @@ class StepGuard:
             raise MeshError("optimizer.step", "gradients", problem, hint)
 
     def _require_same(self, rows: Sequence[Sequence[Sequence[float]]], loosely: float) -> None:
-        """MeshError on all ranks where tp ranks have other gradients of what each of them holds whole."""
+        """Raise MeshError on all ranks if tp ranks have different gradients of a replicated parameter."""
         tp = self.mesh.tp
         blocks = [rows[i : i + tp] for i in range(0, len(rows), tp)]
         if not any(
@@ -160,9 +163,9 @@ class StepGuard:
         raise agreed(MeshError("optimizer.step", what, problem, hint))
 
     def look_beside(self, parameters: list[nn.Parameter]) -> None:
-        """MeshError on the ranks of a stage where what no model has (a head) got unlike gradients.
+        """Raise MeshError on all ranks of a stage if a parameter outside the model (a head) got unequal gradients.
 
-        Two all-gathers of a few numbers, where an optimizer has such parameters: in the first steps alone.
+        Two all-gathers of a few numbers, where an optimizer has such parameters, in the first ALWAYS steps.
         """
         beside = [p for p in parameters
                   if runtime_of(p) is None and p.requires_grad and not hasattr(p, "full_tensor")]  # fmt: skip
@@ -182,10 +185,10 @@ class StepGuard:
                 raise _unlike_beside(beside, mesh_dim)
 
     def _factors(self) -> Tensor:
-        """[PROBES + 1, 4]: by which factor each probe was scaled, and whether it is one for its elements;
-        beside it the sums of every eighth of `marks`.
+        """Return [PROBES + 1, 4], the numbers that ranks compare before a step; the last row is the rounding allowed.
 
-        The last row says how much rounding of the gradients' dtype may change a factor.
+        Per probe: the factor by which its gradient was scaled, whether one factor fits all its elements, and the
+        sums of every PROBES-th of `marks`.
         """
         found = torch.zeros(PROBES + 1, 4, dtype=torch.float64, device=self.device)
         for i, mark in enumerate(self.marks.values()):
@@ -204,10 +207,10 @@ class StepGuard:
         return found
 
     def _unlike(self, found: list[list[float | None]], alike: float) -> str:
-        """The factors that should be one and are not; empty where none differ.
+        """Return the factors that should be equal and are not, as text; "" where all agree.
 
-        Ranks of one stage hold parts of the same parameters, so each probe is compared with its like.
-        Stages hold others: they are compared where a rank scaled all that it has by one factor.
+        `found` is [ranks][probes]. Ranks of one stage hold shards of the same parameters, so each probe is
+        compared over them. Stages are compared where a rank scaled all its probes by one factor.
         """
         stages = [self.mesh.coord("pp", rank) for rank in range(self.mesh.world_size)]
         groups = [[row[i] for row, s in zip(found, stages, strict=True) if s == stage]
@@ -226,7 +229,7 @@ def _one_of(row: list[float | None], alike: float) -> float | None:
 
 
 def _apart(marks: Sequence[Sequence[float]], loosely: float) -> bool:
-    """Whether gradients of these marks differ by more than rounding; those that overflow do not count."""
+    """Return whether gradients with these (projection, norm) marks differ by more than rounding."""
     values, sizes = zip(*marks, strict=True)
     return max(values) - min(values) > loosely * max(sizes)
 
@@ -259,7 +262,7 @@ def _unlike_beside(parameters: list[nn.Parameter], mesh_dim: str) -> MeshError:
 
 @functools.cache
 def watch_steps() -> None:
-    """Look at every step of an optimizer from now on."""
+    """Install this file's check before every optimizer step of the process, once."""
     register_optimizer_step_pre_hook(_before_step)
 
 
@@ -276,7 +279,7 @@ def _before_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
 
 
 def _require_own_scaler() -> None:
-    """torch's own skips the step of one rank; the ranks that go on are the ones who can tell."""
+    """Raise MeshError if torch's GradScaler runs this step: with it one rank alone may skip a step."""
     frame: Any = sys._getframe(1)
     for _ in range(12):
         if frame is None:

@@ -1,9 +1,9 @@
-"""Terms on weights (L2-SP, EWC, FedProx): each rank has their whole gradient, which is summed with no other.
+"""Loss terms on weights (L2-SP, EWC, FedProx), whose gradient every rank has in full and must not be summed.
 
 rewrite:  loss = f(output) + g(p)  -->  over tp the gradient of f is summed, that of g is not
 
-`train_step` sees what `loss_fn` made, and scales the gradient of g by what the sums will multiply it with.
-A loop by hand makes its loss later: there the uses of p in the model are noted, and g is what is beyond them.
+`train_step` sees the loss of `loss_fn`, and divides the gradient of g by the factor of later sums. In a
+loop of the user's own the uses of p in the model are recorded, and g is the rest.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,12 +29,15 @@ MIXING = ("Sum", "Mean", "Linalg", "Norm", "ForeachNorm", "Mm", "Bmm", "Mv", "Ma
 
 
 def newest() -> int:
-    """The number of the newest node that autograd has made here."""
+    """Return the sequence number of the newest autograd node of this thread."""
     return torch.zeros((), requires_grad=True).clone().grad_fn._sequence_nr()  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def count_once(runtime: Any, loss: Tensor, began: int) -> None:
-    """Let terms on weights count once in a loss of `train_step`, of which all nodes after `began` were made."""
+    """Scale the gradients of terms on weights in a `train_step` loss (nodes after number `began`) to count once.
+
+    Raises MeshError for a term that mixes elements of a sharded weight, or with pp > 1.
+    """
     mesh = runtime.schedule.mesh
     if mesh.world_size == 1:
         return
@@ -58,7 +61,7 @@ def count_once(runtime: Any, loss: Tensor, began: int) -> None:
 
 
 def _factor(runtime: Any, row: Any, p: Any) -> float:
-    """Return the factor that makes up for the sums over ranks that a gradient will, or will not, go through."""
+    """Return the factor that compensates the later sums over ranks for a gradient that is equal on all."""
     divided = runtime.schedule.state.forward.tokens_divided
     factor = float(row.row_shards) if row and rows_of(p) else 1.0
     for one in row.sums(divided, PARTIAL, REPLICAS) if row else ():
@@ -71,7 +74,7 @@ def _scaled(index: int, factor: float, grads: Any, _outputs: Any) -> Any:
 
 
 def _numbers(loss: Tensor, began: int) -> set[Any]:
-    """The nodes of numbers that are made of parameters alone; logits are made late too, of rows of before."""
+    """Return the autograd nodes of scalars that are computed from parameters alone, after node `began`."""
     alone: set[Any] = set()
     made = reached(
         [loss.grad_fn], lambda e: not hasattr(e, "variable") and e._sequence_nr() > began
@@ -84,7 +87,7 @@ def _numbers(loss: Tensor, began: int) -> set[Any]:
 
 
 def _mixes(node: Any) -> bool:
-    """Return whether what it computes of a part of a tensor is no part of a sum over the whole."""
+    """Return whether a node is not additive over shards: its value of a shard is no part of a sum over all."""
     name = node.name().partition("Backward")[0]
     if hasattr(node, "_saved_reduction"):
         return node._saved_reduction == 1  # a mean
@@ -102,13 +105,13 @@ def _leaves(nodes: Iterable[Any]) -> Iterator[Place]:
 
 
 class Uses:
-    """The gradients that come of a model's own uses of its parameters, in loops by hand."""
+    """Gradients from a model's own uses of its parameters, in loops of the user's own."""
 
     def __init__(self) -> None:
         self.found: dict[int, list[Tensor]] = {}
 
     def note(self, output: Any, wanted: set[int]) -> None:
-        """Follow the uses that an output is made of, of parameters with these ids."""
+        """Hook the uses of parameters with the ids `wanted` below an output in the autograd graph."""
         for node, index, p in _leaves(reached(nodes_of(output)) if wanted else ()):
             if id(p) in wanted:
                 node.register_hook(partial(self._came, id(p), index))
@@ -118,7 +121,7 @@ class Uses:
             self.found.setdefault(key, []).append(grads[index])
 
     def split(self, parameter: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        """A gradient --> what came of the uses, and the rest, which is whole on each rank."""
+        """Return (gradient from the model's uses, the rest or None, which every rank has in full)."""
         came = self.found.pop(id(parameter), [grad])
         own = came[0] if len(came) == 1 else sum(came[1:], came[0])
         return own, None if own.data_ptr() == grad.data_ptr() else grad - own

@@ -1,7 +1,7 @@
 """`transformers.Trainer` and Accelerate with a scheduled model: tp, pp and dp, on CPU and GPU.
 
-What the Trainer does that a sharded model cannot take is replaced here, and nothing else: which
-samples a rank reads, forward and backward, the gradient norm, what is gathered, and checkpoints.
+Replaced is only what a sharded model needs otherwise: the samples that a rank reads, forward and
+backward, the gradient norm, gathering, and checkpoints.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,23 +27,23 @@ from slapo_zoo.parallel.mesh import Mesh
 
 
 class ScheduledTrainer(Trainer):
-    """A Trainer whose model is one of AutoScheduledModel; everything else as in `transformers`.
+    """A `transformers.Trainer` for a scheduled model.
 
     `per_device_train_batch_size` counts the rows of a dp rank; its tp and pp peers read the same
     ones. With gradient accumulation the mean is over all targets of a step, on all dp ranks.
-    A `compute_loss` of your own, `compute_loss_func` and label smoothing see whole logits; they need pp=1.
-    A model of `precision="fp16"` scales the loss, whoever computes it.
-    It goes in front of a Trainer of another library: `class Mine(ScheduledTrainer, DPOTrainer)`; an
-    adapter that it is given as `peft_config=` is sharded as by `model.add_adapter`.
+    A `compute_loss` of your own, `compute_loss_func` and label smoothing see unsharded logits; they need pp=1.
+    A model of `precision="fp16"` scales the loss, whichever way it is computed.
+    It can precede a Trainer of another library: `class Mine(ScheduledTrainer, DPOTrainer)`; an
+    adapter given as `peft_config=` is sharded as by `model.add_adapter`.
     A checkpoint can be resumed on another (tp, pp, dp), and `transformers` loads its weights.
 
     Args:
-        model: of AutoScheduledModel.
+        model: a scheduled model.
         args: TrainingArguments; `use_cpu=True` for the CPU.
-        **kwargs: of Trainer.
+        **kwargs: arguments of Trainer.
 
     Raises:
-        SlapoError: the model is not scheduled, or an option cannot be honoured.
+        SlapoError: the model is not scheduled, or an option is not supported.
     """
 
     def __init__(self, model: Any = None, args: Any = None, **kwargs: Any):
@@ -74,7 +74,7 @@ class ScheduledTrainer(Trainer):
 
     @property
     def _scheduled(self) -> Any:
-        """The model; the Trainer's own annotation knows nothing of ours."""
+        """The model, typed as Any for its scheduled methods."""
         return self.model
 
     def get_tp_size(self) -> int:
@@ -89,7 +89,7 @@ class ScheduledTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
     ) -> tuple[list[Any], Any]:
-        """The batches of one optimizer step; their targets are counted together."""
+        """Return (batches of one optimizer step, number of items), after counting the targets of all batches."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self._own_loss:
             return batches, items
@@ -99,7 +99,7 @@ class ScheduledTrainer(Trainer):
         return batches, None
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Forward and backward; the share of this batch in the loss of the step."""
+        """Run forward and backward of a batch; return its share of the loss of the step."""
         if self._own_loss:
             return super().training_step(model, inputs, num_items_in_batch)
         self._scheduled.train()
@@ -110,7 +110,7 @@ class ScheduledTrainer(Trainer):
             return self._scheduled.train_step(batch, targets=self._targets)
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
-        """The autocast of `bf16=True`, which Accelerate would have put around a model it prepares."""
+        """Return the autocast context of `bf16=True`, which Accelerate sets only in models that it wraps."""
         if not self.args.bf16:
             return nullcontext()
         kind, dtype = self.args.device.type, torch.bfloat16
@@ -132,7 +132,7 @@ class ScheduledTrainer(Trainer):
         return grad_norm
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """All ranks write; the first one adds the tokenizer and the arguments."""
+        """Save the model, or in a training checkpoint all state; all ranks write, one adds tokenizer and arguments."""
         folder: Any = output_dir or self.args.output_dir
         if self._is_checkpoint:
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
@@ -160,7 +160,7 @@ class ScheduledTrainer(Trainer):
         """Do nothing: `_save` has already written the RNG state."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Weights come with the optimizer, once there is one."""
+        """Do nothing: `_load_optimizer_and_scheduler` loads the weights too."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
@@ -168,7 +168,7 @@ class ScheduledTrainer(Trainer):
             load_checkpoint(self.model, checkpoint, optimizer, self.lr_scheduler)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Do nothing: random states came with the weights, and the order of samples depends on seed and epoch alone."""
+        """Do nothing: random states were loaded with the weights; the order of samples follows from seed and epoch."""
 
     def _load_best_model(self) -> None:
         best: Any = self.state.best_model_checkpoint
@@ -180,7 +180,7 @@ class ScheduledTrainer(Trainer):
 
 
 def _own_loss(cls: type, args: Any, kwargs: dict[str, Any]) -> str:
-    """Return which option brings a loss other than the model's, or the empty string."""
+    """Return the name of the option that replaces the model's loss, or ""."""
     owner = next(c for c in cls.__mro__ if "compute_loss" in vars(c))
     if owner is not Trainer:
         return f"{owner.__name__}.compute_loss"
@@ -190,15 +190,15 @@ def _own_loss(cls: type, args: Any, kwargs: dict[str, Any]) -> str:
 
 
 def prepare(accelerator: Any, model: Any, optimizer: Any, *loaders: Any) -> tuple[Any, ...]:
-    """`accelerator.prepare` for a scheduled model on any mesh, in a loop of your own.
+    """Replace `accelerator.prepare` for a scheduled model in a loop of your own; return what that returns.
 
     rewrite:  accelerator.backward(model(**batch).loss)  -->  loss = model.train_step(batch)
 
     Args:
-        accelerator: of Accelerate.
-        model: of AutoScheduledModel; it is not wrapped, and clips by its own `clip_grad_norm_`.
-        optimizer: of torch.
-        *loaders: tp and pp peers get the same batches from them, dp peers different ones.
+        accelerator: an Accelerator of Accelerate.
+        model: a scheduled model; it is not wrapped, and clips by its own `clip_grad_norm_`.
+        optimizer: torch optimizer.
+        *loaders: data loaders; tp and pp peers get the same batches, dp peers different ones.
     """
     model._is_accelerate_prepared = True
     prepared = accelerator.prepare(model, optimizer)
@@ -209,7 +209,7 @@ def prepare(accelerator: Any, model: Any, optimizer: Any, *loaders: Any) -> tupl
 
 @contextmanager
 def _loaders_over_dp(accelerator: Any, mesh: Mesh) -> Iterator[None]:
-    """Context in which `accelerator.prepare(loader)` deals out to dp ranks instead of to all."""
+    """Context in which `accelerator.prepare(loader)` distributes batches over dp ranks instead of all ranks."""
 
     def prepare_loader(loader: Any) -> Any:
         prepared = prepare_data_loader(
@@ -232,7 +232,7 @@ def _loaders_over_dp(accelerator: Any, mesh: Mesh) -> Iterator[None]:
 
 
 def _add_adapter(cls: type, model: Any, kwargs: dict[str, Any]) -> None:
-    """Give the adapter of TRL's `peft_config` to the model, sharded; TRL itself would wrap the model and shard nothing."""
+    """Shard the adapter of TRL's `peft_config` in `kwargs` by `model.add_adapter`; TRL would shard nothing."""
     config = kwargs.pop("peft_config", None)
     if config is None:
         return
@@ -245,7 +245,7 @@ def _add_adapter(cls: type, model: Any, kwargs: dict[str, Any]) -> None:
 
 
 def gather_over_dp(accelerator: Any, mesh: Mesh) -> Callable[..., Any]:
-    """Make a `gather_for_metrics` that returns each row once, though tp and pp peers hold the same rows."""
+    """Return a `gather_for_metrics` that returns each row once, though tp and pp peers hold the same rows."""
     from accelerate.utils import recursively_apply
 
     firsts = mesh.peers("batch")

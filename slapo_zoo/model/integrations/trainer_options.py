@@ -1,4 +1,4 @@
-"""Options of the Trainer of transformers that a sharded model cannot honour, and what to do instead."""
+"""Options of transformers' Trainer that a sharded model does not support, and what to do instead."""
 
 from typing import Any
 
@@ -16,12 +16,12 @@ IN_BACKWARD = ("lomo", "adalomo")  # optimizers that step within the backward
 
 
 def refuse_options(model: Any, args: Any, own_loss: str) -> None:
-    """SlapoError for the first option that would be ignored, or would be wrong.
+    """Raise SlapoError for the first option that would be ignored or wrong with a sharded model.
 
     Args:
-        model: of AutoScheduledModel.
+        model: a scheduled model.
         args: TrainingArguments, or None.
-        own_loss: what brings a loss other than the model's, or "".
+        own_loss: name of the option that replaces the model's loss, or "".
     """
     mesh = model.mesh
     for name, (problem, hint) in REFUSED.items():
@@ -47,10 +47,9 @@ def refuse_options(model: Any, args: Any, own_loss: str) -> None:
 
 
 def _share_generations(mesh: Any, args: Any) -> None:
-    """Let a trainer that samples (GRPO) count its batch over dp, as its rows are dealt out.
+    """Set the batch of a sampling trainer (GRPO) to the rows of all dp ranks, instead of all ranks.
 
-    Its config counts all processes, of which tp and pp peers read the same rows: the answers to a
-    prompt would be compared with those of other steps.
+    tp and pp peers read the same rows; otherwise answers to a prompt would be compared with other steps'.
     """
     groups = getattr(args, "num_generations", None)
     if not groups or mesh.tp * mesh.pp == 1 or not hasattr(args, "generation_batch_size"):

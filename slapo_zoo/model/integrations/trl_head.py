@@ -1,7 +1,7 @@
-"""The fused head of TRL on a model whose head is sharded.
+"""Replace TRL's fused language-model head on a model whose head is sharded.
 
-Trainers of TRL replace a model's forward by one that multiplies by `lm_head.weight` itself: over tp that
-is a part of the vocabulary, and no gradient would be completed. This one asks the model for its logits.
+Trainers of TRL replace a model's forward by one that multiplies by `lm_head.weight`, which over tp is a
+shard of the vocabulary whose gradient would be incomplete. This one takes the model's own logits.
 """
 
 from types import MethodType
@@ -15,7 +15,7 @@ THEIRS = "_fused_forward"  # the function that `trl.trainer.utils.add_fused_lm_h
 
 
 def take_back_forward(model: Any) -> None:
-    """Put the model's own logits under what a trainer has made of its forward.
+    """Replace TRL's fused forward of a model by one that uses the model's own logits; others are left alone.
 
     Raises:
         SlapoError: another library has replaced the forward.
@@ -53,7 +53,7 @@ def _forward_at(temperature: float) -> Any:
 
 
 def _scored(model: Any, output: Any, logits: Any, target: Any, items: Any) -> Any:
-    """Return the values that TRL reads, per token; zero where the label is -100."""
+    """Return the per-token values that TRL reads, 0 where the label is -100."""
     from trl.trainer.utils import FusedCausalLMOutput  # pyright: ignore[reportMissingImports]
 
     mask = target != -100

@@ -1,4 +1,4 @@
-"""Forward of a scheduled model: that of its class, with an output that is whole on every rank."""
+"""Forward of a scheduled model: that of its class, with an output that is unsharded on every rank."""
 
 import functools
 import inspect
@@ -34,7 +34,7 @@ _DOCUMENTS = (
 
 
 def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The model's own forward; logits are full and every rank has the output."""
+    """Run the model's own forward on all ranks; every rank returns the output with unsharded logits."""
     runtime: Runtime = model._slapo
     if runtime.within_engine:
         return runtime.own_forward(model, *args, **kwargs)
@@ -65,7 +65,7 @@ def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _keep_documents_apart(model: Any, batch: dict[str, Any]) -> None:
-    """Give `position_ids` the meaning that they have in `train_step`: with a cache the sequences of a row see each other."""
+    """Set use_cache=False for `position_ids`: with a cache, sequences of a row would see each other."""
     found = [batch[n] for n in ("position_ids", "decoder_position_ids") if batch.get(n) is not None]
     chosen = batch.keys() & {"use_cache", "past_key_values"} or not takes_cache(model._slapo)
     if chosen or not found or not (model.training or batch.get("labels") is not None):
@@ -79,7 +79,7 @@ def _keep_documents_apart(model: Any, batch: dict[str, Any]) -> None:
 
 @functools.cache
 def uncompiled() -> Callable[..., Any]:
-    """`forward_of` as it is, within a whole model that is compiled: compilers follow one rank's numbers, and ranks part."""
+    """Return `forward_of` excluded from torch.compile: a graph of the whole model would fit one rank only."""
     return torch.compiler.disable(_warned, reason="a model on several tp or pp ranks")
 
 
@@ -105,7 +105,7 @@ def _run_own(model: Any, runtime: Runtime, batch: Mapping[str, Any]) -> Any:
 
 
 def _without_backward(model: Any, output: Any) -> Any:
-    """Return a pipeline's output with a backward that refuses in words: call train_step."""
+    """Return a pipeline's output whose backward raises SlapoError with the hint to call train_step."""
     asks = torch.zeros((), requires_grad=True), *model.parameters()
     for name in list(output) if hasattr(output, "keys") else ():
         x = output[name]

@@ -1,8 +1,8 @@
 """generate() of `transformers` on a mesh: every rank calls it alike and gets the same tokens.
 
 With tp alone it is the unmodified generate(): each rank's KV cache, dynamic or static, holds its own heads. A
-pipeline keeps no cache: every new token runs the whole sequence (and an encoder) through all stages once more,
-so it serves evaluation between training steps, not serving. Ranks that sample need equal torch seeds.
+pipeline keeps no cache: every new token runs the whole sequence (and an encoder) through all stages again,
+so it serves evaluation between training steps. Ranks that sample need equal torch seeds.
 """
 
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ CACHES = ("past_key_values", "cache_params")
 
 
 class SourceTokens(dict):
-    """Encoder inputs in place of encoder outputs; beams repeat their rows."""
+    """Encoder inputs in place of encoder outputs; `generate` repeats their rows for beams."""
 
 
 class LateEncoder(nn.Module):
-    """Stands for the encoder of a model in stages: it runs with the decoder, in each forward."""
+    """Stand-in for the encoder of a model in stages, which runs with the decoder in each forward."""
 
     def forward(self, **kwargs: Any) -> SourceTokens:
         """Return the encoder's inputs themselves, to be encoded with each decoder forward."""
@@ -28,7 +28,7 @@ class LateEncoder(nn.Module):
 
 
 def with_source(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch whose encoder states are those that `LateEncoder` gave --> one with their source."""
+    """Return a batch with the encoder inputs that `LateEncoder` returned, in place of encoder outputs."""
     source = batch.get("encoder_outputs")
     if not isinstance(source, SourceTokens):
         return dict(batch)
@@ -36,7 +36,7 @@ def with_source(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_cache(batch: Mapping[str, Any]) -> None:
-    """SlapoError for a KV cache in a forward of a pipeline."""
+    """Raise SlapoError for a KV cache in a forward of a pipeline."""
     found = [name for name in CACHES if batch.get(name) is not None]
     if found or batch.get("use_cache"):
         problem = "stages keep no KV cache, each forward runs the whole sequence"
@@ -46,7 +46,7 @@ def refuse_cache(batch: Mapping[str, Any]) -> None:
 
 
 def refuse_whole_heads(model: Any, batch: Mapping[str, Any]) -> None:
-    """SlapoError for a KV cache of all heads (prefix tuning of peft) where each tp rank keeps its own."""
+    """Raise SlapoError for a KV cache of all heads (prefix tuning of peft) where each tp rank has its own heads."""
     cache = batch.get("past_key_values")
     layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
     keys = next((x for layer in layers if (x := getattr(layer, "keys", None)) is not None), None)
@@ -63,7 +63,7 @@ class Generates:
     """Mixin: `generate()` of transformers on all ranks; without a KV cache when pp > 1."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as `transformers` does, alike on every rank; the module's docstring tells the cost over pp."""
+        """Generate as `transformers` does, alike on every rank; with pp > 1 each token runs the whole sequence."""
         model: Any = self
         if model.mesh.pp > 1:
             if kwargs.get("use_cache"):
@@ -81,14 +81,14 @@ class Generates:
             runtime.generates = before
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
-        """The encoder; to `generate` of a model in stages, a stand-in that it calls before it decodes."""
+        """Return the encoder; within `generate` of a model in stages, a `LateEncoder`."""
         model: Any = self
         if model.mesh.pp > 1 and model._slapo.generates:
             return LateEncoder()
         return super().get_encoder(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _get_static_cache_init_shape(self) -> Any:
-        """None: the cache takes its sizes from the first keys, which are those of our heads."""
+        """Return None over tp, so that the cache takes its sizes from the first keys, which are of local heads."""
         model: Any = self
         if model.mesh.tp > 1:
             return None

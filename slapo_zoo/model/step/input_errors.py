@@ -1,4 +1,4 @@
-"""Explain torch's errors about tokens for which a model has no row."""
+"""Explain torch's index errors: tokens beyond the vocabulary, or rows beyond the positions of a model."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,15 +13,15 @@ SPARE = 2  # rows that OPT's table of positions has beyond those of the config
 
 
 class InputError(SlapoError, IndexError):
-    """Tokens beyond the vocabulary, or rows beyond the positions, of a model."""
+    """Error of tokens beyond the vocabulary, or rows longer than the positions, of a model."""
 
 
 @contextmanager
 def explained(model: Any, batch: Mapping[str, Any]) -> Iterator[None]:
-    """Context around a forward: an index error of torch becomes one that names the tokens at fault.
+    """Context around a forward that turns torch's index error into one that names the tokens at fault.
 
-    Nothing is looked at before something failed. On a GPU an embedding fails only later, when nothing
-    can be asked any more, and memory that ran out says so itself.
+    Nothing is checked before an error. On a GPU, where an index error comes too late to read tensors,
+    errors pass unchanged.
     """
     try:
         yield
@@ -51,9 +51,9 @@ def _explain(model: Any, config: Any, name: str, ids: Tensor, error: Exception) 
 
 
 def _positions(model: nn.Module, longest: int) -> int | None:
-    """Tokens that a table of learned positions has rows for; None where there is none: no end.
+    """Return the longest row that a table of learned positions allows, or None without such a table.
 
-    RoBERTa's kin begin behind their padding index.
+    RoBERTa's positions begin after the padding index.
     """
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     found = [m for m in tables if longest <= m.weight.shape[0] <= longest + SPARE]

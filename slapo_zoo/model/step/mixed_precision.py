@@ -1,9 +1,9 @@
-"""Mixed precision: parameters are fp32 masters, and what computes reads casts of them.
+"""Mixed precision: parameters are fp32 masters, and modules read casts of them.
 
 rewrite:  y = f(x, w)  -->  y = f(x.to(bf16), w.to(bf16));  w.grad is summed in fp32
 
-A cast is a plain tensor that stands before the parameter of its module while a forward or a
-recomputation runs; everyone else, the optimizer first, sees the parameter. One cast serves all
+A cast is a plain tensor that replaces the parameter in its module while a forward or a
+recomputation runs; the optimizer and all others see the parameter. One cast serves all
 micro-batches of a step. Source: arXiv:1710.03740.
 """
 
@@ -27,10 +27,10 @@ FIRST_SCALE = 2.0**12  # where a head computes its loss in fp16, 2**16 is infini
 
 
 class MixedPrecision:
-    """The casts of one model, and the scale of its loss.
+    """Casts of one model's parameters, and the scale of its loss.
 
     Args:
-        dtype: in which the model computes; None: in that of its parameters.
+        dtype: dtype in which the model computes; None: that of its parameters.
         scales: whether the loss is scaled.
     """
 
@@ -49,7 +49,7 @@ class MixedPrecision:
 
     @contextmanager
     def computing(self, model: nn.Module) -> Iterator[None]:
-        """Context in which the modules of a model read casts; the outermost one makes them anew."""
+        """Context in which the modules of a model read casts; the outermost one casts anew."""
         if self.dtype is None and self.reads is None:
             yield
             return
@@ -60,7 +60,7 @@ class MixedPrecision:
             yield
 
     def recomputing(self) -> Callable[[], AbstractContextManager]:
-        """Return a maker of contexts in which modules read the same tensors as now."""
+        """Return a function that makes contexts in which modules read the same casts as now."""
         block = self.blocks.again() if self.blocks else nullcontext
 
         @contextmanager
@@ -88,7 +88,7 @@ class MixedPrecision:
 
     @contextmanager
     def step(self, model: nn.Module) -> Iterator[None]:
-        """One step with its backward: the casts are given up after it."""
+        """Context of one step with its backward; the casts are released after it."""
         self._in_step = True
         try:
             with self.computing(model):
@@ -105,16 +105,16 @@ class MixedPrecision:
         return found + list(_casts_of(model, self.dtype) if self.dtype is not None else ())
 
     def state(self) -> dict[str, float] | None:
-        """Return the state of the loss scale; None without one."""
+        """Return the state of the loss scale for a checkpoint; None without loss scaling."""
         return {"scale": self.scale, "good_steps": self.good_steps} if self.scales else None
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Go on from a state that was saved; without one, as before."""
+        """Set the loss scale from a saved state; None changes nothing."""
         if self.scales and state:
             self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
 
     def unscale(self, parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
-        """Undo the scale of new gradients; drop them on all ranks where one has overflowed."""
+        """Divide new gradients by the loss scale; after an overflow on any rank drop them on all ranks."""
         if not self.scales:
             return
         held = [p for p in parameters if p.grad is not None]
@@ -141,7 +141,7 @@ def _any_overflow(grads: list[Tensor], mesh: Mesh) -> bool:
 
 
 def _casts_of(model: nn.Module, dtype: Any) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Return (module, name, cast) of all parameters that take part; tied ones share one."""
+    """Yield (module, name, cast) of all parameters that are cast; tied ones share one cast."""
     made: dict[int, Tensor] = {}
     for path, module in model.named_modules():
         if stays_wide(model, path, module, dtype):
@@ -154,9 +154,9 @@ def _casts_of(model: nn.Module, dtype: Any) -> Iterator[tuple[nn.Module, str, Te
 
 
 def computing_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a model's own class, in the precision of the model.
+    """Return a forward that runs in the model's compute dtype: casts of parameters and of floating inputs.
 
-    Floating inputs follow the dtype in which the model computes; labels stay as they are.
+    Labels keep their dtype.
     """
 
     @wraps(forward)

@@ -1,4 +1,4 @@
-"""Options of the output object: each is whole on every rank, or refused by name."""
+"""Options of the output object: each is unsharded on every rank, or refused."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,18 +9,18 @@ LAYERS = ("output_hidden_states", "output_attentions")
 
 
 def asked(model: Any, batch: Mapping[str, Any], name: str) -> bool:
-    """Return whether an option is on, by the call or else by the config."""
+    """Return whether an option is on in the call, or else in the config."""
     given = batch.get(name)
     return bool(getattr(model.config, name, False) if given is None else given)
 
 
 def shows_layers(model: Any, batch: Mapping[str, Any]) -> bool:
-    """Return whether the hidden states of layers are wanted: each then holds all tokens."""
+    """Return whether hidden states of layers are returned, for which every rank must hold all tokens."""
     return asked(model, batch, LAYERS[0])
 
 
 def refuse_outputs(model: Any, batch: Mapping[str, Any]) -> None:
-    """SlapoError for outputs of layers that no rank has as a whole."""
+    """Raise SlapoError for hidden states or attentions that no rank has unsharded."""
     mesh = model.mesh
     for name in LAYERS:
         if mesh.pp > 1 and asked(model, batch, name):
@@ -39,7 +39,7 @@ def refuse_outputs(model: Any, batch: Mapping[str, Any]) -> None:
 
 
 def as_dict(model: Any, batch: dict[str, Any]) -> bool:
-    """Have the model return its output object, and tell whether a tuple is to be made of it."""
+    """Set `return_dict=True` in the batch; return whether the caller asked for a tuple."""
     given = batch.get("return_dict")
     wants_tuple = not (getattr(model.config, "return_dict", True) if given is None else given)
     if wants_tuple:

@@ -1,4 +1,4 @@
-"""A loss of one's own in `train_step`, and what it is given."""
+"""The user's own loss in `train_step`: its arguments, and its share of the loss of the step."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +16,12 @@ OPTIONS = {"output_hidden_states", "output_attentions", "shift_labels", "num_ite
 
 
 class OwnLoss:
-    """loss_fn(output, batch) of a micro-batch, as its share of the loss of the step.
+    """The user's loss_fn(output, batch) of a micro-batch, as its share of the loss of the step.
 
     Args:
         loss_fn: returns a mean over the rows that it is given; with `targets` a sum.
-        divisor: micro-batches of all dp ranks; with `targets` their number.
-        runtime: of the model.
+        divisor: number of micro-batches of all dp ranks; with `targets` the total number of targets.
+        runtime: runtime of the model.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class OwnLoss:
         self.loss_fn, self.divisor, self.runtime = loss_fn, divisor, runtime
 
     def __call__(self, output: Any, part: Mapping[str, Any]) -> Tensor:
-        """Compute the loss on the model's output for a micro-batch."""
+        """Return the share of a micro-batch; SlapoError unless loss_fn returns one element with a gradient."""
         given = {name.removeprefix(FOR_LOSS): value for name, value in part.items()}
         output, began = whole_output(output), newest()
         loss = self.loss_fn(output, given)
@@ -47,7 +47,7 @@ class OwnLoss:
 
 
 def whole_output(output: Any) -> Any:
-    """Return the model's output with unsharded logits."""
+    """Return the model's output with gathered (unsharded) logits."""
     for name in list(output) if hasattr(output, "keys") else ():
         if isinstance(output[name], VocabLogits):
             output[name] = output[name].gathered()
@@ -55,13 +55,13 @@ def whole_output(output: Any) -> Any:
 
 
 def for_loss_alone(forward: Callable[..., Any], batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch with other names for what the model's forward does not take."""
+    """Return the batch with a prefix on the names that only loss_fn takes, not the model's forward."""
     known = inspect.signature(forward).parameters.keys() | OPTIONS
     return {name if name in known else FOR_LOSS + name: value for name, value in batch.items()}
 
 
 def of_model(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a batch that the model's forward takes."""
+    """Return the entries of a batch that the model's forward takes, those without the prefix."""
     return {name: value for name, value in part.items() if not name.startswith(FOR_LOSS)}
 
 
@@ -69,9 +69,9 @@ def divisor_of(targets: Sequence[Any] | None, totals: Sequence[float], parts: in
     """Return the divisor of a micro-batch's share of the step's loss.
 
     Args:
-        targets: of `train_step`.
-        totals: the same, of all dp ranks.
-        parts: micro-batches of all dp ranks.
+        targets: argument of `train_step`.
+        totals: the same, summed over all dp ranks.
+        parts: number of micro-batches of all dp ranks.
     """
     if targets is None:
         return float(parts)
@@ -82,7 +82,7 @@ def divisor_of(targets: Sequence[Any] | None, totals: Sequence[float], parts: in
 
 
 def require_gradients() -> None:
-    """Raise where gradients are switched off: a training step needs them."""
+    """Raise SlapoError where gradients are switched off, in `torch.no_grad` or `inference_mode`."""
     if not torch.is_grad_enabled():
         problem = "gradients are switched off (torch.no_grad or inference_mode)"
         raise SlapoError("train_step", "its backward", problem, "to evaluate call model(**batch)")

@@ -1,6 +1,7 @@
-"""A call of a part alone (`model.bert(...)`, an encoder, `get_image_features`) is a call: what it sets up ends with it.
+"""Let users call a part of a model alone (`model.bert(...)`, an encoder, `get_image_features`).
 
-Its tokens are whole, its padding passes, its dropout draws for it, and gradients are complete after its backward.
+Such a call sets up and ends its own context: it sees all tokens and its own padding, draws its own dropout,
+and gradients are complete after its backward.
 """
 
 import functools
@@ -21,16 +22,16 @@ WHOLE = "_slapo_whole"  # of a part: what gives its model
 
 
 class Part:
-    """Mixed into the class of a module that contains blocks: users call it alone, too."""
+    """Mixin of modules that contain blocks, which users may call alone."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module as torch does; outside of another call it is a call of its own."""
+        """Call the module as torch does; outside a call of the model, with a call context of its own."""
         own: Any = super()
         return called(self.__dict__[WHOLE](), own.__call__, args, kwargs)
 
 
 def called(model: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a part; its call is one of its own if no call of the model is running."""
+    """Run a part of a model; if no call of the model is running, in a call context of its own."""
     calls, state = model._slapo.calls, model.schedule.state
     if state.forward.is_call or (torch.compiler.is_compiling() and not model.training):
         return run(*args, **kwargs)
@@ -49,9 +50,9 @@ def called(model: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, A
 
 
 def call_parts_alone(model: Any, blocks: Iterable[str] = (), blocks_too: bool = False) -> None:
-    """Let the modules around the blocks of a model, or those of a copy, be called alone.
+    """Make the modules around the blocks of a model, or of a copy of a model, callable alone.
 
-    `blocks_too`: a block alone is a call as well: it reads what ranks keep rows of, or has whole tokens.
+    `blocks_too`: blocks are too, which they need under ZeRO and sequence parallelism.
     """
     first = 0 if blocks_too else 1
     parts = {path.rsplit(".", i)[0] for path in blocks for i in range(first, path.count(".") + 1)}
@@ -65,7 +66,7 @@ def call_parts_alone(model: Any, blocks: Iterable[str] = (), blocks_too: bool = 
 
 
 def features_alone(cls: type) -> dict[str, Callable[..., Any]]:
-    """The methods of a model's class that compute with a part of it, as calls."""
+    """Return {name: wrapper} of the methods like `get_image_features`, which run as calls of a part."""
 
     def alone(method: Callable[..., Any]) -> Callable[..., Any]:
         return functools.wraps(method)(

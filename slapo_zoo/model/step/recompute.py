@@ -1,7 +1,7 @@
 """`gradient_checkpointing_enable()` of `transformers`, by our recomputation.
 
-Theirs runs a layer again within the backward, where the random streams have moved on: it would draw
-the masks of another step and other rows.
+The one of `transformers` runs a layer again within the backward without the random position of its
+forward, so it would draw other dropout masks.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ WITHOUT_MEANING = {"use_reentrant", "preserve_rng_state"}  # both forms have the
 
 
 class Recomputes:
-    """Mixed into a scheduled model: layers that recompute, switched on and off."""
+    """Mixin of a scheduled model that switches recomputation of layers on and off."""
 
     def _set_gradient_checkpointing(
         self,
@@ -25,9 +25,9 @@ class Recomputes:
         gradient_checkpointing_func: Callable[..., Any] | None = None,
         every_n_layers: int = 1,
     ) -> None:
-        """Switch recomputation on or off, as `transformers` calls it: every n-th layer, or none.
+        """Recompute every n-th layer, or none; the method that `transformers` calls.
 
-        Layers that the schedule recomputes go on doing so.
+        Layers that the schedule recomputes continue to do so.
         """
         model: Any = self
         _require_no_options(gradient_checkpointing_func)
@@ -50,7 +50,7 @@ class Recomputes:
 
     @property
     def is_activation_checkpointing(self) -> bool:
-        """Return whether layers recompute by `gradient_checkpointing_enable()`."""
+        """Whether `gradient_checkpointing_enable()` has switched recomputation on."""
         model: Any = self
         return bool(model._slapo.recomputed)
 

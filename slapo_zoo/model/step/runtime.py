@@ -1,4 +1,4 @@
-"""State of a scheduled model, and its questions about a batch."""
+"""Runtime state of a scheduled model, and questions about a batch."""
 
 import inspect
 import warnings
@@ -30,26 +30,26 @@ from slapo_zoo.zoo.table import Table
 
 @dataclass
 class Runtime:
-    """What a scheduled model needs to run: schedule, stages, data parallelism, options.
+    """State that a scheduled model needs to run: schedule, stages, data parallelism, options.
 
     Args:
-        schedule: the program that made it.
-        own_forward: of the model's own class.
-        table: of its family.
-        pipeline: the stages, or None without.
-        keys: names that the family's files use.
-        adapters: the matrices of each adapter, by its name, that this stage holds.
-        peft_config: what peft keeps at a model.
+        schedule: the schedule that was applied.
+        own_forward: forward of the model's own class.
+        table: zoo table of the family.
+        pipeline: the stages; None without a pipeline.
+        keys: names of tensors in the family's files.
+        adapters: adapter name --> its matrices on this stage.
+        peft_config: configs of the adapters, as peft keeps them.
         groups: ranks of a part of a mesh dim --> their process group: see `RankPlan.groups`.
-        source: the folder that was loaded.
+        source: folder of the checkpoint, or None.
         micro_batches: default of `train_step`.
-        data_parallel: how it runs and sums over dp; an engine puts its own here.
-        calls: what calls leave for their backwards, whose gradients are summed.
-        within_engine: a call of the model comes from the engine around it.
-        generates: `generate` runs.
-        evaluated: calls in eval mode.
-        recomputed: layers that `gradient_checkpointing_enable` lets recompute.
-        precision: in which it computes.
+        data_parallel: how the model runs and reduces over dp; engines replace it.
+        calls: calls of the model and their backwards.
+        within_engine: the running call comes from the engine around the model.
+        generates: `generate` is running.
+        evaluated: number of calls in eval mode.
+        recomputed: layers that `gradient_checkpointing_enable` recomputes.
+        precision: compute dtype and loss scale.
     """
 
     schedule: Schedule
@@ -78,26 +78,26 @@ class Runtime:
 
     @property
     def specs(self) -> list[TensorPlan]:
-        """Every tensor that a checkpoint of the whole model holds, in the order of its state dict."""
+        """Plans of all tensors in a checkpoint of the whole model, in the order of its state dict."""
         return self.plan.saved
 
     def group(self, one: Sum) -> Any:
-        """The process group of a sum of gradients, or None where this rank sums with no other."""
+        """Return the process group of a gradient sum, or None where this rank sums with no other."""
         mesh = self.schedule.mesh
         return self.groups.get(one.ranks(mesh)) if one.parts else mesh.group(one.mesh_dim)
 
     def head_name(self, model: Any) -> str:
-        """A class name that tells whether labels are shifted: the model's own, or what was found."""
+        """Return a class name that tells whether labels are shifted: the model's own, or one the table implies."""
         if self.table.shifts_labels is None:
             return model.unscheduled_class.__name__
         return SHIFTED if self.table.shifts_labels else ""
 
 
 def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
-    """Return whether the tokens of a batch can be sharded over tp, where the schedule asks for it.
+    """Return whether the tokens of a batch are sharded over tp in this forward (sequence parallelism).
 
-    Every stack (encoder, decoder) must divide; otherwise this forward runs without sequence
-    parallelism, with the same result.
+    The lengths of all stacks (encoder, decoder) must be multiples of tp; otherwise this forward runs without
+    sequence parallelism, with the same result and a warning in training.
     """
     runtime: Runtime = model._slapo
     if runtime.schedule.state.sequence_parallel and model.mesh.pp == 1:  # stages refuse any change
@@ -132,7 +132,7 @@ def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
 
 
 def calling(model: Any, batch: Mapping[str, Any], divided: bool) -> AbstractContextManager[None]:
-    """Context in which directives know of the forward that runs: are its tokens divided, which ones are real?"""
+    """Context of a forward, in which directives read whether its tokens are sharded and which are padding."""
     real = None if known().real is None else batch["attention_mask"].bool()
     return model._slapo.schedule.state.within(ForwardContext(divided, real, is_call=True))
 
@@ -143,7 +143,7 @@ def takes_cache(runtime: Runtime) -> bool:
 
 
 def count_rows(batch: Mapping[str, Any]) -> int:
-    """Return the number of rows of a batch, by its main input."""
+    """Return the number of rows of a batch, by its main input; 0 without tensors."""
     tensors, _ = split_batch(batch)
     for name in MAIN_INPUTS:
         if name in tensors:
@@ -152,7 +152,7 @@ def count_rows(batch: Mapping[str, Any]) -> int:
 
 
 def refuse_divided(model: Any, options: Mapping[str, Any], **parts: int) -> None:
-    """MeshError for an option whose loss is no mean over rows where the batch is sharded."""
+    """Raise MeshError where a batch is split (`parts`: name --> number) but the loss is no mean over rows."""
     divided = [f"{name}={count}" for name, count in parts.items() if count > 1]
     table = model._slapo.table
     if table.is_undivided(model.unscheduled_class) and any(

@@ -1,4 +1,4 @@
-"""What `train_step` cannot train on is refused in words before a rank waits for another."""
+"""Checks of `train_step`: errors for what cannot be trained, before a rank waits for another."""
 
 import inspect
 import warnings
@@ -21,7 +21,7 @@ SAMPLED, SAME = 1024, 1e-9  # elements of a copy that are compared; rounding of 
 
 
 def no_rows(batch: Mapping[str, Any], mesh: Mesh) -> SlapoError:
-    """The error for a batch of no tensors, or of tensors without rows."""
+    """Return the error for a batch without tensors, or with tensors without rows."""
     names = [name for name, value in batch.items() if isinstance(value, Tensor) and value.ndim]
     if not names:
         problem = f"found no tensor with rows among {list(batch)}"
@@ -32,7 +32,7 @@ def no_rows(batch: Mapping[str, Any], mesh: Mesh) -> SlapoError:
 
 
 def require_head(cls: Any, batch: Mapping[str, Any]) -> None:
-    """A model without a head would swallow the labels among its **kwargs."""
+    """Raise SlapoError for labels that the model's forward would ignore among its **kwargs."""
     if "labels" in batch and "labels" not in inspect.signature(cls.forward).parameters:
         problem = f"{cls.__name__} has no head: its forward takes no labels, so there is no loss"
         hint = 'name a class that has one when loading, e.g. auto_class="AutoModelForCausalLM"'
@@ -40,18 +40,18 @@ def require_head(cls: Any, batch: Mapping[str, Any]) -> None:
 
 
 def require_labels(tensors: Mapping[str, Tensor], whole: Mapping[str, Any]) -> None:
-    """Without a loss of one's own: a stage would learn only late that there is none."""
+    """Raise SlapoError for a batch without labels, from which the model computes no loss."""
     if not (any(name in tensors for name in LABELS) or whole.get("return_loss")):
         raise no_loss(f"found no labels among {list(tensors)}")
 
 
 def no_loss(problem: str) -> SlapoError:
-    """The error for a step whose backward would have nothing to begin at."""
+    """Return the error for a batch from which the model computes no loss."""
     return SlapoError("train_step", "batch", f"no loss: {problem}", "put labels into the batch")
 
 
 def count_micro_batches(runtime: Runtime, mesh: Mesh, rows: int, asked: int | None) -> int:
-    """Return the number of equal parts into which the rows are divided: as asked for, or the default."""
+    """Return the number of micro-batches, as asked or by default; MeshError if it does not divide the rows."""
     count = runtime.micro_batches if asked is None else asked
     if count is None and runtime.table.batch_statistics and mesh.pp > 1:
         warnings.warn(
@@ -69,7 +69,7 @@ def count_micro_batches(runtime: Runtime, mesh: Mesh, rows: int, asked: int | No
 
 
 def _default_micro_batches(rows: int, pipeline: Pipeline | None) -> int:
-    """One without a pipeline; else the first number that keeps all stages busy in its order."""
+    """Return 1 without a pipeline; else the smallest number of at least 2 * pp that the order allows."""
     if pipeline is None:
         return 1
     places = pipeline.places
@@ -80,7 +80,7 @@ def _default_micro_batches(rows: int, pipeline: Pipeline | None) -> int:
 
 
 def require_rows(tensors: dict[str, Tensor], whole: dict, rows: int, count: int) -> None:
-    """Refuse tensors that have no row for each row of the batch; several images per row are allowed."""
+    """Raise SlapoError for tensors without a row for each row of the batch; several images per row are allowed."""
     other = [f"{n.removeprefix(FOR_LOSS)} {list(x.shape)}" for n, x in tensors.items()
              if len(x) % rows or (x.ndim == 1 and len(x) != rows)]  # fmt: skip
     other += [n for n in ("encoder_outputs", "past_key_values") if whole.get(n) is not None]
@@ -91,7 +91,7 @@ def require_rows(tensors: dict[str, Tensor], whole: dict, rows: int, count: int)
 
 
 def require_trained(trains: bool) -> None:
-    """Refuse a step without a trained parameter: what peft trains beside a model (prompt tuning) is none of its parameters."""
+    """Raise SlapoError unless something is trained on any rank."""
     if not trains:
         problem = "no parameter takes a gradient, and no input asks for one"
         hint = "unfreeze some; a soft prompt of your own goes into inputs_embeds (docs/your_own_loop.md)"
@@ -99,7 +99,7 @@ def require_trained(trains: bool) -> None:
 
 
 def require_whole_step(mesh: Mesh, parameters: Mapping[str, nn.Parameter], count: int) -> None:
-    """A hook of someone else takes a gradient in the first backward that makes it."""
+    """Raise SlapoError for post-accumulate hooks with several micro-batches: they see incomplete gradients."""
     if mesh.pp * count > 1 and any(is_taken(p) for p in parameters.values()):
         found = f"pp={mesh.pp}, {count} micro-batches"
         problem = f"{found}: it would step before the gradient is complete"
@@ -108,10 +108,10 @@ def require_whole_step(mesh: Mesh, parameters: Mapping[str, nn.Parameter], count
 
 
 def agree_on_frozen_ties(runtime: Runtime, device: torch.device) -> None:
-    """Freeze a weight that stages share on all of them where one has it frozen; compare its copies.
+    """Freeze a weight that stages share on all of them if one has it frozen; MeshError if its copies differ.
 
-    One all-reduce of three numbers per weight and group, and one wait: none is unfrozen, since an
-    optimizer was made by then.
+    One all-reduce of three numbers per weight and group. None is unfrozen, since the optimizer exists
+    by then.
     """
     named = dict(runtime.schedule.model.named_parameters())
     for one, names in runtime.plan.sums_of(named, TIED).items():
@@ -130,7 +130,7 @@ def agree_on_frozen_ties(runtime: Runtime, device: torch.device) -> None:
 
 
 def _state_of_copy(p: nn.Parameter) -> Tensor:
-    """Return whether it is trained, how large some of its elements are, and minus that."""
+    """Return [whether p is trained, L1 norm of a sample of p, minus that norm], for a MIN all-reduce."""
     sample = p.detach().reshape(-1)
     size = sample[:: max(1, len(sample) // SAMPLED)].double().abs().sum()
     return torch.stack([torch.full_like(size, p.requires_grad), size, -size])

@@ -22,11 +22,11 @@ class StepCounts:
 
     Args:
         totals: targets of each loss term, on all dp ranks together.
-        first: number of our first row among those of all dp ranks.
+        first: index of this rank's first row among those of all dp ranks.
         padded: whether a mask hides a token; None without a mask.
-        targets: labels that count, of each of our rows; None where labels are no tokens.
-        real: real tokens of each of our rows, where the others may be left out.
-        packed: whether a row of positions holds more than one sequence.
+        targets: labels that are not -100, of each row of this rank; None where labels are no tokens.
+        real: tokens that are not padding, of each row of this rank, where padding may be left out.
+        packed: whether a row holds more than one sequence, by its position ids.
         missed: whether a dp rank missed a gradient in the last step.
     """
 
@@ -39,13 +39,13 @@ class StepCounts:
     missed: bool = False
 
     def rows(self, count: int) -> Tensor:
-        """Return the indices of this rank's rows among those of all dp ranks, on the CPU."""
+        """Return the indices [count] of this rank's rows among those of all dp ranks, on the CPU."""
         return torch.arange(self.first, self.first + count)
 
     def of_rows(self, start: int, rows: int, own_loss: bool = False, shown: bool = False) -> Known:
-        """Return the counts of this rank's rows from number `start`.
+        """Return the counts of `rows` rows of this rank from index `start`, for one micro-batch.
 
-        A loss of one's own has its own targets, and an output that somebody sees all its tokens.
+        `own_loss`: the user's loss has targets of its own; `shown`: the output, padding included, is returned.
         """
         part = slice(start, start + rows)
         targets = None if self.targets is None or own_loss else sum(self.targets[part])
@@ -59,8 +59,8 @@ def ask(
 ) -> StepCounts:  # fmt: skip
     """Read the counts of a step: one tensor, one collective over dp, one wait.
 
-    dp ranks may hold different numbers of rows. The tensor is on the batch's device: nccl serves no
-    other. `whole` names inputs that are not divided.
+    `counts` are the targets of each loss term; dp ranks may hold different numbers of `rows`. The tensor is
+    on the batch's device, since nccl serves no other. `whole` are entries of the batch that rows share.
     """
     mesh: Mesh = model.mesh
     device = next(iter(tensors.values())).device
@@ -92,7 +92,7 @@ def ask(
 
 
 def _positions(*batch: Iterable[str]) -> set[str]:
-    """Inputs that may hold several sequences in a row: of a decoder, or one row for all, too."""
+    """Return the names of position ids, which may pack several sequences into a row."""
     return {name for part in batch for name in part if name.endswith("position_ids")}
 
 
@@ -105,7 +105,7 @@ def _number(n: float | Tensor, device: torch.device) -> Tensor:
 def _of_rows(
     model: Any, tensors: Mapping[str, Tensor], masks: Sequence[Tensor], whole: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Numbers of our own rows, by what they count."""
+    """Return {kind of count: tensor of counts of this rank's rows}."""
     found, positions = {}, tensors.get("position_ids")
     if positions is not None and positions.ndim == 2:
         found["packed"] = (positions.diff(dim=1) != 1).any()[None]

@@ -1,4 +1,4 @@
-"""Ranks that compute a model together call it together: one that evaluates alone is told so, not left waiting."""
+"""Check that all ranks that compute a model call it: a rank that evaluates alone gets an error, not a hang."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ from slapo_zoo.parallel.ranks.process_group import rank_guard
 
 
 def require_together(model: Any) -> None:
-    """MeshError where some of the ranks that a call in eval mode needs have gone on without it.
+    """Raise MeshError where some ranks that a call in eval mode needs have gone on without it.
 
-    They meet in the first calls, and then once in `input_check_interval`.
+    Ranks meet in the first ALWAYS calls, and then once in `input_check_interval`.
     """
     runtime, interval = model._slapo, model.input_check_interval
     if model.training or torch.compiler.is_compiling() or not interval:
@@ -34,7 +34,7 @@ def require_together(model: Any) -> None:
 
 
 def computing_with(model: Any) -> list[int]:
-    """Return the ranks that a forward of a model talks to, ours among them."""
+    """Return the ranks with which a forward of a model communicates, this one included."""
     mesh, engine = model.mesh, model._slapo.data_parallel
     size = engine.shards.size if isinstance(engine, Sharded) else 1
     sharing = mesh.coord("loss") // size  # which group of ranks that divide parameters

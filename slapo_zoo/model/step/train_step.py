@@ -36,7 +36,7 @@ from slapo_zoo.pipeline.pipeline_runtime import ROWS, Pipeline, share_output, sp
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How one batch is trained on: see `Scheduled.train_step`."""
+    """Arguments of `Scheduled.train_step` beside the batch."""
 
     micro_batches: int | None = None
     return_logits: bool = False
@@ -47,21 +47,21 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class Step:
-    """One batch, divided over dp ranks and micro-batches.
+    """One batch, split over dp ranks and micro-batches.
 
     Args:
-        model: of AutoScheduledModel.
-        tensors: what is divided by rows, then the numbers of the rows.
-        whole: what all rows share.
-        count: of micro-batches.
-        parameters: the trained ones by name.
-        number: of the step: its dropout is drawn for it.
+        model: a scheduled model.
+        tensors: entries of the batch that are split by rows, then the indices of the rows.
+        whole: entries that all rows share.
+        count: number of micro-batches.
+        parameters: name --> trained parameter.
+        number: number of the step, by which its dropout is drawn.
         asked: counts of the batch on all dp ranks.
-        means: makes the model's loss of a micro-batch a share of that of all; None: it is the whole one.
-        own: the caller's loss, or None for that of the model.
-        beside: tensors beside the model that take gradients.
+        means: makes the model's loss of a micro-batch its share of the step's; None: it is the step's.
+        own: the caller's loss, or None for the model's.
+        beside: tensors outside the model that take gradients.
         scaler: a GradScaler, or None.
-        kept: the logits, if they are asked for.
+        kept: the logits, if they are to be returned.
     """
 
     model: Any
@@ -79,16 +79,16 @@ class Step:
 
     @property
     def runtime(self) -> Runtime:
-        """State of the model."""
+        """Runtime state of the model."""
         return self.model._slapo
 
     @property
     def trains(self) -> bool:
-        """Whether something takes a gradient here."""
+        """Whether anything takes a gradient on this rank."""
         return bool(self.parameters or self.beside.given or self.own)
 
     def loss_of(self, part: Mapping[str, Any], rows: Tensor) -> Tensor:
-        """The loss of one micro-batch, its means taken over the whole batch."""
+        """Return the share of a micro-batch in the loss of the step; `rows` are the global indices of its rows."""
         model, runtime = self.model, self.runtime
         state, first, inputs = runtime.schedule.state, int(rows[0]), own_loss.of_model(part)
         numbers = self.asked.of_rows(
@@ -109,7 +109,7 @@ class Step:
 
 
 def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> Any:
-    """Forward and backward of one batch: see `Scheduled.train_step`."""
+    """Run forward and backward of one batch and return the loss: see `Scheduled.train_step`."""
     step = split(model, options, *check(model, batch, options))
     parameters = list(step.parameters.values())
     with step.runtime.data_parallel.new_gradients(parameters), step.beside.averaged():
@@ -121,7 +121,7 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
 def check(
     model: Any, batch: Mapping[str, Any], options: StepOptions
 ) -> tuple[dict[str, Tensor], dict[str, Any], int, int]:
-    """Refuse what cannot be trained on; return what is divided, what is not, rows and micro-batches."""
+    """Return (entries split by rows, shared entries, number of rows and of micro-batches); SlapoError on bad input."""
     runtime, mesh = model._slapo, model.mesh
     own_loss.require_gradients()
     if options.loss_fn is not None:
@@ -146,7 +146,7 @@ def check(
 def split(
     model: Any, options: StepOptions, tensors: dict[str, Tensor], whole: dict[str, Any], rows: int, count: int
 ) -> Step:  # fmt: skip
-    """Count the batch on all dp ranks, number its rows, and say of which mean each loss is a share."""
+    """Return the step of a batch: its counts over all dp ranks, row indices, losses and options."""
     runtime, mesh, parts = model._slapo, model.mesh, count * model.mesh.size("loss")
     state, reducer = runtime.schedule.state, runtime.calls.reducer
     parameters = _trained(model, count, next(iter(tensors.values())).device)
@@ -172,7 +172,7 @@ def split(
 def _targets(
     model: Any, options: StepOptions, tensors: Mapping[str, Tensor], whole: dict[str, Any], parts: int
 ) -> tuple[Any, Sequence[Any]]:  # fmt: skip
-    """What the caller says of the numbers of targets, and those that dp ranks add up."""
+    """Return (targets that the caller gave or None, this rank's counts to be summed over dp)."""
     said = options.targets
     if options.loss_fn is None:
         items = whole.pop("num_items_in_batch", None)  # of transformers: on all dp ranks
@@ -183,7 +183,7 @@ def _targets(
 
 
 def run(step: Step) -> Tensor:
-    """Forward and backward of all micro-batches; this rank's share of the loss."""
+    """Run forward and backward of all micro-batches; return this rank's share of the loss."""
     runtime = step.runtime
     engine, pipeline = runtime.data_parallel, runtime.pipeline
     step_checks.require_trained(step.trains or step.model.mesh.pp > 1)  # another stage may
@@ -197,7 +197,7 @@ def run(step: Step) -> Tensor:
 
 
 def reduce(step: Step) -> None:
-    """Complete the gradients: their sums, the hooks of a user that waited for these, the scale of fp16."""
+    """Complete the gradients: sums over ranks, the user's hooks, the loss scale of fp16."""
     runtime, mesh, named = step.runtime, step.model.mesh, step.parameters
     parameters, reducer = list(named.values()), runtime.calls.reducer
     runtime.data_parallel.sum_over_dp(parameters, mesh)
@@ -207,7 +207,7 @@ def reduce(step: Step) -> None:
 
 
 def share(step: Step, loss: Tensor) -> Any:
-    """The loss of the whole batch, and the logits, on every rank."""
+    """Return on every rank the loss of the whole batch, or the output object with loss and logits."""
     runtime, mesh, named = step.runtime, step.model.mesh, step.parameters
     both = torch.stack([loss.detach(), torch.full_like(loss.detach(), float(bool(named)))])
     for mesh_dim in ("pp", "loss"):  # terms of all micro-batches were divided by global counts
@@ -222,7 +222,7 @@ def share(step: Step, loss: Tensor) -> Any:
 
 
 def _trained(model: Any, count: int, device: torch.device) -> dict[str, nn.Parameter]:
-    """The parameters that take gradients in this step, hooked and found fit for it."""
+    """Return {name: parameter} that this step trains, after hooking and checking them."""
     runtime: Runtime = model._slapo
     if type(runtime.data_parallel) in (DataParallel, Sharded):
         step_checks.agree_on_frozen_ties(runtime, device)
@@ -243,7 +243,7 @@ def _loss(output: Any, _part: Any) -> Tensor:
 def _accumulate(
     engine: DataParallel, run: Callable, tensors: dict[str, Tensor], others: dict, count: int
 ) -> Tensor:
-    """Micro-batches one after the other, without a pipeline."""
+    """Run the micro-batches one after the other, without a pipeline; return the sum of their losses."""
     total: Any = 0.0
     for i in range(count):
         part = {k: v.tensor_split(count)[i] for k, v in tensors.items()}
@@ -256,7 +256,7 @@ def _accumulate(
 
 
 class LogitsKept:
-    """The logits of all micro-batches, on the rank of the last stage.
+    """Logits of all micro-batches, on the ranks of the last stage.
 
     rewrite:  logits of micro-batch 0, 1, ...  -->  logits of the batch, on every pp and tp rank
     """
@@ -266,14 +266,14 @@ class LogitsKept:
         self.parts: dict[int, dict[str, Tensor]] = {}
 
     def add(self, first_row: int, output: Any) -> None:
-        """Keep what a head returned for the rows from `first_row`."""
+        """Store the logits of the rows from `first_row`, gathered over tp."""
         self.cls = type(output)
         found = {k: v for k, v in output.items() if k.endswith("logits") and v is not None}
         whole = {k: v.gathered() if isinstance(v, VocabLogits) else v for k, v in found.items()}
         self.parts[first_row] = {k: v.detach() for k, v in whole.items()}
 
     def output(self, loss: Tensor, pipeline: Pipeline | None) -> Any:
-        """The model's own output object with the loss and the logits of all rows."""
+        """Return on every stage the model's own output object with the loss and the logits of all rows."""
         parts = [self.parts[row] for row in sorted(self.parts)]
         names = parts[0] if parts else ()
         whole = {name: torch.cat([part[name] for part in parts]) for name in names}

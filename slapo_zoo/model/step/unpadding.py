@@ -1,7 +1,7 @@
-"""Padding is left out where nobody can miss it: in `train_step` by the model's own loss, in a model that runs as loaded.
+"""Leave out padding in `train_step` with the model's own loss, where no result can change by it.
 
-The layers of an encoder then run on the real tokens alone (kernels/unpadded_encoder.py), and what comes out at
-padding is not what the plain model computes there: see docs/decisions/0012-padding-is-left-out-unseen.md.
+The layers of an encoder then run on real tokens only (kernels/unpadded_encoder.py); the outputs at padding
+differ from the plain model's: see docs/decisions/0012-padding-is-left-out-unseen.md.
 """
 
 from collections.abc import Mapping
@@ -38,10 +38,9 @@ def may_unpad(model: Any, batch: Mapping[str, Any]) -> bool:
 
 
 def _runs_as_loaded(model: Any) -> bool:
-    """Return whether all that hidden states pass is known, acts token by token, and is seen by nobody.
+    """Return whether every module between the embeddings and the loss is known and acts token by token.
 
-    Hooks, wrappers, another attention, and recomputation that does not know where the rows of the batch
-    stand are found wherever they were put since.
+    Hooks, wrappers, other attention backends and foreign recomputation added since the load make it False.
     """
     modules = list(model.modules())
     if _has_any_global_hook() or any(map(_is_watched, modules)):
@@ -55,7 +54,7 @@ def _runs_as_loaded(model: Any) -> bool:
 
 
 def _is_watched(module: Any) -> bool:
-    """Return whether others see or make the calls of a module, or its attention does not ask where rows begin."""
+    """Return whether a module has hooks or a changed forward, or an attention that needs unsplit rows."""
     own = vars(module)
     if own.get("gradient_checkpointing") or module._compiled_call_impl or is_changed(module):
         return True

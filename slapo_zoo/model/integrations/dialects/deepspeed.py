@@ -1,4 +1,4 @@
-"""DeepSpeed around a scheduled model: ZeRO 0-3 over dp beside our tp, and its own pipeline.
+"""DeepSpeed with a scheduled model: ZeRO 0-3 over dp beside our tp, and DeepSpeed's own pipeline.
 
 Sources: arXiv:1910.02054 (ZeRO); https://www.deepspeed.ai/docs/config-json for the config.
 """
@@ -49,11 +49,11 @@ def deepspeed_engine(
     With pp > 1 the stages run in DeepSpeed's PipelineModule, tied weights as TiedLayerSpec.
 
     Args:
-        sch: a model of AutoScheduledModel.
-        config: as DeepSpeed users write it, a dict or the path of a JSON file. Clipping and gradient
-            accumulation are set there; its default clipping is that of DeepSpeed.
-        optimizer: of torch, or a function parameters --> optimizer; None takes the config's.
-        **options: of deepspeed.initialize.
+        sch: a scheduled model.
+        config: DeepSpeed's config, a dict or the path of a JSON file. It sets clipping and gradient
+            accumulation; the default clipping is DeepSpeed's.
+        optimizer: torch optimizer, or a function parameters --> optimizer; None takes the config's.
+        **options: options of deepspeed.initialize.
     """
     model = require_scheduled(sch, "deepspeed")
     settings = read_config(config)
@@ -80,7 +80,7 @@ def deepspeed_engine(
 
 
 class DeepSpeedTarget(TargetEngine):
-    """`native` is DeepSpeed's engine; it clips, steps and clears gradients itself."""
+    """A scheduled model in DeepSpeed's engine `native`, which clips, steps and clears gradients itself."""
 
     def update(self, batch: Mapping[str, Any], micro_batches: int | None = None) -> Tensor:
         loss = self.model.train_step(batch, micro_batches or self._accumulation())
@@ -88,7 +88,7 @@ class DeepSpeedTarget(TargetEngine):
         return loss
 
     def train_step(self, batch: Mapping[str, Any], micro_batches: int | None = None) -> Tensor:
-        """Forward and backward; `step()` follows, as with any DeepSpeed engine."""
+        """Run forward and backward and return the loss; `step()` follows, as with any DeepSpeed engine."""
         return self.model.train_step(batch, micro_batches or self._accumulation())
 
     def _accumulation(self) -> int:
@@ -101,7 +101,7 @@ class DeepSpeedTarget(TargetEngine):
 
 
 def import_deepspeed() -> Any:
-    """The package, on the CPU without its C++ builds; SlapoError when it is not installed."""
+    """Import and initialise DeepSpeed, on a CPU without its C++ builds; SlapoError when it is not installed."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
@@ -118,7 +118,7 @@ def import_deepspeed() -> Any:
 
 
 def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
-    """A DeepSpeed config as a dict of our own, with what the CPU and our calls need."""
+    """Return a copy of a DeepSpeed config with defaults that a CPU and our calls need."""
     if isinstance(config, Mapping):
         settings = copy.deepcopy(dict(config))
     else:
@@ -146,11 +146,10 @@ def _check(model: Any, settings: Mapping[str, Any]) -> None:
 
 
 def mark_counted(model: Any) -> None:
-    """Tell DeepSpeed which parameters this rank counts in the norm, beside those of its first rank.
+    """Mark the parameters that DeepSpeed counts on this rank in the gradient norm, so that each counts once.
 
-    It counts what is marked as divided, and everything on the first rank of its model-parallel
-    group, which in a pipeline is that of all stages: the later ones mark what is not sharded too. Of
-    KV heads that neighbouring ranks share, the first of those counts them.
+    DeepSpeed counts marked parameters, and all on the first rank of its model-parallel group. Later stages
+    therefore mark replicated parameters too; of shared KV heads the first rank counts.
     """
     mesh, plan = model.mesh, model._slapo.plan
     for name, p in model.named_parameters():
@@ -164,7 +163,7 @@ def mark_counted(model: Any) -> None:
 
 
 class MeshUnit:
-    """Our mesh as the model-parallel unit that DeepSpeed asks for groups, sizes and ranks."""
+    """Adapter of our mesh to the `mpu` object that DeepSpeed asks for groups, sizes and ranks."""
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
@@ -196,7 +195,7 @@ UNIT_NAMES = {
 
 
 def _group(mesh: Mesh, mesh_dim: str) -> Any:
-    """The group of a mesh dim; where its size is 1, a group of this rank alone."""
+    """Return the group of a mesh dim; where its size is 1, a group of this rank alone. A collective call."""
     if (group := mesh.group(mesh_dim)) is not None:
         return group
     alone = [new_group([rank]) for rank in range(mesh.world_size)]
@@ -204,7 +203,7 @@ def _group(mesh: Mesh, mesh_dim: str) -> Any:
 
 
 class _Zero(Zero):
-    """DeepSpeed runs forward and backward; parameters and optimizer may be sharded over dp."""
+    """Data parallelism by DeepSpeed, which runs forward and backward and may shard parameters over dp."""
 
     def __init__(self, native: Any, mesh: Mesh, groups: list[list[nn.Parameter]]):
         super().__init__(native, groups)
@@ -237,9 +236,9 @@ class _Zero(Zero):
 
 @register_dialect("log_parser", "deepspeed")
 def parse_log(path: str | os.PathLike[str]) -> tuple[float, float, float, int]:
-    """Parse a log of DeepSpeed: (parameters of a rank, samples/s, GB at most, error code).
+    """Parse a log of DeepSpeed: (parameters of a rank, samples/s, peak GB, error code).
 
-    A figure that it does not name is 0. Error codes: 0 none, 1 out of memory, 2 no throughput.
+    A figure that is missing is 0. Error codes: 0 none, 1 out of memory, 2 no throughput.
     """
     text = Path(path).read_text(errors="replace")
     rates = re.findall(r"(?:RunningAvgSamplesPerSec=|samples/sec: )([\d.]+)", text)

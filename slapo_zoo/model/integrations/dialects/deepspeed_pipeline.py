@@ -1,6 +1,6 @@
-"""Our stages in DeepSpeed's own pipeline: one layer per stage, tied weights as TiedLayerSpec.
+"""Run our stages in DeepSpeed's own pipeline: one layer per stage, tied weights as TiedLayerSpec.
 
-DeepSpeed orders the micro-batches (1F1B), sends what crosses a cut, sums tied gradients, clips and
+DeepSpeed orders the micro-batches (1F1B), sends tensors between stages, sums tied gradients, clips and
 steps. Each stage runs the model's own forward on its part, as in our pipeline.
 """
 
@@ -22,7 +22,7 @@ from slapo_zoo.pipeline.stages import StageDone
 def pipeline_engine(
     deepspeed: Any, model: Any, settings: dict[str, Any], optimizer: Any, options: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Return (engine, optimizer) of a model whose stages lie on the pp ranks."""
+    """Return (engine, optimizer) of a model whose stages are DeepSpeed's; arguments as in `deepspeed_engine`."""
     pipeline: Pipeline = model._slapo.pipeline
     if pipeline.places.num_stages != model.mesh.pp:
         problem = f"found {pipeline.places.num_stages} stages on pp={model.mesh.pp} ranks"
@@ -43,7 +43,7 @@ def pipeline_engine(
 
 
 class PipelineTarget(TargetEngine):
-    """`native` is DeepSpeed's PipelineEngine, which knows no step without its optimizer's."""
+    """A scheduled model in DeepSpeed's PipelineEngine `native`, whose every step includes the optimizer's."""
 
     def update(self, batch: Any, micro_batches: int | None = None) -> Tensor:
         count = self.native.gradient_accumulation_steps()
@@ -72,7 +72,7 @@ class Step:
 
 
 def _module(deepspeed: Any, model: Any, step: Step) -> Any:
-    """The PipelineModule: for every stage its tied weights, then the stage."""
+    """Return the PipelineModule: for every stage its tied weights, then the stage."""
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
@@ -93,7 +93,7 @@ def _module(deepspeed: Any, model: Any, step: Step) -> Any:
 
 
 def _ties(model: Any) -> tuple[dict[str, list[int]], dict[str, nn.Parameter]]:
-    """Tied weight --> the stages that hold it, the same on all ranks; and ours by the same name."""
+    """Return ({key of a tied weight: stages that hold it}, {key: this rank's parameter})."""
     plan, named = model._slapo.plan, dict(model.named_parameters())
     tied = {row.name: row for row in plan.tensors.values() if row.sums(True, TIED)}
     keys = {name: (row.tied_to or name).replace(".", "_") for name, row in tied.items()}
@@ -102,7 +102,7 @@ def _ties(model: Any) -> tuple[dict[str, list[int]], dict[str, nn.Parameter]]:
 
 
 class TiedWeight(nn.Module):
-    """The parameter that a stage shares with others; the stage itself uses it."""
+    """Holder of a parameter that stages share, by which DeepSpeed ties it; the stage itself uses it."""
 
     def __init__(self, weight: nn.Parameter):
         super().__init__()
@@ -120,7 +120,7 @@ def _loss(output: Tensor, number: Tensor) -> Tensor:
 class StageLayer(nn.Module):
     """Layer that DeepSpeed calls for one micro-batch of this stage.
 
-    rewrite:  (what crosses the cut before us, number)  -->  (what crosses the next, number), or loss
+    rewrite:  (tensors received, number of the micro-batch)  -->  (tensors to send, number), or the loss
     """
 
     def __init__(self, model: Any, step: Step):
@@ -128,7 +128,7 @@ class StageLayer(nn.Module):
         self.model, self.step = model, step
 
     def forward(self, received: Any) -> Any:
-        """`received` ends with the number of the micro-batch, whose tensors every stage has."""
+        """Run the stage; `received` ends with the number of the micro-batch, whose inputs every stage has."""
         *crossing, number = received if isinstance(received, tuple) else (received,)
         step, cursor = self.step, self.model._slapo.pipeline.cursor
         part = dict(step.parts[int(number)])
@@ -144,12 +144,12 @@ class StageLayer(nn.Module):
 
 
 def _with_gradient(x: Tensor) -> Tensor:
-    """DeepSpeed sends a gradient back for every floating tensor that it has sent on."""
+    """Return a tensor that requires a gradient: DeepSpeed sends one back for every floating tensor it sent."""
     return x if x.requires_grad or not x.is_floating_point() else x.detach().requires_grad_()
 
 
 class _ZeroPipeline(Zero):
-    """DeepSpeed's pipeline with ZeRO: DeepSpeed runs the whole optimizer step."""
+    """Data parallelism by DeepSpeed's pipeline with ZeRO, which runs the whole optimizer step."""
 
     clips_itself = True
 
@@ -161,7 +161,7 @@ class _ZeroPipeline(Zero):
         self, pipeline: Pipeline, run: Callable[..., Any], tensors: dict[str, Tensor],
         others: dict[str, Any], count: int,
     ) -> Tensor:  # fmt: skip
-        """Forward, backward and optimizer step; this rank's share of the loss."""
+        """Run forward, backward and optimizer step; return this rank's share of the loss."""
         mesh, step = pipeline.schedule.mesh, self.step
         first = {k: v.tensor_split(count)[0] for k, v in tensors.items() if k != ROWS}
         (step.plan,) = pipeline.plans({**first, **others}).values()
@@ -184,6 +184,6 @@ class _ZeroPipeline(Zero):
 
 
 def _numbers(count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return (input, label) of each micro-batch: its number, by which a stage finds the tensors."""
+    """Return an iterator of (input, label) per micro-batch: its number, by which stages find its tensors."""
     numbers = [torch.tensor([i]) for i in range(count)]
     return iter([((number,), number) for number in numbers])  # pyright: ignore[reportReturnType]

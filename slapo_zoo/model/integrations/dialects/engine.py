@@ -17,15 +17,15 @@ OF_MODEL = (
 
 
 class TargetEngine:
-    """A scheduled model in an engine; what is not defined here is the engine's own, or the model's.
+    """A scheduled model in an engine; other attributes are the engine's own, or else the model's.
 
-    The methods that a model of AutoScheduledModel has beyond its class, and its parameters under
-    their HuggingFace names, are those of the model, whatever the engine wraps around it.
+    Methods of a scheduled model, and its parameters under their HuggingFace names, are always the
+    model's, whatever the engine wraps around it.
 
     Args:
-        model: of AutoScheduledModel.
+        model: a scheduled model.
         native: the engine's own object around it.
-        optimizer: as the engine keeps it.
+        optimizer: the optimizer as the engine keeps it.
         clip: largest global gradient norm of `update`; 0 does not clip.
     """
 
@@ -36,12 +36,12 @@ class TargetEngine:
     def update(
         self, batch: Mapping[str, Any], micro_batches: int | None = None, loss_fn: Any = None
     ) -> Tensor:
-        """One optimizer step: forward, backward, clipping, step, no gradients left.
+        """Run one optimizer step: forward, backward, clipping, step, zero_grad.
 
         Args:
             batch: this dp rank's rows with labels; tp and pp peers pass the same ones.
-            micro_batches: how many equal parts the rows are divided into.
-            loss_fn: as of `train_step`; under torch alone.
+            micro_batches: number of equal parts of the rows.
+            loss_fn: argument of `train_step`; under torch only.
 
         Returns:
             the mean loss over the batch of all dp ranks, a scalar on every rank.
@@ -54,7 +54,7 @@ class TargetEngine:
 
     @property
     def grad_norm(self) -> float:
-        """The global gradient norm of the last `update`; nan where the engine does not tell."""
+        """Global gradient norm of the last `update`; nan where the engine does not report it."""
         return self._norm
 
     def save_checkpoint(self, folder: Any, **options: Any) -> None:
@@ -62,7 +62,7 @@ class TargetEngine:
         save_checkpoint(self.model, folder, self.optimizer, **options)
 
     def load_checkpoint(self, folder: Any, scheduler: Any = None) -> Resumed:
-        """Go on from a checkpoint of any engine: see `slapo_zoo.load_checkpoint`."""
+        """Resume from a checkpoint of any engine: see `slapo_zoo.load_checkpoint`."""
         return load_checkpoint(self.model, folder, self.optimizer, scheduler)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ class TargetEngine:
 
 
 def is_scheduled(sch: Any) -> bool:
-    """Return whether it is a model of AutoScheduledModel, and no bare schedule."""
+    """Return whether `sch` is a model of AutoScheduledModel, and not a bare schedule."""
     return hasattr(sch, "_slapo")
 
 
@@ -94,6 +94,6 @@ def require_scheduled(sch: Any, target: str) -> Any:
 
 
 def made_optimizer(optimizer: Any, parameters: Iterable[Any]) -> Any:
-    """The optimizer itself, or what a function makes of the parameters as the engine holds them."""
+    """Return the optimizer, or the result of an optimizer function for the engine's parameters."""
     is_maker = callable(optimizer) and not hasattr(optimizer, "param_groups")
     return optimizer(parameters) if is_maker else optimizer

@@ -1,4 +1,4 @@
-"""megatron-core beside a scheduled model: its process groups, its marks, its tp layers, its logs.
+"""megatron-core with a scheduled model: its process groups, parameter marks, tp layers and logs.
 
 Sources: arXiv:1909.08053; megatron-core 0.16, `parallel_state` and `tensor_parallel.layers`. Its DDP
 and optimizer are in megatron_ddp.py; README.md says what is proven.
@@ -31,18 +31,18 @@ from slapo_zoo.parallel.mesh import Mesh
 def megatron_engine(
     sch: Any, optimizer: Any = None, clip: float = 0.0, ddp: Mapping[str, Any] | None = None
 ) -> tuple[Any, Any]:
-    """A scheduled model on Megatron's process groups: (engine, optimizer).
+    """Run a scheduled model on Megatron's process groups; return (engine, optimizer).
 
-    All later collectives of the model run in the groups of `megatron.core.parallel_state`, and its
-    parameters carry the marks that code of Megatron looks for.
+    All later collectives of the model use the groups of `megatron.core.parallel_state`, and its
+    parameters carry the marks that Megatron's code reads.
 
     Args:
-        sch: a model of AutoScheduledModel.
-        optimizer: of torch, or a function parameters --> optimizer; or an OptimizerConfig of
-            Megatron, for Megatron's own.
+        sch: a scheduled model.
+        optimizer: torch optimizer, or a function parameters --> optimizer; or Megatron's
+            OptimizerConfig, for Megatron's own.
         clip: largest global gradient norm of `update`; 0 does not clip.
-        ddp: fields of Megatron's DistributedDataParallelConfig: its DDP sums over dp, as it also
-            does under its optimizer. None sums after the last micro-batch without it.
+        ddp: fields of Megatron's DistributedDataParallelConfig: its DDP reduces over dp, as it also
+            does under its optimizer. None reduces after the last micro-batch without it.
     """
     model = require_scheduled(sch, "megatron")
     if model.mesh.pp > 1:
@@ -58,7 +58,7 @@ def megatron_engine(
 
 
 def take_groups(mesh: Mesh) -> None:
-    """Make Megatron's groups, or check those that are there, and use them as our mesh's."""
+    """Use Megatron's process groups as the mesh's, creating them if needed; MeshError if they do not match."""
     state = import_megatron().parallel_state
     if not dist.is_initialized():
         hint = "start the processes with torchrun"
@@ -91,14 +91,14 @@ def mark_parameters(model: Any) -> None:
 
 
 def use_parallel_layers(sch: Schedule, column: Sequence[str], row: Sequence[str]) -> Schedule:
-    """Replace linear layers of a bare schedule by Megatron's, their weights divided over tp.
+    """Replace linear layers of a bare schedule by Megatron's, their weights sharded over tp.
 
     rewrite:  Linear(x)  -->  ColumnParallelLinear(x) [.., out/tp]  -->  RowParallelLinear [.., out]
 
     Args:
-        sch: of any module, its mesh with the process groups.
+        sch: schedule of any module, whose mesh has process groups.
         column: patterns of layers whose output is sharded.
-        row: patterns of the layers that take it; their output is summed over tp.
+        row: patterns of the layers that take that output; theirs is all-reduced over tp.
     """
     take_groups(sch.mesh)
     for patterns, make in ((column, ColumnParallel), (row, RowParallel)):
@@ -120,7 +120,7 @@ def _check(path: str, linear: Any, mesh: Mesh, axis: int) -> None:
 
 
 class _Parallel(nn.Module):
-    """A layer of Megatron with one output, as the layer that it stands for."""
+    """Wrapper of a Megatron layer that returns one output, like the Linear it replaces."""
 
     axis: int
 
@@ -141,12 +141,12 @@ class _Parallel(nn.Module):
                 layer.bias.copy_(bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Megatron's layers return the bias too, when they were told not to add it."""
+        """Return the layer's output without the bias that Megatron's layers return beside it."""
         return self.layer(x)[0]
 
 
 class ColumnParallel(_Parallel):
-    """Megatron's column-parallel linear, whose output is this rank's columns."""
+    """Megatron's column-parallel linear: its output is this rank's columns."""
 
     axis = 0
 
@@ -155,7 +155,7 @@ class ColumnParallel(_Parallel):
 
 
 class RowParallel(_Parallel):
-    """Its input is this rank's columns, its output the sum over tp; the bias is added once."""
+    """Megatron's row-parallel linear: input is this rank's columns, output the all-reduced sum plus bias."""
 
     axis = 1
 
@@ -179,7 +179,7 @@ def _config(core: Any, linear: nn.Linear, mesh: Mesh) -> Any:
 
 
 def import_megatron() -> Any:
-    """Import megatron.core; SlapoError when it is not installed."""
+    """Import and return megatron.core; SlapoError when it is not installed."""
     try:
         with warnings.catch_warnings():  # of kernels that are not installed
             warnings.simplefilter("ignore")
@@ -194,9 +194,9 @@ def import_megatron() -> Any:
 
 @register_dialect("log_parser", "megatron")
 def parse_log(path: str | os.PathLike[str]) -> tuple[float, float, float, int]:
-    """Parse a log of Megatron-LM: (parameters of a rank, samples/s, GB at most, error code).
+    """Parse a log of Megatron-LM: (parameters of a rank, samples/s, peak GB, error code).
 
-    A figure that it does not name is 0. Error codes: 0 none, 1 out of memory, 2 no throughput.
+    A figure that is missing is 0. Error codes: 0 none, 1 out of memory, 2 no throughput.
     """
     text = Path(path).read_text(errors="replace")
     pattern = r"elapsed time per iteration \(ms\): ([\d.]+).*?global batch size:\s*(\d+)"

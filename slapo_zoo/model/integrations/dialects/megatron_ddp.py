@@ -1,7 +1,7 @@
 """megatron-core's own DDP and optimizer around a scheduled model.
 
 Both allocate on "cuda" by name. On a machine without CUDA the same code runs on the CPU: while they
-are built, and while the optimizer steps, a device that they name so is the CPU.
+are built and while the optimizer steps, that name stands for the CPU.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,11 +23,11 @@ from slapo_zoo.model.dp.data_parallel import (
 
 
 def with_ddp(model: Any, optimizer: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return (Megatron's DDP around the model, its optimizer if `optimizer` is an OptimizerConfig).
+    """Return (Megatron's DDP around the model, Megatron's optimizer if `optimizer` is an OptimizerConfig).
 
     Args:
-        model: of AutoScheduledModel, its groups and marks those of Megatron.
-        optimizer: an OptimizerConfig; else it is returned as it is.
+        model: a scheduled model with Megatron's groups and marks.
+        optimizer: an OptimizerConfig; anything else is returned as it is.
         options: fields of DistributedDataParallelConfig.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -52,7 +52,7 @@ def with_ddp(model: Any, optimizer: Any, options: Mapping[str, Any]) -> tuple[An
 
 
 def _step_here(optimizer: Any, device: torch.device) -> None:
-    """Its step makes small tensors by name too, for the norm."""
+    """Let the optimizer's step treat "cuda" as `device` too, for small tensors of its norm."""
     own = optimizer.step
 
     def step() -> Any:
@@ -63,7 +63,7 @@ def _step_here(optimizer: Any, device: torch.device) -> None:
 
 
 def is_config(optimizer: Any) -> bool:
-    """Return whether it is an OptimizerConfig of Megatron."""
+    """Return whether an optimizer argument is Megatron's OptimizerConfig."""
     return hasattr(optimizer, "use_distributed_optimizer")
 
 
@@ -86,7 +86,7 @@ def _check(model: Any, optimizer: Any, options: Mapping[str, Any]) -> None:
 
 
 class _MegatronDdp(DataParallel):
-    """Gradients lie in Megatron's buffers (`p.main_grad`); one collective per buffer sums them."""
+    """Data parallelism by Megatron's DDP: gradients lie in its buffers, each reduced in one collective."""
 
     def __init__(self, native: Any):
         self.native = native
@@ -97,7 +97,7 @@ class _MegatronDdp(DataParallel):
 
     @contextmanager
     def new_gradients(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """`p.grad` becomes the buffer's, with what earlier steps left there."""
+        """Context of a step, after which `p.grad` is Megatron's buffer plus the gradient of earlier steps."""
         earlier = [p.grad if p.grad is None else p.grad.clone() for p in parameters]
         for p in parameters:
             p.grad = None
@@ -119,14 +119,14 @@ class _MegatronDdp(DataParallel):
         self.native.finish_grad_sync()
 
     def whole(self, model: Any, optimizer: Any = None) -> Whole:
-        """Megatron's optimizer holds one of torch's kind, over the same parameters."""
+        """Return parameters and optimizer for a checkpoint: the torch optimizer within Megatron's."""
         for inner in getattr(optimizer, "chained_optimizers", ()):
             optimizer = inner.optimizer
         return super().whole(model, optimizer)
 
 
 class _CpuForCuda(TorchFunctionMode):
-    """Calls of torch with device="cuda" make their tensors on the CPU.
+    """Mode in which torch functions with device="cuda" make their tensors on the CPU.
 
     rewrite:  torch.zeros(1, device="cuda")  -->  torch.zeros(1, device="cpu")
     """
@@ -140,7 +140,7 @@ class _CpuForCuda(TorchFunctionMode):
 
 @contextmanager
 def named_devices(device: torch.device) -> Iterator[None]:
-    """Context in which what Megatron calls CUDA is `device`, if that is the CPU."""
+    """Context in which "cuda" stands for `device`, if that is the CPU."""
     if device.type != "cpu":
         yield
         return

@@ -1,4 +1,4 @@
-"""torch's own data parallelism around a scheduled model: DDP or FSDP2 over dp.
+"""torch's own data parallelism with a scheduled model: DDP or FSDP2 over dp.
 
 Sources: arXiv:2006.15704 (DDP), arXiv:2304.11277 (FSDP); `torch.distributed.fsdp.fully_shard`.
 """
@@ -32,16 +32,16 @@ def torch_engine(
     clip: float = 0.0,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """A scheduled model under torch: (engine, optimizer); for a bare schedule (module, optimizer).
+    """Run a scheduled model under torch; return (engine, optimizer), for a bare schedule (module, optimizer).
 
     Args:
-        sch: a model of AutoScheduledModel, or a schedule.
-        optimizer: of torch; or a function parameters --> optimizer, which FSDP2 needs, since it
+        sch: a scheduled model, or a schedule.
+        optimizer: torch optimizer; or a function parameters --> optimizer, which FSDP2 needs, since it
             makes new parameters.
-        data_parallel: None averages gradients by our own hooks, "ddp" by torch's; "fsdp2" divides parameters, gradients and optimizer over dp as well. Under pp these two
-            take one stage per rank.
+        data_parallel: None averages gradients by our own hooks, "ddp" by torch's DDP; "fsdp2" shards parameters,
+            gradients and optimizer over dp as well. With pp > 1 the latter two need one stage per rank.
         clip: largest global gradient norm of `update`; 0 does not clip.
-        **options: of DistributedDataParallel, or of fully_shard.
+        **options: options of DistributedDataParallel, or of fully_shard.
     """
     mesh = sch.mesh
     _check(sch, mesh, optimizer, data_parallel)
@@ -78,7 +78,7 @@ def _check(sch: Any, mesh: Mesh, optimizer: Any, kind: str | None) -> None:
 
 
 def _check_stages(model: Any, what: str) -> None:
-    """Both tell the last backward of a parameter by that of the only stage."""
+    """Raise MeshError for several stages per rank, where DDP and FSDP2 miss the last backward of a parameter."""
     places, pp = model._slapo.pipeline.places, model.mesh.pp
     if places.num_stages != pp or places.custom is not None:
         problem = (
@@ -100,7 +100,7 @@ def _ddp(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> nn.Module:
 def _fsdp2(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> nn.Module:
     """Apply `fully_shard` to each block, then to the model, and return the model.
 
-    A block is gathered while it runs; parameters outside of the blocks stay gathered from forward to backward.
+    A block is gathered while it runs; parameters outside the blocks stay gathered from forward to backward.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -117,7 +117,7 @@ def _fsdp2(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> nn.Module:
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The repeated blocks: children of the outermost module lists."""
+    """Yield the repeated blocks: children of the outermost module lists."""
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield from (block for block in child if next(block.parameters(), None) is not None)
@@ -126,7 +126,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class _Ddp(DataParallel):
-    """Sums over dp while the backward of the last micro-batch runs."""
+    """Data parallelism by torch's DDP, which reduces during the backward of the last micro-batch."""
 
     def __init__(self, native: Any, mesh: Mesh):
         self.native, self.loss_scale = native, float(mesh.size("loss"))
@@ -143,9 +143,9 @@ class _Ddp(DataParallel):
 
 
 class _DdpStages(DataParallel):
-    """Average the gradients of a pipeline stage with DDP's reducer, without DDP's forward.
+    """Data parallelism of a pipeline stage by DDP's reducer, without DDP's forward.
 
-    Gradients of micro-batches add up in `.grad`; they are averaged in the backward of the last one, as in
+    Micro-batches accumulate in `.grad`, which is averaged in the backward of the last one, as in
     `torch.distributed.pipelining`.
     """
 
@@ -156,7 +156,7 @@ class _DdpStages(DataParallel):
         self, pipeline: Any, run: Callable[..., Any], tensors: dict[str, Tensor],
         others: dict[str, Any], count: int,
     ) -> Tensor:  # fmt: skip
-        """All micro-batches through the stages; this rank's share of the loss."""
+        """Run all micro-batches through the pipeline; return this rank's share of the loss."""
         self.sums._rebuild_buckets()  # once, in the order of the first backward
         times = scaled(run, self.loss_scale)
         loss = pipeline_step(pipeline, times, tensors, others, count, self._expect_gradients)
@@ -171,7 +171,7 @@ class _DdpStages(DataParallel):
 
 
 class _Fsdp2(DataParallel):
-    """Parameters are DTensors, divided over dp; each backward leaves divided, summed gradients."""
+    """Data parallelism by FSDP2: parameters are DTensors sharded over dp, and each backward reduce-scatters."""
 
     def __init__(self, mesh: Mesh):
         self.loss_scale = float(mesh.size("loss"))
@@ -195,10 +195,10 @@ class _Fsdp2(DataParallel):
 
 
 class _Fsdp2Stages(_Fsdp2):
-    """Keep the parameters outside the blocks gathered through the step of a stage.
+    """FSDP2 on a pipeline stage: parameters outside the blocks stay gathered during a step.
 
-    A stage that is not the last leaves the model's forward in the middle, so the hook at its end,
-    which would gather those parameters again for the backward, is not called.
+    A stage that is not the last leaves the model's forward in the middle, so FSDP2's hook at its end,
+    which would gather those parameters for the backward, does not run.
     """
 
     def __init__(self, native: Any, mesh: Mesh):
@@ -210,7 +210,7 @@ class _Fsdp2Stages(_Fsdp2):
         self, pipeline: Any, run: Callable[..., Any], tensors: dict[str, Tensor],
         others: dict[str, Any], count: int,
     ) -> Tensor:  # fmt: skip
-        """All micro-batches through the stages; this rank's share of the loss."""
+        """Run all micro-batches through the pipeline; return this rank's share of the loss."""
         try:
             loss = pipeline_step(pipeline, scaled(run, self.loss_scale), tensors, others, count)
         finally:
@@ -219,7 +219,7 @@ class _Fsdp2Stages(_Fsdp2):
 
 
 class _WholeDTensors(Whole):
-    """Whole copies of sharded parameters and of the optimizer's state."""
+    """Gathered copies of FSDP2's parameters and of the optimizer's state."""
 
     def __init__(self, model: Any, optimizer: Any):
         self.divided = dict(model.named_parameters())
@@ -230,7 +230,7 @@ class _WholeDTensors(Whole):
             self.optimizer = self._whole_optimizer(optimizer, copies)
 
     def _whole_optimizer(self, optimizer: Any, copies: dict[str, nn.Parameter]) -> Any:
-        """An optimizer of the same class over the copies, with the same state."""
+        """Return an optimizer of the same class over the copies, with gathered state."""
         named = {id(p): copies[name] for name, p in self.divided.items()}
         groups = [
             {**g, "params": [named[id(p)] for p in g["params"]]} for g in optimizer.param_groups
@@ -268,7 +268,7 @@ def _is_like(value: Any, parameter: Tensor) -> bool:
 
 
 def _divided_like(divided: Any, whole: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, placed as a DTensor is; every rank holds the whole."""
+    """Return this rank's shard of an unsharded tensor, as a DTensor placed like `divided`."""
     from torch.distributed.tensor import distribute_tensor
 
     mesh, placements = divided.device_mesh, divided.placements

@@ -1,6 +1,6 @@
-"""Parameters and optimizer of DeepSpeed's ZeRO, whole over dp, out of it and back into it.
+"""Gather parameters and optimizer state of DeepSpeed's ZeRO over dp, and put them back.
 
-The places where ZeRO keeps them are not all public; this file alone names them (0.19).
+Not all places where ZeRO keeps them are public; this file alone names them (DeepSpeed 0.19).
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -13,14 +13,14 @@ from slapo_zoo.model.dp.data_parallel import DataParallel, Whole
 
 
 def whole_parameters(model: Any) -> dict[str, Tensor]:
-    """Every parameter under each of its names, whole over dp; a collective call over dp."""
+    """Return {name: parameter gathered over dp}, every name of tied ones too; a collective call over dp."""
     found = dict(model.named_parameters(remove_duplicate=False))
     values = {id(p): _whole_parameter(p) for p in found.values()}
     return {name: values[id(p)] for name, p in found.items()}
 
 
 def whole_gradients(model: Any) -> dict[str, Tensor]:
-    """Every gradient, whole over dp; between backward and step."""
+    """Return {name: gradient gathered over dp}, valid between backward and step; a collective call over dp."""
     from deepspeed.utils import safe_get_full_grad
 
     found = dict(model.named_parameters(remove_duplicate=False))
@@ -33,7 +33,7 @@ def whole_gradients(model: Any) -> dict[str, Tensor]:
 
 
 def _whole_parameter(p: Any) -> Tensor:
-    """Its value as the optimizer keeps it: in fp32 where the model computes in less."""
+    """Return a parameter gathered over dp, from the optimizer's fp32 copy where it is trained."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     if hasattr(p, "ds_id") and p.requires_grad:
@@ -48,12 +48,12 @@ def _whole_parameter(p: Any) -> Tensor:
 
 
 class WholeZero(Whole):
-    """Whole copies of the parameters, and a torch optimizer over them with the whole state.
+    """Gathered copies of ZeRO's parameters, and a torch optimizer over them with gathered state.
 
     Args:
-        model: of AutoScheduledModel, in a DeepSpeed engine of ZeRO stage 1 to 3.
-        optimizer: DeepSpeed's.
-        groups: the parameters of each group of the optimizer.
+        model: a scheduled model in a DeepSpeed engine of ZeRO stage 1 to 3.
+        optimizer: DeepSpeed's optimizer.
+        groups: parameters of each group of the optimizer.
     """
 
     def __init__(self, model: Any, optimizer: Any, groups: list[list[nn.Parameter]]):
@@ -90,7 +90,7 @@ class WholeZero(Whole):
         return value.clone()
 
     def put_back(self) -> None:
-        """Into ZeRO's partitions, and into the parameters that the model computes with."""
+        """Copy the values into ZeRO's partitions, and into the parameters that the model computes with."""
         with torch.no_grad():
             for name, p in self.parameters.items():
                 _set_parameter(p, self.tensors[name].detach())
@@ -102,7 +102,7 @@ class WholeZero(Whole):
         self._put_state_back(base)
 
     def _put_state_back(self, base: Any) -> None:
-        """Make room in the flat state as the first step would, then fill it."""
+        """Allocate the flat optimizer state as the first step would, then fill it."""
         first = next(iter(self.optimizer.state.values()), None)
         if first is None:
             base.state.clear()
@@ -130,7 +130,7 @@ def _is_divided(value: Any) -> bool:
 
 
 def _flat_parts(zero: Any) -> list[Tensor]:
-    """This rank's parts of the flattened parameters, which the base optimizer steps."""
+    """Return this rank's partitions of the flattened parameters, which the base optimizer steps."""
     found = getattr(zero, "fp32_partitioned_groups_flat", None)
     return zero.single_partition_of_fp32_groups if found is None else found
 
@@ -147,7 +147,7 @@ def _set_parameter(p: Any, value: Tensor) -> None:
 
 
 def _set(p: Any, value: Tensor, key: str | None) -> None:
-    """One tensor of the optimizer's side. ZeRO-3's own setter refuses sizes that dp does not divide."""
+    """Set the fp32 copy (key None) or a state of a parameter; ZeRO-3's own setter refuses uneven sizes."""
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
     if hasattr(p, "ds_id"):
@@ -160,18 +160,18 @@ def _set(p: Any, value: Tensor, key: str | None) -> None:
 
 
 def _copy_part(part: Tensor, p: Any, value: Tensor) -> None:
-    """This rank's part of a flattened value, the last one padded."""
+    """Copy this rank's partition of a flattened value into `part`; the last partition is padded."""
     rank = p._z3_optimizer._get_param_partition_rank(p)
     mine = value.detach().flatten()[rank * part.numel() :][: part.numel()]
     part.data.flatten()[: mine.numel()].copy_(mine)
 
 
 class Zero(DataParallel):
-    """DeepSpeed keeps the gradients, and sums them over dp by the end of its step.
+    """Data parallelism by DeepSpeed, which keeps the gradients and reduces them over dp in its step.
 
     Args:
-        native: its engine.
-        groups: the parameters of each group of the optimizer.
+        native: DeepSpeed's engine.
+        groups: parameters of each group of the optimizer.
     """
 
     def __init__(self, native: Any, groups: list[list[nn.Parameter]]):
@@ -181,7 +181,7 @@ class Zero(DataParallel):
         return nullcontext()
 
     def sum_over_dp(self, parameters: Any, mesh: Any) -> None:
-        """DeepSpeed has done it, or does it in its step."""
+        """Do nothing: DeepSpeed reduces the gradients over dp itself."""
 
     def whole(self, model: Any, optimizer: Any = None) -> Whole:
         if self.native.zero_optimization_stage() == 0:
