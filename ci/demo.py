@@ -17,16 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
+import datasets
 import typer
 from rich.console import Console
 from rich.syntax import Syntax
 
 from slapo_zoo.cli.arguments import AsJson
 from slapo_zoo.cli.data.batches import Batches
-from slapo_zoo.cli.data.language import Causal
-from slapo_zoo.cli.data.rows import Packed
-from slapo_zoo.cli.data.text_files import DataError
+from slapo_zoo.cli.data.tasks import Causal, DataError
 from slapo_zoo.cli.readable_errors import readable_errors, stdout_for_json
 from slapo_zoo.cli.training.display import ledger_table, progress_bar, silence
 from slapo_zoo.cli.training.inputs import Inputs, require_rows
@@ -182,8 +180,7 @@ def make_inputs(folder: Path) -> tuple[Any, Batches]:
         f"training    AdamW, gradient norm at most 1, {BATCH_SIZE} rows of {SEQ_LEN} tokens a step\n"
     )
     task = Causal(tokenizer, SEQ_LEN)
-    tokens = task.encode({"text": texts})["input_ids"]
-    rows = Packed(tokens, np.array(list(map(len, tokens))), SEQ_LEN)
+    rows = datasets.Dataset.from_dict(task.encode({"text": texts}))
     require_rows(rows, BATCH_SIZE, TrainOptions("", seq_len=SEQ_LEN))
     return tokenizer, Batches(rows, task, BATCH_SIZE, seed=0)
 

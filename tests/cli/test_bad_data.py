@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from cli_runs import failure, run, write_gpt2
 from slapo_zoo.cli.data.read import kind_of
-from slapo_zoo.cli.data.text_files import DataError
+from slapo_zoo.cli.data.tasks import DataError
 from slapo_zoo.cli.training.inputs import read_inputs
 from slapo_zoo.cli.training.job import resolved
 from slapo_zoo.cli.training.train_options import TrainOptions

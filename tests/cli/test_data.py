@@ -13,13 +13,18 @@ import torch
 
 from cli_runs import END, tokenizer
 from slapo_zoo.cli.data import read
-from slapo_zoo.cli.data.batches import Batches
-from slapo_zoo.cli.data.labelled import Classify, Pairs, Tag, Translate
-from slapo_zoo.cli.data.language import Causal, Masked, Spans
-from slapo_zoo.cli.data.rows import Packed, checksum, divided
-from slapo_zoo.cli.data.stream import Stream
-from slapo_zoo.cli.data.tasks import IGNORED
-from slapo_zoo.cli.data.text_files import DataError, read_documents
+from slapo_zoo.cli.data.batches import Batches, Stream, checksum, divided
+from slapo_zoo.cli.data.tasks import (
+    IGNORED,
+    Causal,
+    Classify,
+    DataError,
+    Masked,
+    Pairs,
+    Spans,
+    Tag,
+    Translate,
+)
 from slapo_zoo.cli.training.inputs import other_rows, require_rows
 from slapo_zoo.cli.training.train_options import TrainOptions
 
@@ -31,13 +36,19 @@ class Letters:
 
     def __init__(self, eos=None, cls=None, sep=None):
         self.eos_token_id, self.cls_token_id, self.sep_token_id = eos, cls, sep
-        self.mask_token_id, self.all_special_ids = 2, [0, 1, 2]
+        self.mask_token, self.mask_token_id = "[MASK]", 2
 
     def __len__(self):
         return 1000
 
     def __call__(self, texts, **options):
         return {"input_ids": [list(text.encode()) for text in texts]}
+
+    def get_special_tokens_mask(self, ids, already_has_special_tokens):
+        return [int(token < 3) for token in ids]
+
+    def convert_tokens_to_ids(self, token):
+        return self.mask_token_id
 
 
 @pytest.fixture(autouse=True)
@@ -47,26 +58,31 @@ def cache(tmp_path, monkeypatch):
 
 
 def packed(task, *texts):
-    tokens = task.encode({"text": texts})["input_ids"]
-    return Packed(tokens, np.array(list(map(len, tokens))), task.row_tokens)
+    return datasets.Dataset.from_dict(task.encode({"text": texts}))
+
+
+def documents(path):
+    return [row["text"] for row in read.open_table(str(path), "train")]
 
 
 def test_files_are_read_by_name_and_binaries_are_not(tmp_path):
     (tmp_path / "b.txt").write_text("second")
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "a.py").write_text("first\n")
+    (tmp_path / "a" / "a.py").write_text("first")
     (tmp_path / "c.bin").write_bytes(b"\xff\xfe\x00")
     (tmp_path / ".hidden").write_text("no")
-    assert read_documents(tmp_path) == ["first", "second"]
-    assert read_documents(tmp_path / "b.txt") == ["second"]
+    assert documents(tmp_path) == ["first", "second"]
+    assert documents(tmp_path / "b.txt") == ["second"]
 
 
 def test_a_file_that_is_no_text_is_left_out_aloud(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("first\r\nline", encoding="utf-8-sig", newline="")
-    (tmp_path / "b.txt").write_bytes("caf\xe9".encode("latin-1"))
-    assert read_documents(tmp_path) == ["first\nline"]
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("first\r\nline", encoding="utf-8-sig", newline="")
+    (folder / "b.txt").write_bytes("caf\xe9".encode("latin-1"))
+    assert documents(folder) == ["first\nline"]
     assert "1 of 2 files hold no UTF-8 text; they are left out" in capsys.readouterr().err
-    stream = read.open_table(str(tmp_path / "a.txt"), "train", TrainOptions("m"), stream=True)
+    stream = read.open_table(str(folder), "train", stream=True)
     assert [row["text"] for row in stream] == ["first\nline"]
 
 
@@ -75,16 +91,14 @@ def test_a_saved_data_set_streams_and_keeps_its_splits(several, tmp_path):
     data = datasets.Dataset.from_list(ROWS)
     data = datasets.DatasetDict(train=data, test=data.select([3])) if several else data
     data.save_to_disk(tmp_path / "saved")
-    options = TrainOptions("m", data=str(tmp_path / "saved"), stream=True)
-    assert read.kind_of(options.data) == "saved"
-    source = read.Source(options, Causal(Letters(), 4), {"text": "text"})
+    path = str(tmp_path / "saved")
+    assert read.kind_of(path) == "saved"
+    source = read.Source(path, "train", None, Causal(Letters(), 4), {"text": "text"})
     stream = Stream(source, source.task, batch_size=2, seed=0, block=4)
     assert stream.part(0)["input_ids"].shape == (2, 4)
     with pytest.raises(DataError, match=r"split 'dev': expected train( or test)?\n"):
-        read.open_table(options.data, "dev", options)
-    assert len(read.open_table(options.data, "test" if several else "train", options)) == (
-        1 if several else 20
-    )
+        read.open_table(path, "dev")
+    assert len(read.open_table(path, "test" if several else "train")) == (1 if several else 20)
 
 
 def test_no_data_and_no_text_are_errors(tmp_path):
@@ -92,24 +106,23 @@ def test_no_data_and_no_text_are_errors(tmp_path):
         read.kind_of(str(tmp_path / "none"))
     (tmp_path / "c.bin").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DataError, match="no UTF-8 text in 1 file\n"):
-        read_documents(tmp_path)
+        documents(tmp_path)
 
 
 def test_rows_are_full_and_documents_end():
     rows = packed(Causal(Letters(eos=0), 3), "ab", "cde")[[0, 1]]
-    assert rows["input_ids"].tolist() == [[97, 98, 0], [99, 100, 101]]
+    assert rows["input_ids"] == [[97, 98, 0], [99, 100, 101]]
+    assert rows["lengths"] == [[3], [3]]
     task = Masked(Letters(cls=1, sep=2), 4, rate=0.0)
     batch = task.collate(packed(task, "abcde")[[0, 1]], GENERATOR())
     assert batch["input_ids"].tolist() == [[1, 97, 98, 2], [1, 99, 100, 2]]
 
 
-def test_rows_over_several_chunks_are_those_of_one():
-    chunks = [np.arange(5), np.arange(5, 6), np.arange(6, 20)]
-    rows = Packed(chunks, np.array([3, 2, 9, 6]), 6)
-    assert rows[[0, 1, 2]]["input_ids"].ravel().tolist() == list(range(18))
-    assert rows[[0]]["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0]]
-    assert rows[[1]]["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5]]
-    assert rows[[2]]["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3]]
+def test_every_part_of_a_document_is_known():
+    rows = packed(Causal(Letters(), 6), "abc", "de", "", "fghijklmn", "opqrst")
+    assert [t for row in rows["input_ids"] for t in row] == list(range(97, 97 + 18))
+    assert rows["lengths"] == [[3, 2, 1], [6], [2, 4]]
+    assert not len(packed(Causal(Letters(), 6), "abc"))
 
 
 def test_documents_of_a_row_are_told_apart():
@@ -119,15 +132,17 @@ def test_documents_of_a_row_are_told_apart():
     assert batch["labels"].tolist() == [[IGNORED, 98, 0, IGNORED], [IGNORED, 101, 102, 103]]
 
 
-@pytest.mark.parametrize("seq_len", [2, 4])
-def test_too_little_text_says_how_much_there_is(seq_len):
-    rows = packed(Masked(Letters(cls=1, sep=2), seq_len), "abcde")
-    with pytest.raises(DataError, match=r"found 5 tokens, which fill . rows of .; exp"):
-        require_rows(rows, 3, TrainOptions("m", seq_len=seq_len))
+def test_too_little_text_says_how_much_there_is():
+    rows = packed(Masked(Letters(cls=1, sep=2), 4), "abcde")
+    with pytest.raises(DataError, match="found 2 rows of up to 4 tokens; expected at least 3"):
+        require_rows(rows, 3, TrainOptions("m", seq_len=4))
+    with pytest.raises(DataError, match="--seq-len: found 2, which special tokens fill"):
+        packed(Masked(Letters(cls=1, sep=2), 2), "abcde")
 
 
 def ten_rows(task):
-    return Packed([np.arange(10, 10 + 10 * task.row_tokens)], np.array([10 * task.row_tokens]), task.row_tokens)  # fmt: skip
+    ids = np.arange(10, 10 + 10 * task.row_tokens).reshape(10, -1)
+    return datasets.Dataset.from_dict({"input_ids": ids, "lengths": [[task.row_tokens]] * 10})
 
 
 def test_every_row_comes_once_per_epoch():
@@ -172,7 +187,7 @@ def test_rows_to_evaluate_come_once_whatever_the_layout(task):
 def test_masking_guesses_fifteen_percent():
     ids = torch.randint(10, 1000, (200, 100))
     task = Masked(Letters(cls=1, sep=0), 102)
-    batch = task.collate({"input_ids": ids}, GENERATOR())
+    batch = task.collate({"input_ids": ids.tolist()}, GENERATOR())
     framed = torch.nn.functional.pad(ids, (1, 1))
     framed[:, 0] = 1
     guess = batch["labels"] != IGNORED
@@ -194,7 +209,7 @@ def test_a_batch_without_a_guess_has_no_loss():
     """So a small one guesses a token of its own."""
     for seed in range(20):
         task = Masked(Letters(cls=1, sep=0), 4)
-        batch = task.collate({"input_ids": torch.tensor([[10, 11]])}, GENERATOR().manual_seed(seed))
+        batch = task.collate({"input_ids": [[10, 11]]}, GENERATOR().manual_seed(seed))
         guess = batch["labels"] != IGNORED
         assert guess[:, 1:-1].any()
         assert not guess[:, [0, -1]].any()
@@ -237,7 +252,7 @@ ROWS = [{"text": f"line {i} of the text", "label": ("bad", "good")[i % 2]} for i
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "folder", "saved"])
 def test_the_same_rows_from_every_format(kind, tmp_path):
-    options, words = TrainOptions("m"), tokenizer(eos_token=END)
+    words = tokenizer(eos_token=END)
     if kind == "saved":
         path = str(tmp_path / "saved")
         datasets.Dataset.from_list(ROWS).save_to_disk(path)
@@ -247,7 +262,7 @@ def test_the_same_rows_from_every_format(kind, tmp_path):
         path = str(tmp_path / "data")
     else:
         path = write_rows(tmp_path, kind, ROWS)
-    data = read.open_table(path, "train", options)
+    data = read.open_table(path, "train")
     columns = read.columns_of(Classify, {}, data.column_names)
     task = Classify(words, 64, names=read.class_names(data, "label"))
     assert task.settings()["id2label"] == {0: "bad", 1: "good"}
@@ -256,11 +271,9 @@ def test_the_same_rows_from_every_format(kind, tmp_path):
     expected = [words(ROWS[i]["text"])["input_ids"] for i in (3, 0)]
     assert rows[[3, 0]]["input_ids"] == expected
     stream = read.rows_of_table(data, Causal(words, 16), {"text": "text"})
-    assert np.array_equal(
-        stream[[0, 4]]["input_ids"], packed(Causal(words, 16), *(r["text"] for r in ROWS))[[0, 4]]["input_ids"]
-    )  # fmt: skip
+    assert stream[:] == packed(Causal(words, 16), *(r["text"] for r in ROWS))[:]
     sent = pickle.dumps(stream)  # as ranks that are spawned get it: by the name of its file
-    assert np.array_equal(pickle.loads(sent)[[4]]["input_ids"], stream[[4]]["input_ids"])
+    assert pickle.loads(sent)[[4]] == stream[[4]]
     assert checksum(stream) == checksum(packed(Causal(words, 16), *(r["text"] for r in ROWS)))
 
 
@@ -272,7 +285,7 @@ def test_tokens_are_made_once(tmp_path, monkeypatch):
         Classify, "encode", lambda self, columns: calls.append(1) or encode(self, columns)
     )
     for seq_len in (64, 64, 8):
-        data = read.open_table(path, "train", TrainOptions("m"))
+        data = read.open_table(path, "train")
         task = Classify(tokenizer(eos_token=END), seq_len, names=("bad", "good"))
         rows = read.rows_of_table(data, task, {"text": "text", "label": "label"})
         assert max(map(len, rows[list(range(20))]["input_ids"])) <= seq_len
@@ -289,7 +302,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_in_columns_are_named(name, tmp_path):
-    data = read.open_table(write_rows(tmp_path, "jsonl", ROWS), "train", TrainOptions("m"))
+    data = read.open_table(write_rows(tmp_path, "jsonl", ROWS), "train")
     work, said = MISTAKES[name]
     with pytest.raises(DataError, match=said):
         work(data)
@@ -300,7 +313,7 @@ def test_a_file_has_one_split(kind, tmp_path):
     """Else the rows of the training would be what is evaluated on."""
     (tmp_path / f"a.{kind}").write_text('{"text": "to be"}\n' * 8)
     with pytest.raises(DataError, match="have one split"):
-        read.open_table(str(tmp_path / f"a.{kind}"), "test", TrainOptions("m"))
+        read.open_table(str(tmp_path / f"a.{kind}"), "test")
     options = TrainOptions("m", data=str(tmp_path / f"a.{kind}"), eval_split="test", seq_len=4)
     with pytest.raises(DataError, match="have one split"):
         other_rows(Causal(tokenizer(eos_token=END), 4), options)
@@ -318,7 +331,7 @@ def test_the_hub_is_asked_once(monkeypatch):
     monkeypatch.setattr(HfApi, "dataset_info", no_route)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     with pytest.raises(httpx2.ConnectError):  # the command line puts it into words
-        read.open_table("nobody/nothing", "train", TrainOptions("m"))
+        read.open_table("nobody/nothing", "train")
     assert asked == ["nobody/nothing"]
 
 
@@ -327,9 +340,9 @@ def test_broken_files_and_unknown_names(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     (tmp_path / "a.jsonl").write_text("{not json")
     with pytest.raises(DataError):
-        read.open_table(str(tmp_path / "a.jsonl"), "train", TrainOptions("m"))
+        read.open_table(str(tmp_path / "a.jsonl"), "train")
     with pytest.raises(DataError, match="data_split"):
-        read.open_table("nobody/nothing", "train", TrainOptions("m"))
+        read.open_table("nobody/nothing", "train")
     with pytest.raises(DataError, match="found nothing there"):
         read.kind_of("gone.parquet")
 
@@ -366,7 +379,7 @@ def test_a_stream_goes_on_where_it_stood(task, tmp_path):
     columns = {"text": "text"} if task is Causal else {"source": "source", "target": "target"}
 
     def stream():
-        source = read.Source(TrainOptions("m", data=path, stream=True), made, columns)
+        source = read.Source(path, "train", None, made, columns)
         return Stream(source, made, batch_size=2, seed=5, block=6)
 
     one = stream()
@@ -383,13 +396,13 @@ def test_a_stream_goes_on_where_it_stood(task, tmp_path):
             assert all(torch.equal(batch[name], whole[step][name]) for name in batch)
     if task is Causal:
         block = torch.cat([batch["input_ids"] for batch in whole[:3]]).tolist()
-        rows = packed(made, *(row["text"] for row in rows))[[*range(6)]]["input_ids"].tolist()
+        rows = packed(made, *(row["text"] for row in rows))[:6]["input_ids"]
         assert sorted(block) == sorted(rows)
         assert block != rows, "shuffled within the block"
 
 
 def test_an_empty_stream_is_an_error(tmp_path):
     task = Causal(tokenizer(eos_token=END), 8)
-    stream = Stream(SimpleNamespace(opened=list, examples=iter), task, 2, 0, 6)
+    stream = Stream(SimpleNamespace(opened=list, rows=iter), task, 2, 0, 6)
     with pytest.raises(DataError, match="found no row"):
         stream.part(0)

@@ -1,13 +1,11 @@
 """Documents that share a row see nothing of each other, in every family that the command packs."""
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slapo_zoo import AutoScheduledModel
-from slapo_zoo.cli.data.language import Causal
-from slapo_zoo.cli.data.rows import Packed
+from slapo_zoo.cli.data.tasks import Causal
 from slapo_zoo.cli.training.inputs import TELL_APART
 from tiny_models import BASE, MODELS
 
@@ -32,8 +30,8 @@ def test_a_row_of_documents_gives_the_loss_of_each_alone(family, trains, tmp_pat
         with torch.no_grad():
             loss = plain(input_ids=document[None], labels=document[None], use_cache=False).loss
         total, count = total + float(loss) * (len(document) - 1), count + len(document) - 1
-    rows = Packed([ids.numpy()], np.array(LENGTHS), sum(LENGTHS))
-    batch = Causal(None, sum(LENGTHS), document_masks=True).collate(rows[[0]], torch.Generator())
+    rows = {"input_ids": [ids], "lengths": [LENGTHS]}
+    batch = Causal(None, sum(LENGTHS), document_masks=True).collate(rows, torch.Generator())
     model = AutoScheduledModel.from_pretrained(tmp_path)
     if trains:
         found = model.train().train_step(batch)

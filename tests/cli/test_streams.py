@@ -8,28 +8,28 @@ import torch
 
 from cli_runs import END, tokenizer
 from slapo_zoo.cli.data import read
-from slapo_zoo.cli.data.language import Causal
-from slapo_zoo.cli.data.stream import Stream
-from slapo_zoo.cli.training.train_options import TrainOptions
+from slapo_zoo.cli.data.batches import Stream
+from slapo_zoo.cli.data.tasks import Causal
 from slapo_zoo.errors import SlapoError
 
 
 class Counted(read.Source):
-    """Counts what it tokenises."""
+    """Counts how often it is opened, as each time its rows are tokenised."""
 
-    encoded = 0
+    times = 0
 
-    def encode(self, example):
-        self.encoded += 1
-        return super().encode(example)
+    def opened(self):
+        Counted.times += 1
+        return super().opened()
 
 
 def stream_on_a_rank(path, last):
+    Counted.times = 0
     made = Causal(tokenizer(eos_token=END), 8)
-    source = Counted(TrainOptions("m", data=path, stream=True), made, {"text": "text"})
+    source = Counted(path, "train", None, made, {"text": "text"})
     stream = Stream(source, made, batch_size=4, seed=5, block=8)
     batches = [stream.part(step)["input_ids"] for step in range(last)]
-    return source.encoded, torch.stack(batches), stream.position(last)
+    return Counted.times, torch.stack(batches), stream.position(last)
 
 
 def test_a_stream_is_tokenised_by_one_rank(ranks, tmp_path):

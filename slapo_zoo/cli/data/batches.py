@@ -1,48 +1,58 @@
-"""The batch of every step, the same whatever the layout."""
+"""Batches of every step, the same whatever the layout: of rows by number, or of a stream."""
 
+import itertools
+import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from slapo_zoo.cli.data.rows import Rows, checksum
-from slapo_zoo.cli.data.tasks import IGNORED, Task
+from slapo_zoo.cli.data.tasks import IGNORED, DataError, Task
+from slapo_zoo.parallel.ranks.agreement import once_for_all
 
 ORDER, CHANCE, EVALUATION = 0, 1, 2  # what a number is drawn for
+SAMPLE = 4096  # rows that tell one text from another
 
 
 @dataclass(frozen=True)
 class Batches:
-    """The batch of every step, a function of the seed alone: any rank can make its part.
+    """Give the batch of every step, a function of the seed alone: any rank can make its part.
 
     Args:
-        rows: by number.
+        rows: a `datasets.Dataset`.
         task: makes batches of them.
         batch_size: rows per step, over all data-parallel ranks together.
         seed: decides the order of the rows and the masks.
     """
 
-    rows: Rows
+    rows: Any
     task: Task
     batch_size: int
     seed: int
 
     def part(self, step: int, dp_coord: int = 0, dp: int = 1) -> dict[str, Tensor]:
-        """The batch of one data-parallel rank; tp and pp peers get the same."""
-        rows = self.rows[self._numbers(step)]
+        """Return the batch of one data-parallel rank; tp and pp peers get the same.
+
+        Every row comes once per epoch, each epoch in an order of its own; a short rest is dropped.
+        """
+        epoch, turn = divmod(step, len(self.rows) // self.batch_size)
+        order = order_of(self.seed, epoch, len(self.rows))
+        rows = self.rows[order[turn * self.batch_size : (turn + 1) * self.batch_size].tolist()]
         batch = self.task.collate(rows, generator_of(self.seed, step, CHANCE))
         return part_of(batch, dp_coord, dp)
 
     def in_order(self, most: int | None = None) -> int:
-        """How many batches all rows fill, the last one perhaps in part; at most so many."""
+        """Return how many batches all rows fill, the last one perhaps in part; at most so many."""
         size = self.batch_size
         count = len(self.rows) // size if self.task.couples else -(-len(self.rows) // size)
         return count if most is None else min(count, most)
 
     def part_in_order(self, number: int, dp_coord: int = 0, dp: int = 1) -> dict[str, Tensor]:
-        """Return the rows in the order of the data; a short last batch is filled with rows without labels."""
+        """Return rows in the order of the data; a short last batch is filled with rows without labels."""
         begin = number * self.batch_size
         numbers = list(range(begin, min(begin + self.batch_size, len(self.rows))))
         batch = self.task.collate(self.rows[numbers], generator_of(self.seed, number, EVALUATION))
@@ -52,35 +62,120 @@ class Batches:
             batch = {name: torch.cat([whole, more[name]]) for name, whole in batch.items()}
         return part_of(batch, dp_coord, dp)
 
-    def _numbers(self, step: int) -> list[int]:
-        """Every row once per epoch, each epoch in an order of its own; a short rest is dropped."""
-        epoch, turn = divmod(step, len(self.rows) // self.batch_size)
-        order = order_of(self.seed, epoch, len(self.rows))
-        return order[turn * self.batch_size : (turn + 1) * self.batch_size].tolist()
-
     def position(self, step: int) -> dict[str, Any]:
-        """What, beside the number of steps, says which rows come next; `text` is a checksum."""
-        return {
-            "rows": len(self.rows), "seq_len": self.task.seq_len, "batch_size": self.batch_size,
-            "seed": self.seed, "text": checksum(self.rows), "task": type(self.task).__name__,
-        }  # fmt: skip
+        """Return what, beside the number of steps, says which rows come next; `text` is a checksum."""
+        return {"rows": len(self.rows), **_settings(self), "text": checksum(self.rows)}
 
     def resume(self, position: Any) -> None:
-        """Every step is known from its number."""
+        """Do nothing: every step is known from its number."""
+
+
+class Stream:
+    """Give batches of blocks of rows, which are read while training goes on; the seed orders a block.
+
+    Where a block begins is known as a place in the data, so that a run that is resumed, on any
+    layout, reads no more than one block again.
+
+    Args:
+        source: opens the data and gives its rows.
+        task: makes batches of rows.
+        batch_size: rows per step, over all data-parallel ranks together.
+        seed: decides the order within a block, and the masks.
+        block: rows of a block, rounded down to whole batches.
+    """
+
+    def __init__(self, source: Any, task: Task, batch_size: int, seed: int, block: int):
+        self.source, self.task = source, task
+        self.batch_size, self.seed = batch_size, seed
+        self.steps = max(1, block // batch_size)  # of a block
+        self.start: dict[str, Any] = {"block": 0, "epoch": 0, "source": None}
+        self.next: dict[str, Any] | None = None
+        self.rows: list[dict[str, Any]] = []
+        self.reader: Iterator[Any] | None = None  # stands where the next block begins
+
+    def part(self, step: int, dp_coord: int = 0, dp: int = 1) -> dict[str, Tensor]:
+        """Return the batch of one data-parallel rank; steps come one after the other."""
+        block, turn = divmod(step, self.steps)
+        if self.next is None:
+            self._read()
+        while self.start["block"] < block and self.next is not None:
+            self.start = self.next
+            self._read()
+        order = torch.randperm(len(self.rows), generator=generator_of(self.seed, block, ORDER))
+        numbers = order[turn * self.batch_size : (turn + 1) * self.batch_size].tolist()
+        rows = {name: [self.rows[i][name] for i in numbers] for name in self.rows[0]}
+        return part_of(self.task.collate(rows, generator_of(self.seed, step, CHANCE)), dp_coord, dp)
+
+    def position(self, step: int) -> dict[str, Any]:
+        """Return where the block of a step begins, which may be the one that is read next."""
+        at = self.next if self.next and step // self.steps > self.start["block"] else self.start
+        return {**_settings(self), "block_steps": self.steps, "at": at}
+
+    def resume(self, position: Any) -> None:
+        """Go on where the block of that position begins."""
+        self.start, self.next, self.reader = position["at"], None, None
+
+    def _read(self) -> None:
+        """Read and tokenize the block that begins at `start`, once for all ranks."""
+        self.rows, self.next = once_for_all("reading data", self._block)
+
+    def _block(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        self.reader = self.reader or self._endless()
+        found = list(itertools.islice(self.reader, self.steps * self.batch_size))
+        _, epoch, data = found[-1]
+        place = {"block": self.start["block"] + 1, "epoch": epoch, "source": data.state_dict()}
+        return [row for row, _, _ in found], place
+
+    def _endless(self) -> Iterator[tuple[dict[str, Any], int, Any]]:
+        """Yield the rows from `start` on, for ever, with their epoch and the data that knows its place."""
+        epoch, place = self.start["epoch"], self.start["source"]
+        while True:
+            data, is_empty = self.source.opened(), place is None
+            if place is not None:
+                data.load_state_dict(place)
+            for row in self.source.rows(data):
+                is_empty = False
+                yield dict(row), epoch, data
+            if is_empty:
+                raise DataError("--data", "", "found no row in it", "is it empty, or too short?")
+            epoch, place = epoch + 1, None
+
+
+def _settings(batches: Batches | Stream) -> dict[str, Any]:
+    """Return what decides the rows of a step, beside the data."""
+    task = batches.task
+    return {"seq_len": task.seq_len, "batch_size": batches.batch_size, "seed": batches.seed, "task": type(task).__name__}  # fmt: skip
 
 
 @lru_cache(maxsize=1)
 def order_of(seed: int, epoch: int, count: int) -> Tensor:
-    """The numbers of an epoch's rows; of many rows it takes a second to make."""
+    """Return the numbers of an epoch's rows; of many rows it takes a second to make."""
     return torch.randperm(count, generator=generator_of(seed, epoch, ORDER))
 
 
 def part_of(batch: dict[str, Tensor], dp_coord: int, dp: int) -> dict[str, Tensor]:
-    """The rows of one data-parallel rank."""
+    """Return the rows of one data-parallel rank."""
     return {name: whole.chunk(dp)[dp_coord].contiguous() for name, whole in batch.items()}
 
 
 def generator_of(seed: int, number: int, purpose: int) -> torch.Generator:
-    """For one purpose of one step; the same on all ranks."""
+    """Return a generator for one purpose of one step; the same on all ranks."""
     mixed = hash((seed, number, purpose)) % 2**63  # of integers: the same everywhere
     return torch.Generator().manual_seed(mixed)
+
+
+def divided(rows: Any, share: float, seed: int) -> tuple[Any, Any]:
+    """Return all but a share of the rows, and that share, drawn by the seed, both in their order."""
+    order, count = np.random.default_rng(seed).permutation(len(rows)), round(share * len(rows))
+    rest, held = (np.sort(part) for part in (order[count:], order[:count]))
+    return rows.select(rest, keep_in_memory=True), rows.select(held, keep_in_memory=True)
+
+
+def checksum(rows: Any) -> int:
+    """Hash all rows, or a sample of a large data set that tells it from another one."""
+    numbers = np.unique(np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows))).astype(np.int64))
+    found = 0
+    for name, column in sorted(rows[numbers.tolist()].items()):
+        array = np.concatenate([np.ravel(value) for value in column]).astype(np.int64)
+        found = zlib.crc32(array.tobytes(), zlib.crc32(name.encode(), found))
+    return found

@@ -1,25 +1,31 @@
-"""Tasks: which columns a model reads, how they become tokens, and batches."""
+"""Tasks of a training run: the columns that each reads, its tokens and its batches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slapo_zoo.cli.data.text_files import DataError
+from slapo_zoo.errors import SlapoError
 
 IGNORED = -100  # a label that counts for nothing, as everywhere in transformers
+ASIDE = ("token_type_ids",)  # what a tokenizer may make beside tokens
 Columns = Mapping[str, Any]
+
+
+class DataError(SlapoError, ValueError):
+    """Data are missing, too few, or do not fit the model or the task."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One task with its tokenizer.
+    """Describe what a model reads and learns.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: tokenizer of `transformers`.
         seq_len: most tokens of a row.
     """
 
@@ -32,45 +38,332 @@ class Task:
     packs: ClassVar[bool] = False  # rows are cut from one stream of tokens
     couples: ClassVar[bool] = False  # the loss of a row depends on the others: no micro-batches
 
-    @property
-    def row_tokens(self) -> int:
-        """Tokens of a row that are read from the text; what is added around them not counted."""
-        return self.seq_len
-
-    def encode(self, columns: Columns) -> dict[str, list[Any]]:
-        """Columns of texts, by role --> columns of tokens and labels."""
+    def encode(self, columns: Columns) -> dict[str, Any]:
+        """Return columns of tokens and labels for columns of texts, by role."""
         raise NotImplementedError
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
-        """Rows --> the batch of a step, all dp ranks together; chance is the generator's alone."""
+        """Return the batch of a step, all dp ranks together; all randomness is the generator's."""
         raise NotImplementedError
 
     def settings(self) -> dict[str, Any]:
-        """Fields of the model's config that the task decides."""
+        """Return the fields of the model's config that the task decides."""
         return {}
 
 
-def tokens_of(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
-    """The tokens of documents, each ended by the end-of-text token where there is one."""
-    end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-    # verbose: a document is longer than the model may take, but a row is not
-    found = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-    return [np.asarray([*ids, *end], dtype=np.int32) for ids in found]
+@dataclass(frozen=True)
+class Language(Task):
+    """Pack the tokens of documents, one after the other, into rows of `seq_len`."""
+
+    roles: ClassVar = {"text": ("text", "content", "body", "sentence")}
+    packs = True
+
+    @property
+    def row_tokens(self) -> int:
+        """Return the tokens of a row that are read from the text, without what is added to them."""
+        return self.seq_len
+
+    def encode(self, columns: Columns) -> dict[str, Any]:
+        """Return full rows of tokens, and the lengths of the documents (or parts) in each row.
+
+        A document ends with the end-of-text token where there is one. Tokens behind the last full
+        row are dropped.
+        """
+        if self.row_tokens < 1:
+            problem = f"found {self.seq_len}, which special tokens fill"
+            raise DataError("train", "--seq-len", problem, "choose a larger one")
+        end = [t for t in (self.tokenizer.eos_token_id,) if t is not None]
+        # verbose: a document is longer than the model may take, but a row is not
+        found = self.tokenizer(list(columns["text"]), add_special_tokens=False, verbose=False)
+        documents = [np.asarray([*ids, *end], dtype=np.int32) for ids in found["input_ids"]]
+        count = sum(map(len, documents)) // self.row_tokens
+        used = count * self.row_tokens
+        ids = np.concatenate([np.zeros(0, np.int32), *documents])[:used]
+        ends = np.cumsum([0, *map(len, documents)])
+        edges = np.union1d(np.arange(0, used + 1, self.row_tokens), ends[ends < used])
+        firsts = np.flatnonzero(edges[1:-1] % self.row_tokens == 0) + 1  # each begins a row
+        lengths = np.split(np.diff(edges), firsts)[:count]
+        return {"input_ids": [*ids.reshape(count, self.row_tokens)], "lengths": lengths}
 
 
-def padded(lists: Sequence[Sequence[int]], value: int, width: int) -> Tensor:
-    """Rows of equal length."""
-    rows = [list(one) + [value] * (width - len(one)) for one in lists]
-    return torch.tensor(rows, dtype=torch.long)
+@dataclass(frozen=True)
+class Causal(Language):
+    """Predict the next token.
+
+    Args:
+        document_masks: tokens see their own document alone, whose positions begin at 0; the first
+            token of a document is not predicted from the document before.
+    """
+
+    document_masks: bool = False
+    head = "AutoModelForCausalLM"
+
+    def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return input_ids, labels, and position_ids that tell documents apart."""
+        ids = as_tensor(rows["input_ids"])
+        if not self.document_masks:
+            return {"input_ids": ids, "labels": ids}
+        places = [torch.cat([torch.arange(n) for n in lengths]) for lengths in rows["lengths"]]
+        positions = torch.stack(places)
+        labels = torch.where(positions == 0, IGNORED, ids)
+        return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
 
-def width_of(lists: Sequence[Sequence[int]], most: int) -> int:
-    """The longest, rounded up to a multiple of 8: few shapes, and the same on every layout."""
-    return min(most, -(-max(map(len, lists)) // 8) * 8)
+@dataclass(frozen=True)
+class Masked(Language):
+    """Predict masked tokens, as BERT does (arXiv:1810.04805).
+
+    Where the tokenizer has [CLS] and [SEP], every row starts and ends with them.
+
+    Args:
+        rate: share of the tokens to predict.
+    """
+
+    rate: float = 0.15
+    head = "AutoModelForMaskedLM"
+
+    def __post_init__(self) -> None:
+        if self.tokenizer.mask_token_id is None:
+            name = getattr(self.tokenizer, "name_or_path", "")
+            raise DataError(name, "tokenizer", "found no [MASK] token", "or choose another task")
+
+    @property
+    def frame(self) -> tuple[list[int], list[int]]:
+        """Return the special tokens before and after the text of a row."""
+        if self.tokenizer.cls_token_id is None or self.tokenizer.sep_token_id is None:
+            return [], []
+        return [self.tokenizer.cls_token_id], [self.tokenizer.sep_token_id]
+
+    @property
+    def row_tokens(self) -> int:
+        return self.seq_len - sum(map(len, self.frame))
+
+    def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return rows masked by the collator of `transformers`, with at least one token to predict."""
+        from transformers import DataCollatorForLanguageModeling
+
+        first, last = self.frame
+        ids = torch.tensor([[*first, *row, *last] for row in rows["input_ids"]])
+        collator = DataCollatorForLanguageModeling(self.tokenizer, mlm_probability=self.rate)
+        collator.generator = generator
+        read, labels = collator.torch_mask_tokens(ids.clone())
+        if self.rate and not (labels != IGNORED).any():  # a mean over nothing is nan
+            middle = ids.shape[1] // 2
+            labels[:, middle] = ids[:, middle]
+        return {"input_ids": read, "labels": labels}
+
+
+@dataclass(frozen=True)
+class Spans(Language):
+    """Predict spans that sentinels stand for, as T5 does (arXiv:1910.10683, 3.1.4).
+
+    Every row has the same number of spans and of tokens in them, so nothing is padded: inputs have
+    `seq_len` tokens.
+
+    Args:
+        rate: share of the tokens in spans.
+        mean: mean length of a span, in tokens.
+    """
+
+    rate: float = 0.15
+    mean: float = 3.0
+    head = "AutoModelForSeq2SeqLM"
+
+    def __post_init__(self) -> None:
+        _, spans = self._counts(self.row_tokens)
+        if self.row_tokens < 4 or self.tokenizer.unk_token_id in self._sentinels(spans):
+            problem = f"found no {spans} sentinels <extra_id_0>, ..., or rows too short for a span"
+            hint = "take a tokenizer of T5, and at least 8 tokens a row"
+            raise DataError("train", "task=span", problem, hint)
+
+    @cached_property
+    def row_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Return the most tokens whose inputs, with sentinels and the end, fit."""
+
+        def inputs(tokens: int) -> int:
+            noise, spans = self._counts(tokens)
+            return tokens - noise + spans + 1
+
+        return next(n for n in range(2, 2 * self.seq_len + 2) if inputs(n + 1) > self.seq_len)
+
+    def _counts(self, tokens: int) -> tuple[int, int]:
+        """Return how many of so many tokens lie in spans, and the number of spans."""
+        noise = min(max(round(tokens * self.rate), 1), tokens - 1)
+        return noise, min(max(round(noise / self.mean), 1), tokens - noise)
+
+    def _sentinels(self, count: int) -> list[int]:
+        return self.tokenizer.convert_tokens_to_ids([f"<extra_id_{i}>" for i in range(count)])
+
+    def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return inputs with a sentinel for each span, and labels with each sentinel and its span."""
+        pairs = [self._corrupted(torch.as_tensor(ids), generator) for ids in rows["input_ids"]]
+        inputs, labels = (torch.stack(column) for column in zip(*pairs, strict=True))
+        return {"input_ids": inputs, "labels": labels}
+
+    def _corrupted(self, ids: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        noise, count = self._counts(len(ids))
+        kept = _parts(len(ids) - noise, count, generator)
+        lost = _parts(noise, count, generator)
+        pieces = ids.split([size for pair in zip(kept, lost, strict=True) for size in pair])
+        marks = torch.tensor(self._sentinels(count)).split(1)
+        end = torch.tensor([self.tokenizer.eos_token_id])
+        inputs = [part for pair in zip(pieces[::2], marks, strict=True) for part in pair]
+        labels = [part for pair in zip(marks, pieces[1::2], strict=True) for part in pair]
+        return torch.cat([*inputs, end]), torch.cat([*labels, end])
+
+
+def _parts(total: int, count: int, generator: torch.Generator) -> list[int]:
+    """Return `total` as a sum of `count` numbers of at least 1, all such sums alike probable."""
+    cuts = torch.randperm(total - 1, generator=generator)[: count - 1].sort().values + 1
+    return torch.tensor([0, *cuts, total]).diff().tolist()
+
+
+@dataclass(frozen=True)
+class Labelled(Task):
+    """Predict one of several classes.
+
+    Args:
+        names: names of the classes, by number.
+    """
+
+    names: tuple[str, ...] = ()
+
+    def settings(self) -> dict[str, Any]:
+        names = dict(enumerate(self.names))
+        return {"num_labels": len(names), "id2label": names, "label2id": {v: k for k, v in names.items()},
+                "pad_token_id": pad_id(self.tokenizer)}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Classify(Labelled):
+    """Predict the class of a text, or of a pair of texts."""
+
+    head = "AutoModelForSequenceClassification"
+    roles: ClassVar = {
+        "text": ("text", "sentence", "sentence1", "premise"), "label": ("label", "labels"),
+        "text_pair": ("sentence2", "hypothesis"),
+    }  # fmt: skip
+    kinds: ClassVar = {"label": "a class"}
+    optional = ("text_pair",)
+
+    def encode(self, columns: Columns) -> dict[str, Any]:
+        """Return the tokens and the class of each text."""
+        texts = [columns[name] for name in ("text", "text_pair") if name in columns]
+        return {**_encoded(self, *texts), "labels": as_numbers(columns["label"], self.names)}
+
+    def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return texts padded to the longest of all, and labels."""
+        return {**_inputs(self, rows), "labels": as_tensor(rows["labels"])}
+
+
+@dataclass(frozen=True)
+class Tag(Labelled):
+    """Predict the class of every word; of a word's tokens the first one counts."""
+
+    head = "AutoModelForTokenClassification"
+    roles: ClassVar = {"tokens": ("tokens", "words"), "tags": ("tags", "ner_tags", "pos_tags", "labels")}  # fmt: skip
+    kinds: ClassVar = {"tokens": "a list of texts", "tags": "a list of classes"}
+
+    def encode(self, columns: Columns) -> dict[str, Any]:
+        """Return tokens, and the class of each."""
+        words = [list(one) for one in columns["tokens"]]
+        found = self.tokenizer(words, truncation=True, max_length=self.seq_len, is_split_into_words=True)  # fmt: skip
+        labels = []
+        for row, tags in enumerate(as_numbers(columns["tags"], self.names)):
+            if len(tags) != len(words[row]):
+                problem = f"found {len(tags)} tags of {len(words[row])} words {words[row]!r:.60}"
+                raise DataError("--data", "tags", problem, "give each word one tag")
+            places = found.word_ids(row)
+            labels.append([
+                IGNORED if place is None or place == before else tags[place]
+                for place, before in zip(places, [None, *places], strict=False)
+            ])  # fmt: skip
+        return {**_kept(found), "labels": labels}
+
+    def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return words padded to the longest row, and a label for each token."""
+        batch = _inputs(self, rows)
+        return {**batch, "labels": _padded(rows["labels"], IGNORED, batch["input_ids"].shape[1])}
+
+
+@dataclass(frozen=True)
+class Translate(Task):
+    """Predict a target text from a source text.
+
+    Args:
+        target_len: most tokens of a target.
+    """
+
+    target_len: int = 128
+    head = "AutoModelForSeq2SeqLM"
+    roles: ClassVar = {
+        "source": ("source", "input", "document", "article", "question"),
+        "target": ("target", "output", "summary", "highlights", "answer"),
+    }  # fmt: skip
+
+    def encode(self, columns: Columns) -> dict[str, Any]:
+        """Return the tokens of sources and targets."""
+        labels = self.tokenizer(text_target=list(columns["target"]), truncation=True, max_length=self.target_len)  # fmt: skip
+        return {**_encoded(self, list(columns["source"])), "labels": labels["input_ids"]}
+
+    def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return sources and targets, each padded to the longest of its kind."""
+        labels = _padded(rows["labels"], IGNORED, _width(rows["labels"], self.target_len))
+        batch = {k: v for k, v in _inputs(self, rows).items() if k not in ASIDE}
+        return {**batch, "labels": labels}
+
+
+@dataclass(frozen=True)
+class Pairs(Task):
+    """Learn which texts belong together; texts of other rows are those they do not belong to.
+
+    A row is a pair: the batch holds anchor, positive, anchor, positive, ...
+    """
+
+    head = "AutoModel"
+    roles: ClassVar = {
+        "anchor": ("anchor", "query", "question", "sentence1"),
+        "positive": ("positive", "passage", "answer", "sentence2"),
+    }  # fmt: skip
+    couples = True
+
+    def encode(self, columns: Columns) -> dict[str, Any]:
+        """Return the tokens of anchors and positives."""
+        found = {role: _encoded(self, columns[role]) for role in self.roles}
+        return {f"{role}.{k}": v for role, each in found.items() for k, v in each.items()}
+
+    def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return both texts of a pair one after the other, padded to the longest of all."""
+        names = [name.partition(".")[2] for name in rows if name.startswith("anchor.")]
+        columns = {name: zip(*(rows[f"{role}.{name}"] for role in self.roles), strict=True) for name in names}  # fmt: skip
+        return _inputs(self, {name: [one for pair in held for one in pair] for name, held in columns.items()})  # fmt: skip
+
+
+TASKS: dict[str, type[Task]] = {
+    "causal": Causal, "masked": Masked, "span": Spans, "classify": Classify, "tag": Tag,
+    "seq2seq": Translate, "pairs": Pairs,
+}  # fmt: skip
+
+
+def as_tensor(rows: Any) -> Tensor:
+    """Return numbers, or rows of equal length, as a tensor of int64."""
+    return torch.from_numpy(np.asarray(rows, dtype=np.int64))
+
+
+def as_numbers(labels: Any, names: Sequence[str]) -> Any:
+    """Return labels, or lists of labels, as numbers of their classes."""
+    if isinstance(labels, list):
+        return [as_numbers(one, names) for one in labels]
+    is_number = not isinstance(labels, str)
+    if not (0 <= labels < len(names) if is_number else labels in names):
+        expected = f"0 to {len(names) - 1}" if is_number else f"one of {', '.join(names)}"
+        hint = "leave out rows whose class is not known; evaluate on the classes that are trained"
+        raise DataError("--data", "label", f"found {labels!r}, expected {expected}", hint)
+    return int(labels) if is_number else names.index(labels)
 
 
 def pad_id(tokenizer: Any) -> int:
-    """The token that fills rows; that of the end of a text where there is no other."""
+    """Return the token that fills rows; that of the end of a text where there is no other."""
     found = tokenizer.pad_token_id
     found = tokenizer.eos_token_id if found is None else found
     if found is None:
@@ -78,14 +371,28 @@ def pad_id(tokenizer: Any) -> int:
     return found
 
 
-def inputs_of(tokenizer: Any, rows: Columns, most: int, prefix: str = "") -> dict[str, Tensor]:
-    """input_ids, attention_mask and, where the tokenizer makes them, token_type_ids."""
-    ids = rows[prefix + "input_ids"]
-    width = width_of(ids, most)
-    batch = {
-        "input_ids": padded(ids, pad_id(tokenizer), width),
-        "attention_mask": padded([[1] * len(one) for one in ids], 0, width),
-    }
-    if prefix + "token_type_ids" in rows:
-        batch["token_type_ids"] = padded(rows[prefix + "token_type_ids"], 0, width)
-    return batch
+def _encoded(task: Task, *texts: Any) -> dict[str, Any]:
+    return _kept(task.tokenizer(*texts, truncation=True, max_length=task.seq_len))
+
+
+def _kept(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: found[name] for name in ("input_ids", *ASIDE) if name in found}
+
+
+def _padded(lists: Sequence[Sequence[int]], value: int, width: int) -> Tensor:
+    """Return rows of equal length."""
+    return torch.tensor([[*one, *[value] * (width - len(one))] for one in lists], dtype=torch.long)
+
+
+def _width(lists: Sequence[Sequence[int]], most: int) -> int:
+    """Return the longest length, rounded up to a multiple of 8: few shapes, the same on every layout."""
+    return min(most, -(-max(map(len, lists)) // 8) * 8)
+
+
+def _inputs(task: Task, rows: Columns) -> dict[str, Tensor]:
+    """Return input_ids, attention_mask and, where the tokenizer makes them, token_type_ids."""
+    ids = rows["input_ids"]
+    held = {"input_ids": (ids, pad_id(task.tokenizer)), "attention_mask": ([[1] * len(one) for one in ids], 0)}  # fmt: skip
+    held |= {name: (rows[name], 0) for name in ASIDE if name in rows}
+    width = _width(ids, task.seq_len)
+    return {name: _padded(lists, value, width) for name, (lists, value) in held.items()}

@@ -5,21 +5,21 @@ from pathlib import Path
 from typing import Any
 
 from slapo_zoo.cli.data import read
-from slapo_zoo.cli.data.batches import Batches
-from slapo_zoo.cli.data.labelled import Classify, Labelled, Pairs, Tag, Translate
-from slapo_zoo.cli.data.language import Causal, Masked, Spans
-from slapo_zoo.cli.data.rows import Chosen, Packed, Rows, divided
-from slapo_zoo.cli.data.stream import Stream
-from slapo_zoo.cli.data.tasks import Task, pad_id
-from slapo_zoo.cli.data.text_files import DataError
+from slapo_zoo.cli.data.batches import Batches, Stream, divided
+from slapo_zoo.cli.data.tasks import (
+    TASKS,
+    Causal,
+    Classify,
+    DataError,
+    Labelled,
+    Masked,
+    Task,
+    Translate,
+    pad_id,
+)
 from slapo_zoo.cli.training.config import ConfigError
 from slapo_zoo.cli.training.train_options import TrainOptions
 from slapo_zoo.errors import ArchitectureError
-
-TASKS: dict[str, type[Task]] = {
-    "causal": Causal, "masked": Masked, "span": Spans, "classify": Classify, "tag": Tag,
-    "seq2seq": Translate, "pairs": Pairs,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -112,37 +112,36 @@ def first_line(exc: Exception) -> str:
 
 def read_inputs(options: TrainOptions, config: Any) -> Inputs:
     """Read what is trained and evaluated on, and check that it fits the model."""
-    tokenizer, name = load_tokenizer(options.model), str(options.data)
-    cls = TASKS[options.task or "causal"]
-    data = opened(name, options.data_split, cls, options, options.stream)
-    task = make_task(cls, tokenizer, data, options, config)
+    tokenizer, cls = load_tokenizer(options.model), TASKS[options.task or "causal"]
+    held = None
     if options.stream:
-        batches: Batches | Stream = make_stream(data, task, options)
-        rows, held = None, None
+        batches: Batches | Stream = make_stream(cls, tokenizer, options, config)
     else:
-        rows, held = training_rows(data, task, options)
+        data = opened(str(options.data), options.data_split, cls, options)
+        task = make_task(cls, tokenizer, data, options, config)
+        rows = rows_of(str(options.data), data, task, options)
+        if options.eval_share:
+            rows, held = divided(rows, options.eval_share, options.seed)
+        require_rows(rows, options.batch_size, options)
         task = with_masks(task, rows, options, config)
         batches = Batches(rows, task, options.batch_size, options.seed)
         check_vocabulary(rows, tokenizer, config, options)
     if options.eval_data or options.eval_split:
         try:
-            held = other_rows(task, options)
+            held = other_rows(batches.task, options)
         except DataError as error:  # which says --data
             raise DataError("eval_data", error.what, error.problem, error.hint) from error
-        require_held_out(held, task, options)
-    held_out = None
-    if held is not None:
-        held_out = Batches(held, batches.task, options.batch_size, options.seed)
+    if held is None:
+        return Inputs(batches, None, tokenizer)
+    require_held_out(held, batches.task, options)
+    held_out = Batches(held, batches.task, options.batch_size, options.seed)
     return Inputs(batches, held_out, tokenizer)
 
 
 def make_task(cls: type[Task], tokenizer: Any, data: Any, options: TrainOptions, config: Any) -> Task:  # fmt: skip
-    """Make the task of a run; classes are numbered as in `config.id2label`, else as the data orders them."""
+    """Return the task of a run; classes are numbered as in `config.id2label`, else as the data orders them."""
     more: dict[str, Any] = {}
     if issubclass(cls, Labelled):
-        if options.stream:
-            hint = "leave stream out: labels are counted before training"
-            raise DataError("train", "stream", f"task {options.task} has labels", hint)
         columns = read.columns_of(cls, options.columns, data.column_names)
         found = read.class_names(data, columns["label" if cls is Classify else "tags"])
         own = tuple(config.id2label[number] for number in sorted(config.id2label))
@@ -152,57 +151,61 @@ def make_task(cls: type[Task], tokenizer: Any, data: Any, options: TrainOptions,
     return cls(tokenizer, options.seq_len or 128, **more)
 
 
-def training_rows(data: Any, task: Task, options: TrainOptions) -> tuple[Rows, Rows | None]:
-    """The rows to train on, and those that `eval_share` holds out."""
-    rows = rows_of(str(options.data), data, task, options)
-    if not options.eval_share:
-        require_rows(rows, options.batch_size, options)
-        return rows, None
-    rest, held = divided(rows, options.eval_share, options.seed)
-    require_rows(rest, options.batch_size, options)
-    require_held_out(held, task, options)
-    return rest, held
+def make_stream(cls: type[Task], tokenizer: Any, options: TrainOptions, config: Any) -> Stream:
+    """Return the batches of data that are read while training goes on."""
+    if options.eval_share:
+        problem = "a stream has no known end to hold rows out of"
+        raise ConfigError("train", "eval_share", problem, "name eval_data or eval_split")
+    if issubclass(cls, Labelled):
+        hint = "leave stream out: labels are counted before training"
+        raise DataError("train", "stream", f"task {options.task} has labels", hint)
+    name, split = str(options.data), options.data_split
+    require_columns(name, cls, options)
+    task = make_task(cls, tokenizer, None, options, config)
+    source = read.Source(name, split, options.data_config, task, options.columns)
+    source.opened()  # a mistake in its name or columns is said before the model is loaded
+    task = with_masks(task, None, options, config)
+    return Stream(source, task, options.batch_size, options.seed, options.shuffle_rows)
 
 
-def other_rows(task: Task, options: TrainOptions) -> Rows:
-    """The rows of eval_data, or of eval_split."""
+def other_rows(task: Task, options: TrainOptions) -> Any:
+    """Return the rows of eval_data, or of eval_split."""
     name = options.eval_data or str(options.data)
     has_one = Path(name).is_file() or read.kind_of(name) == "text"
     split = options.eval_split or ("train" if has_one else options.data_split)
     return rows_of(name, opened(name, split, type(task), options), task, options)
 
 
-def opened(name: str, split: str, cls: type[Task], options: TrainOptions, stream: bool = False) -> Any:  # fmt: skip
-    """A table; the task has to be able to read it."""
-    is_text = read.kind_of(name) == "text"
-    if is_text and not cls.packs:
+def opened(name: str, split: str, cls: type[Task], options: TrainOptions) -> Any:
+    """Return a table, once the task is known to be able to read it."""
+    require_columns(name, cls, options)
+    return read.open_table(name, split, options.data_config)
+
+
+def require_columns(name: str, cls: type[Task], options: TrainOptions) -> None:
+    """Refuse text for a task that reads several columns."""
+    if read.kind_of(name) == "text" and not cls.packs:
         hint = "give jsonl, csv, parquet or a data set of the Hub"
         raise DataError(name, f"task={options.task}", "text has no columns", hint)
-    if is_text and not stream:
-        return read.open_text(name, split)
-    return read.open_table(name, split, options, stream)
 
 
-def rows_of(name: str, data: Any, task: Task, options: TrainOptions) -> Rows:
-    """The rows of a table."""
+def rows_of(name: str, data: Any, task: Task, options: TrainOptions) -> Any:
+    """Return the rows of a table as tokens."""
     is_other_text = name != options.data and read.kind_of(name) == "text"
     given = {} if is_other_text else options.columns
     return read.rows_of_table(data, task, read.columns_of(type(task), given, data.column_names))
 
 
-def require_rows(rows: Rows, least: int, options: TrainOptions) -> None:
-    """Enough for one step."""
-    if len(rows) >= least:
-        return
-    found = f"found {len(rows)} rows"
-    if isinstance(rows, Packed):
-        found = f"found {rows.tokens} tokens, which fill {len(rows)} rows of {options.seq_len}"
-    hint = "give more data, or a smaller --seq-len or --batch-size"
-    raise DataError("--data", "", f"{found}; expected at least {least} rows", hint)
+def require_rows(rows: Any, least: int, options: TrainOptions) -> None:
+    """Refuse data that are too few for one step."""
+    if len(rows) < least:
+        problem = f"found {len(rows)} rows of up to {options.seq_len} tokens; expected at least {least} rows"
+        hint = "give more data, or a smaller --seq-len or --batch-size"
+        raise DataError("--data", "", problem, hint)
 
 
-def require_held_out(rows: Rows, task: Task, options: TrainOptions) -> None:
-    """Enough for an evaluation: of pairs a whole batch, else a row."""
+def require_held_out(rows: Any, task: Task, options: TrainOptions) -> None:
+    """Refuse rows that are too few for an evaluation: of pairs a whole batch, else a row."""
     least = options.batch_size if task.couples else 1
     if len(rows) < least:
         problem = f"found {len(rows)} rows to evaluate on, expected at least {least}"
@@ -210,8 +213,8 @@ def require_held_out(rows: Rows, task: Task, options: TrainOptions) -> None:
         raise DataError("train", "eval_share" if options.eval_share else "eval_data", problem, hint)
 
 
-def with_masks(task: Task, rows: Rows | None, options: TrainOptions, config: Any) -> Task:
-    """The task with masks between documents, where they are wanted and the model can."""
+def with_masks(task: Task, rows: Any, options: TrainOptions, config: Any) -> Task:
+    """Return the task with masks between documents, where they are wanted and the model can."""
     if not isinstance(task, Causal):
         if options.document_masks:
             problem = f"found task {options.task}, whose rows are not kept apart"
@@ -221,8 +224,7 @@ def with_masks(task: Task, rows: Rows | None, options: TrainOptions, config: Any
     if options.document_masks and not can:
         problem = f"attention of {config.model_type} is not known to tell documents of a row apart"
         raise ConfigError("train", "document_masks", problem, "leave it out")
-    packed = rows.rows if isinstance(rows, Chosen) else rows
-    several = packed is None or (isinstance(packed, Packed) and len(packed.ends) > 1)
+    several = rows is None or most_of(rows, "lengths", "list_value_length") > 1
     wanted = several if options.document_masks is None else options.document_masks
     return replace(task, document_masks=can and wanted)
 
@@ -231,31 +233,22 @@ def with_masks(task: Task, rows: Rows | None, options: TrainOptions, config: Any
 TELL_APART = {"gpt2", "gpt_neo", "gpt_neox", "llama", "mistral", "mixtral", "qwen3"}
 
 
-def check_vocabulary(rows: Rows, tokenizer: Any, config: Any, options: TrainOptions) -> None:
-    """No token of the rows lies beyond the model's vocabulary."""
+def most_of(rows: Any, column: str, measure: Any) -> int:
+    """Return the largest value of what a function of pyarrow makes of a column of lists."""
+    import pyarrow.compute as pc
+
+    return pc.max(getattr(pc, measure)(rows.data.column(column))).as_py() or 0
+
+
+def check_vocabulary(rows: Any, tokenizer: Any, config: Any, options: TrainOptions) -> None:
+    """Refuse rows with a token beyond the model's vocabulary."""
     size = getattr(config.get_text_config(), "vocab_size", None)
     if size is None or max(tokenizer.get_vocab().values(), default=0) < size:
         return
-    cls, rows = TASKS[options.task or "causal"], rows.rows if isinstance(rows, Chosen) else rows
-    if isinstance(rows, Packed):
-        found = max(int(chunk.max(initial=0)) for chunk in rows.chunks)
-        found = max(found, tokenizer.mask_token_id if cls is Masked else 0)
-    else:
-        columns = (rows[[number]].items() for number in range(len(rows)))
-        ids = (
-            max(held[0], default=0) for row in columns for name, held in row if "input_ids" in name
-        )
-        found = max(pad_id(tokenizer), *ids)
+    cls = TASKS[options.task or "causal"]
+    used = (tokenizer.mask_token_id if cls is Masked else 0) if cls.packs else pad_id(tokenizer)
+    names = [name for name in rows.column_names if name.endswith("input_ids")]
+    found = max(used, *(most_of(rows, name, "list_flatten") for name in names))
     if found >= size:
         problem = f"found token {found}, but the vocabulary has {size} rows"
         raise DataError(options.model, "tokenizer", problem, "it belongs to another model")
-
-
-def make_stream(data: Any, task: Task, options: TrainOptions) -> Stream:
-    """The batches of data that are read while training goes on."""
-    if options.eval_share:
-        problem = "a stream has no known end to hold rows out of"
-        raise ConfigError("train", "eval_share", problem, "name eval_data or eval_split")
-    columns = read.columns_of(type(task), options.columns, read.names_in(data, options))
-    source = read.Source(options, task, columns)
-    return Stream(source, task, options.batch_size, options.seed, options.shuffle_rows)

@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slapo_zoo.cli.data.batches import Batches
+from slapo_zoo.cli.data.batches import Batches, Stream
 from slapo_zoo.cli.data.read import kind_of
-from slapo_zoo.cli.data.stream import Stream
+from slapo_zoo.cli.data.tasks import TASKS
 from slapo_zoo.cli.readable_errors import is_first
 from slapo_zoo.cli.training.config import ConfigError, read_config
-from slapo_zoo.cli.training.inputs import TASKS, Inputs, row_length, task_of
+from slapo_zoo.cli.training.inputs import Inputs, row_length, task_of
 from slapo_zoo.cli.training.logs import check_log, check_trackers
 from slapo_zoo.cli.training.schedules import make_schedule
 from slapo_zoo.cli.training.stopping import StoppedError, passing_on
