@@ -13,7 +13,7 @@ from compare.shapes import Work
 
 from slapo_zoo.cli.arguments import AsJson
 from slapo_zoo.cli.readable_errors import readable_errors, stdout_for_json
-from slapo_zoo.cli.training.inputs import row_length
+from slapo_zoo.cli.training.checks import row_length
 from slapo_zoo.cli.training.step_times import check_rows
 from slapo_zoo.zoo.argument_values import checkpoint_config, local_folder
 

@@ -12,7 +12,7 @@ import sysconfig
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,13 +23,13 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from slapo_zoo.cli.arguments import AsJson
-from slapo_zoo.cli.data.batches import Batches
+from slapo_zoo.cli.data.batches import Batches, Inputs
 from slapo_zoo.cli.data.tasks import Causal, DataError
 from slapo_zoo.cli.readable_errors import readable_errors, stdout_for_json
-from slapo_zoo.cli.training.display import ledger_table, progress_bar, silence
-from slapo_zoo.cli.training.inputs import Inputs, require_rows
-from slapo_zoo.cli.training.run import fit, gather_ledgers, load
-from slapo_zoo.cli.training.train_options import TrainOptions
+from slapo_zoo.cli.training.inputs import require_rows
+from slapo_zoo.cli.training.options import TrainOptions
+from slapo_zoo.cli.training.records import progress
+from slapo_zoo.cli.training.run import fit, gather_ledgers, ledger_table, load
 from slapo_zoo.parallel.ranks.launch import run_local
 
 TEXT_BYTES = 2_500_000
@@ -96,9 +96,7 @@ def write_checkpoint(folder: Path, tokenizer: Any) -> int:
 def train_alone(options: TrainOptions, batches: Batches) -> list[float]:
     """The model in one process: the left column."""
     model = load(options)
-    with progress_bar(
-        "one process", options.max_steps, every=max(1, options.max_steps // 2)
-    ) as on_step:
+    with progress(options.max_steps, every=max(1, options.max_steps // 2)) as on_step:
         return fit(model, Inputs(batches), options, on_step)
 
 
@@ -106,19 +104,12 @@ def train_beside(options: TrainOptions, batches: Batches, alone: list[float]) ->
     """One rank of the same model on the mesh; rank 0 prints a line per step beside `alone`."""
     model = load(options)
     ledgers = gather_ledgers(model)
-    if model.mesh.rank != 0:
-        with silence() as on_step:
-            losses = fit(model, Inputs(batches), options, on_step)
-    else:
+    show = None
+    if model.mesh.rank == 0:
         console.print(ledger_table(model.mesh, ledgers), "")
         console.print(f"[bold]{'step':>5}{'one process':>14}{'tp=2 x pp=2':>14}{'difference':>13}")
-        with progress_bar("four processes", options.max_steps, 0, console) as on_step:
-
-            def show(step: int, record: Mapping[str, float]) -> None:
-                console.print(loss_line(step, alone[step], record["loss"]))
-                on_step(step, record)
-
-            losses = fit(model, Inputs(batches), options, show)
+        show = lambda step, record: console.print(loss_line(step, alone[step], record["loss"]))  # noqa: E731
+    losses = fit(model, Inputs(batches), options, show)
     model.save_pretrained(options.output)
     return losses
 

@@ -23,7 +23,7 @@ from slapo_zoo.cli.commands.tune import tune
 from slapo_zoo.cli.commands.verify import verify
 from slapo_zoo.cli.commands.version import print_version, show_version
 from slapo_zoo.cli.readable_errors import is_first, readable_errors
-from slapo_zoo.cli.training import train_options as options
+from slapo_zoo.cli.training import options
 from slapo_zoo.errors import SlapoError
 
 KEYS = {f"--{old}".replace("_", "-"): f"--{new}".replace("_", "-") for old, new in options.RENAMED.items()}  # fmt: skip

@@ -10,9 +10,9 @@ from transformers import AutoTokenizer
 from cli_runs import failure, run, write_gpt2
 from slapo_zoo.cli.data.read import kind_of
 from slapo_zoo.cli.data.tasks import DataError
+from slapo_zoo.cli.training.checks import resolved
 from slapo_zoo.cli.training.inputs import read_inputs
-from slapo_zoo.cli.training.job import resolved
-from slapo_zoo.cli.training.train_options import TrainOptions
+from slapo_zoo.cli.training.options import TrainOptions
 
 
 def rows(**columns):

@@ -1,6 +1,5 @@
 """A run's configuration: from a file, from --set, from flags; wrong keys are named."""
 
-import io
 import re
 import subprocess
 import sys
@@ -9,31 +8,27 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from rich.console import Console
 
 from cli_runs import failure, run
 from slapo_zoo.cli.commands.train import OF_LOAD
 from slapo_zoo.cli.main import main, renamed
-from slapo_zoo.cli.training.config import (
-    ConfigError,
-    as_yaml,
-    changes,
-    checked,
-    make_options,
-    read_config,
-    read_sets,
-)
-from slapo_zoo.cli.training.display import progress_bar
-from slapo_zoo.cli.training.inputs import row_length
-from slapo_zoo.cli.training.job import check_batch, check_load, resolved
-from slapo_zoo.cli.training.train_options import (
+from slapo_zoo.cli.training.checks import check_batch, check_load, resolved, row_length
+from slapo_zoo.cli.training.options import (
     ELSEWHERE,
     LEAST,
     ONE_OF,
     RENAMED,
+    ConfigError,
     TrainOptions,
+    as_yaml,
+    changes,
+    checked,
     described,
+    make_options,
+    read_config,
+    read_sets,
 )
+from slapo_zoo.cli.training.records import progress
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.zoo.options import LoaderOptions
 
@@ -214,7 +209,7 @@ def test_a_configuration_fits_its_ranks(tmp_path):
 
 
 def test_the_first_words_come_before_the_slow_imports(tmp_path):
-    code = "import sys, slapo_zoo.cli.commands.train, slapo_zoo.cli.training.config; print('torch' in sys.modules)"
+    code = "import sys, slapo_zoo.cli.commands.train, slapo_zoo.cli.training.options; print('torch' in sys.modules)"
     result = subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
     )
@@ -327,13 +322,23 @@ def test_only_what_differs_from_the_defaults_is_shown():
     }  # fmt: skip
 
 
-def test_a_long_run_without_a_terminal_shows_that_it_goes_on(monkeypatch):
+def test_a_long_run_without_a_terminal_shows_that_it_goes_on(monkeypatch, capsys):
     """A log said nothing for 5 % of a run of hours."""
-    clock, lines = iter(range(0, 10_000, 20)), []
-    monkeypatch.setattr("slapo_zoo.cli.training.display.time.monotonic", lambda: next(clock))
-    console = Console(file=io.StringIO(), force_terminal=False)
-    with progress_bar("training", 1000, console=console) as on_step:
+    clock = iter(range(0, 10_000, 20))
+    monkeypatch.setattr("slapo_zoo.cli.training.records.time.monotonic", lambda: next(clock))
+    with progress(1000) as on_step:
         for step in range(6):
             on_step(step, {"loss": 1.0, "grad_norm": 1.0})
-    lines = console.file.getvalue().splitlines()
+    lines = capsys.readouterr().out.splitlines()
     assert [line.split()[2] for line in lines] == ["2/1000", "4/1000", "6/1000"]
+
+
+def test_zero_stage_means_one_thing(capsys):
+    """The loader's, as in show, plan and verify; DeepSpeed's own goes on for one release, with a word."""
+    layout = make_options({"model": "m"}, read_sets(["zero_stage=2", "load.dp_shard=2"]))
+    assert layout.load == {"dp_shard": 2, "zero_stage": 2}
+    assert not capsys.readouterr().err
+    older = make_options({"model": "m", "engine": "deepspeed"}, read_sets(["zero_stage=1"]))
+    assert (older.load, older.deepspeed) == ({}, {"zero_optimization": {"stage": 1}})
+    assert "is called deepspeed: {zero_optimization: {stage: N}} now" in capsys.readouterr().err
+    assert "zero_stage" not in read_sets(["zero_stage=0"])  # as run.yaml of a release before has it

@@ -5,16 +5,15 @@ import torch
 from torch.nn import functional
 
 from slapo_zoo import AutoScheduledModel
-from slapo_zoo.cli.training.config import ConfigError
 from slapo_zoo.cli.training.contrastive import InBatchNegatives
-from slapo_zoo.cli.training.train_options import TrainOptions
+from slapo_zoo.cli.training.options import ConfigError, TrainOptions
 from tiny_models import BASE
 
 QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def test_a_pair_alone_learns_nothing():
-    from slapo_zoo.cli.training.job import check_pairs
+    from slapo_zoo.cli.training.checks import check_pairs
 
     with pytest.raises(ConfigError, match="--batch-size: found 1, expected more"):
         check_pairs(TrainOptions("m", batch_size=1))

@@ -26,7 +26,7 @@ from slapo_zoo.cli.data.tasks import (
     Translate,
 )
 from slapo_zoo.cli.training.inputs import other_rows, require_rows
-from slapo_zoo.cli.training.train_options import TrainOptions
+from slapo_zoo.cli.training.options import TrainOptions
 
 GENERATOR = torch.Generator
 

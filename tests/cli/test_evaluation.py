@@ -9,10 +9,9 @@ import yaml
 from safetensors.torch import load_file
 
 from cli_runs import run, write_gpt2
-from slapo_zoo.cli.training.config import ConfigError
 from slapo_zoo.cli.training.evaluation import Best
+from slapo_zoo.cli.training.options import ConfigError, TrainOptions
 from slapo_zoo.cli.training.schedules import make_schedule, parameter_groups
-from slapo_zoo.cli.training.train_options import TrainOptions
 
 SCHEDULES = {"linear": {}, "cosine": {"num_cycles": 1.5}, "constant": {}, "polynomial": {"power": 2.0},
              "cosine_with_min_lr": {"min_lr_rate": 0.1}, "inverse_sqrt": {}}  # fmt: skip

@@ -10,8 +10,9 @@ import torch
 import yaml
 
 from cli_runs import run, tokenizer, write_gpt2
-from slapo_zoo.cli.training.config import make_options, read_config
+from slapo_zoo.cli.data.batches import divided
 from slapo_zoo.cli.training.inputs import read_inputs
+from slapo_zoo.cli.training.options import make_options, read_config
 
 COMMON = {"batch_size": 4, "max_steps": 4, "eval_steps": 2, "save_steps": 2, "save_total_limit": 9, "learning_rate": 1e-3,
           "lr_scheduler_type": "linear", "warmup_steps": 1, "device": "cpu", "seed": 3}  # fmt: skip
@@ -198,8 +199,8 @@ def test_the_best_checkpoint_is_that_of_transformers(whole):
     words = AutoTokenizer.from_pretrained(place)
     options = make_options(read_config(folder / "run.yaml"), {"seq_len": 64, "dp": 1})
     held = read_inputs(options, model.config).held_out.rows
-    rows = lines_of(folder / "rows.jsonl")
-    rows = [rows[i] for i in held.numbers.tolist()]
+    rows = [*divided(datasets.Dataset.from_list(lines_of(folder / "rows.jsonl")), 0.2, 3)[1]]
+    assert len(rows) == len(held)
     batch = words([row["text"] for row in rows], padding=True, return_tensors="pt")
     labels = torch.tensor([model.config.label2id[row["label"]] for row in rows])
     with torch.no_grad():

@@ -29,7 +29,11 @@ NUMBERS = [
 ]
 ENGINES = {
     "torch": ["--engine", "torch", "--tp", "2"],
-    "deepspeed": ["--engine", "deepspeed", "--zero-stage", "2", "--dp", "2"],
+    "deepspeed": [
+        *("--engine", "deepspeed", "--dp", "2"),
+        "--set",
+        "deepspeed={zero_optimization: {stage: 2}}",
+    ],
     "megatron": ["--engine", "megatron", "--tp", "2"],
 }
 SRUN = {  # what srun sets for two tasks on one node, and no more
@@ -150,7 +154,8 @@ def test_option_of_the_deepspeed_launcher(job, capsys):
 
 WRONG = {
     "engine": ("--engine horovod", "found 'horovod', expected one of"),
-    "zero-of-torch": ("--zero-stage 1", "ZeRO belongs to DeepSpeed, found --engine torch"),
+    "zero-of-nothing": ("--zero-stage 1", "nothing is sharded"),
+    "entries-of-another": ("--set deepspeed.fp16=1", "found --engine torch\n  hint: add --engine"),
     "zero-in-stages": (
         "--engine deepspeed --zero-stage 2 --pp 2", "DeepSpeed's pipeline takes stage 0 and 1"
     ),
@@ -164,7 +169,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_options_are_errors_without_a_traceback(wrong, job, capsys, monkeypatch):
-    monkeypatch.setattr("slapo_zoo.cli.training.job.run", lambda *args: pytest.fail("work began"))
+    monkeypatch.setattr("slapo_zoo.cli.training.run.run", lambda *args: pytest.fail("work began"))
     options, message = WRONG[wrong]
     err = failure(capsys, *job[0], *options.split())
     assert message in err

@@ -61,7 +61,7 @@ def bench(
 
 
 def _fitting(model: str) -> int:
-    from slapo_zoo.cli.training.inputs import row_length
+    from slapo_zoo.cli.training.checks import row_length
     from slapo_zoo.zoo.argument_values import checkpoint_config
 
     return row_length(None, checkpoint_config(model))
@@ -71,7 +71,7 @@ def _alone(
     model: str, tp: int, pp: int, dp: int | None, pipeline_order: str, micro_batches: int | None,
     batch_size: int, seq_len: int, steps: int, pipeline_trace: Path | None, device: str, quiet: bool,
 ) -> dict[str, Any] | None:  # fmt: skip
-    from slapo_zoo.cli.training import job, step_times
+    from slapo_zoo.cli.training import checks, step_times
     from slapo_zoo.errors import MeshError
     from slapo_zoo.pipeline.trace_files import require_matplotlib
 
@@ -81,9 +81,9 @@ def _alone(
             problem = "one stage has no pipeline to trace"
             raise MeshError("bench", "--pipeline-trace", problem, "use --pp 2 or more")
     options = step_times.BenchOptions(
-        model=model, tp=tp, pp=pp, dp=job.data_parallel_size(tp, pp, dp), order=pipeline_order,
+        model=model, tp=tp, pp=pp, dp=checks.data_parallel_size(tp, pp, dp), order=pipeline_order,
         micro_batches=micro_batches, batch_size=batch_size, seq_len=seq_len, steps=steps,
-        trace=pipeline_trace is not None, device=job.device_named(device),
+        trace=pipeline_trace is not None, device=checks.device_named(device),
     )  # fmt: skip
     found = step_times.measure(options)
     if found is None:

@@ -7,7 +7,7 @@ import typer
 
 from slapo_zoo.cli.arguments import AsJson
 from slapo_zoo.cli.readable_errors import say, stdout_for_json
-from slapo_zoo.cli.training.train_options import ONE_OF
+from slapo_zoo.cli.training.options import ONE_OF
 
 ASKED = {
     "model": "Which model? A checkpoint folder, or an id of the Hub",
@@ -38,8 +38,7 @@ def _write(
     """Ask what is missing, write the file, and return its keys."""
     import yaml
 
-    from slapo_zoo.cli.training.config import ConfigError, checked
-    from slapo_zoo.cli.training.train_options import described
+    from slapo_zoo.cli.training.options import ConfigError, checked, described
 
     if file.exists():
         raise ConfigError(str(file), "", "it is there already", "name another file, or remove it")

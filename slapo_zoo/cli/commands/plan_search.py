@@ -68,7 +68,7 @@ def calibrate(
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine once: matrix products, memory, launches and links, for `plan`."""
-    from slapo_zoo.cli.training.job import device_named
+    from slapo_zoo.cli.training.checks import device_named
     from slapo_zoo.tune.planner.calibrate import measure
 
     check_new_file(output, "output")

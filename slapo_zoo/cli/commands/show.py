@@ -33,8 +33,7 @@ def show(
     with stdout_for_json(as_json):
         import torch
 
-        from slapo_zoo.cli.training.inputs import row_length
-        from slapo_zoo.cli.training.job import device_named
+        from slapo_zoo.cli.training.checks import device_named, row_length
         from slapo_zoo.parallel.mesh import Mesh
         from slapo_zoo.weights.ledger import filled
         from slapo_zoo.zoo.argument_values import config_of, pick_device

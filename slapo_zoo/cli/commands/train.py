@@ -5,21 +5,19 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, get_origin, get_type_hints
+from typing import Annotated, Any, get_origin
 
 import typer
 
 from slapo_zoo.cli import arguments
 from slapo_zoo.cli.arguments import AsJson
 from slapo_zoo.cli.readable_errors import is_first, stdout_for_json
-from slapo_zoo.cli.training.train_options import LEAST, TrainOptions, described
+from slapo_zoo.cli.training.options import KINDS, LEAST, TrainOptions, described
 
 Model = Annotated[str | None, typer.Argument(help="A checkpoint folder, or the id of a model on the Hub.")]  # fmt: skip
 Config = Annotated[Path | None, typer.Option(help="A YAML file of the keys of docs/training.md.")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="A key of it, e.g. warmup_steps=100.")]  # fmt: skip
 
-
-KINDS = get_type_hints(TrainOptions)
 ABOUT = described()
 # flag --> its annotation and default: every key that is no mapping and no list, which are given by --set
 KEYS = {
@@ -32,6 +30,7 @@ KEYS = {
 }  # fmt: skip
 OF_LOAD = {
     "sequence_parallel": (arguments.SequenceParallel, False), "dp_shard": (arguments.DpShard, 1),
+    "zero_stage": (arguments.ZeroStage, 3),
     "pipeline_order": (arguments.Order, "1f1b"), "stages_per_rank": (arguments.StagesPerRank, None),
     "checkpoint_ratio": (arguments.CheckpointRatio, 0.0), "checkpoint_policy": (arguments.CheckpointPolicy, ""),
 }  # fmt: skip
@@ -67,7 +66,7 @@ def train(
     SIGTERM, SIGUSR1 and Ctrl-C finish the step and save; the exit code is then 75, or 130.
     With --json the losses of the steps that were done are printed at the end.
     """
-    from slapo_zoo.cli.training.config import checked, make_options, read_config, read_sets
+    from slapo_zoo.cli.training.options import checked, make_options, read_config, read_sets
 
     given = read_config(config) if config is not None else {}
     options = make_options(given, read_sets(sets or []), checked(_flags(context), "train"))
@@ -82,15 +81,16 @@ def train(
 
 def _train(options: TrainOptions) -> list[float]:
     """Check, read, train; the losses of the steps that were done."""
-    from slapo_zoo.cli.training.config import changes
+    from slapo_zoo.cli.training.options import changes
 
     if is_first():
         typer.echo(f"{changes(options)}\nreading model and data ...")  # imports take seconds
 
-    from slapo_zoo.cli.training import job
+    from slapo_zoo.cli.training.checks import check_checkpoint, resolved
     from slapo_zoo.cli.training.inputs import read_inputs
+    from slapo_zoo.cli.training.run import run
 
-    options, model_config = job.resolved(options)
+    options, model_config = resolved(options)
     inputs = read_inputs(options, model_config)
     if is_first():
         kept = options.output or options.checkpoint or options.best
@@ -99,8 +99,8 @@ def _train(options: TrainOptions) -> list[float]:
         )
         typer.echo(f"{inputs.summary()}; loading the model ...{alone}")
     if options.checkpoint is not None:
-        job.check_checkpoint(Path(options.checkpoint), inputs.batches, options)
-    return job.run(options, inputs)
+        check_checkpoint(Path(options.checkpoint), inputs.batches.position(0), options)
+    return run(options, inputs)
 
 
 def _flags(context: typer.Context) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How good the model is on rows that it is not trained on, and which step was the best."""
+"""Evaluation on rows that are not trained on, and which step was the best."""
 
 import math
 from collections.abc import Mapping
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from slapo_zoo.cli.data.batches import Batches
 from slapo_zoo.cli.training.contrastive import InBatchNegatives
-from slapo_zoo.cli.training.train_options import TrainOptions
+from slapo_zoo.cli.training.options import TrainOptions
 from slapo_zoo.parallel.losses.loss_means import count_targets
 
 
 class Best:
-    """The best evaluation so far, and how many came after it.
+    """Hold the best evaluation so far, and how many came after it.
 
     Args:
         metric: loss, of which less is better, or accuracy; of equal ones the smaller loss is better.
@@ -54,7 +54,7 @@ class Best:
 
 
 def evaluate(model: Any, batches: Batches | None, options: TrainOptions) -> dict[str, float]:
-    """Means over all targets of all rows, whatever the layout; a collective call.
+    """Return means over all targets of all rows, whatever the layout; a collective call.
 
     The random streams of training stay where they are.
     """
@@ -71,7 +71,7 @@ def evaluate(model: Any, batches: Batches | None, options: TrainOptions) -> dict
     finally:
         model.train()
     if (group := mesh.group("batch")) is not None:
-        shared = sums.to(device if device.type != "cpu" else "cpu")
+        shared = sums.to(device)
         dist.all_reduce(shared, group=group)
         sums = shared.cpu()
     loss, targets, hits = sums.tolist()
@@ -80,7 +80,7 @@ def evaluate(model: Any, batches: Batches | None, options: TrainOptions) -> dict
 
 @torch.no_grad()
 def _judge(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Sums of losses, targets and hits over the rows of this dp rank."""
+    """Return sums of losses, targets and hits over the rows of this dp rank."""
     from slapo_zoo.model.step.runtime import takes_cache
 
     cache = {"use_cache": False} if takes_cache(model._slapo) else {}  # masks of documents need it
@@ -94,7 +94,7 @@ def _judge(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def _pairs(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """The same of pairs: how many anchors are nearest to their own positive."""
+    """Return the sums for pairs; a hit is an anchor that is nearest to its own positive."""
     loss, hits = InBatchNegatives(model.mesh).judged(model(**batch), batch)
     count = len(batch["input_ids"]) // 2
     return torch.tensor([float(loss) * count, count, hits], dtype=torch.float64)

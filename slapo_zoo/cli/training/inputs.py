@@ -1,11 +1,11 @@
-"""Inputs of a run: the task of the model, its tokenizer, and the batches of training and evaluation."""
+"""Reading of a run's inputs: its tokenizer, its task, and the batches of training and evaluation."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from slapo_zoo.cli.data import read
-from slapo_zoo.cli.data.batches import Batches, Stream, divided
+from slapo_zoo.cli.data.batches import Batches, Inputs, Stream, divided
 from slapo_zoo.cli.data.tasks import (
     TASKS,
     Causal,
@@ -17,97 +17,21 @@ from slapo_zoo.cli.data.tasks import (
     Translate,
     pad_id,
 )
-from slapo_zoo.cli.training.config import ConfigError
-from slapo_zoo.cli.training.train_options import TrainOptions
-from slapo_zoo.errors import ArchitectureError
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Inputs of a run.
-
-    Args:
-        batches: of the training.
-        held_out: what it is evaluated on.
-        tokenizer: is saved beside the weights.
-    """
-
-    batches: Batches | Stream
-    held_out: Batches | None = None
-    tokenizer: Any = None
-
-    def summary(self) -> str:
-        """One line about it."""
-        task, count = self.batches.task, len(getattr(self.batches, "rows", []))
-        what = "a stream of rows" if isinstance(self.batches, Stream) else f"{count} rows"
-        held = f", {len(self.held_out.rows)} to evaluate on" if self.held_out else ""
-        apart = ""
-        if isinstance(task, Causal):
-            apart = f", documents{' ' if task.document_masks else ' not '}masked from each other"
-        return f"task {type(task).__name__.lower()}: {what} of up to {task.seq_len} tokens{held}{apart}"
-
-
-def task_of(config: Any, asked: str | None = None) -> str:
-    """The task that was asked for, if the family has a head for it; or the one it was pre-trained on."""
-    from transformers.models.auto import modeling_auto as names
-
-    family = config.model_type
-    heads = {
-        "causal": names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "pairs": names.MODEL_MAPPING_NAMES,
-        "masked": names.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-        "span": names.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-        "seq2seq": names.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-        "classify": names.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-        "tag": names.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    }  # fmt: skip
-    if asked is not None:
-        if family in heads[asked]:
-            return asked
-        known = [name for name, families in heads.items() if family in families]
-        problem = f"transformers has no such head for {family!r}"
-        raise ArchitectureError("train", f"task={asked}", problem, f"tasks: {', '.join(known)}")
-    if family in heads["masked"] and not config.is_decoder and not config.is_encoder_decoder:
-        return "masked"
-    if family in heads["causal"]:
-        return "causal"
-    if family in heads["span"] and "t5" in family:
-        return "span"
-    problem = "found no language-modelling head that this command trains"
-    hint = "name the task (--set task=classify), or call model.train_step from a script of your own"
-    raise ArchitectureError("train", f"model_type={family!r}", problem, hint)
-
-
-def row_length(asked: int | None, config: Any, option: str = "--seq-len") -> int:
-    """Tokens of a row: what was asked for, or what fits the model."""
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and config.model_type in BEHIND_PADDING:
-        longest -= config.pad_token_id + 1
-    if asked is not None and longest is not None and asked > longest:
-        problem = f"found {asked}, but the model has {longest} positions"
-        raise DataError("train", option, problem, f"choose at most {longest}")
-    return asked or min(128, longest or 128)
-
-
-BEHIND_PADDING = {"roberta", "xlm-roberta", "camembert", "esm"}  # where their positions begin
+from slapo_zoo.cli.training.options import ConfigError, TrainOptions
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of the checkpoint."""
+    """Load the tokenizer of the checkpoint."""
     from transformers import AutoTokenizer
 
     hint = "save the tokenizer beside the weights: tokenizer.save_pretrained(folder)"
     try:
         found = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as exc:
-        raise DataError(name, "tokenizer", first_line(exc), hint) from exc
+        raise DataError(name, "tokenizer", str(exc).strip().partition("\n")[0], hint) from exc
     if len(found) <= len(found.all_special_ids):  # what transformers makes where there are no files
         raise DataError(name, "tokenizer", f"found one of {len(found)} tokens, all special", hint)
     return found
-
-
-def first_line(exc: Exception) -> str:
-    """The first line of a library's message; the rest repeats it."""
-    return (str(exc).strip() or type(exc).__name__).splitlines()[0]
 
 
 def read_inputs(options: TrainOptions, config: Any) -> Inputs:

@@ -1,9 +1,10 @@
-"""The work of one rank: load its part of a checkpoint, train it by the Trainer of transformers, save it."""
+"""The work of a run: load our part of a checkpoint, train it by the Trainer of transformers, save it."""
 
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,25 +15,73 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
+from slapo_zoo.cli.data.batches import Inputs
 from slapo_zoo.cli.data.tasks import Task
-from slapo_zoo.cli.training.callbacks import Records, Stopping, Verdicts
-from slapo_zoo.cli.training.config import as_yaml
 from slapo_zoo.cli.training.contrastive import InBatchNegatives
-from slapo_zoo.cli.training.display import OnStep, ledger_table, progress_bar, silence
 from slapo_zoo.cli.training.evaluation import Best, evaluate
-from slapo_zoo.cli.training.inputs import Inputs
-from slapo_zoo.cli.training.logs import Meter, kept, place_of_logs
+from slapo_zoo.cli.training.options import TrainOptions, as_yaml
+from slapo_zoo.cli.training.records import Meter, OnStep, Records, place_of_logs, progress
 from slapo_zoo.cli.training.schedules import base_lr, make_schedule, parameter_groups
-from slapo_zoo.cli.training.stopping import Stop, StoppedError, is_local_rank, listening
-from slapo_zoo.cli.training.train_options import TrainOptions
+from slapo_zoo.cli.training.stopping import Stop, StoppedError, Stopping, listening
 from slapo_zoo.errors import SlapoError, agreed
 from slapo_zoo.model.integrations.trainer import ScheduledTrainer
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.ranks.launch import run_local
+from slapo_zoo.parallel.ranks.process_group import (
+    init_distributed,
+    is_distributed_launch,
+    rank_guard,
+    shutdown_distributed,
+)
 from slapo_zoo.weights.history import keep_newest, latest, place_of
-from slapo_zoo.weights.ledger import Ledger
+from slapo_zoo.weights.ledger import Ledger, as_table
+
+# keys that Trainer has too, and honours as they are
+SHARED = ("max_steps", "max_grad_norm", "seed", "eval_steps", "save_steps")
+
+
+def run(options: TrainOptions, inputs: Inputs) -> list[float]:
+    """Train on the ranks that a launcher started, or on local ranks that we start; return the losses."""
+    world = options.tp * options.pp * (options.dp or 1)
+    if is_distributed_launch():
+        init_distributed(device=options.device)
+        with rank_guard("train"):
+            losses = train(options, inputs)
+        shutdown_distributed()
+        return losses
+    if world == 1:
+        return train(options, inputs)
+    with listening() as stop:  # what local ranks say about it reaches us
+        outcome = run_local(training_of, world, (options, inputs), device=options.device)[0]
+    if isinstance(outcome, StoppedError):
+        raise StoppedError(stop.number, outcome.step, options)
+    return outcome
+
+
+def training_of(options: TrainOptions, inputs: Inputs) -> Any:
+    """Return the losses of a local rank, or that it was asked to stop; errors name this function."""
+    try:
+        return train(options, inputs)
+    except StoppedError as stopped:
+        return stopped
+
+
+def train(options: TrainOptions, inputs: Inputs) -> list[float]:
+    """Load, show the ledgers, train, save: what every rank runs; return the losses."""
+    model = load(options, inputs.batches.task)
+    ledgers, first = gather_ledgers(model), model.mesh.rank == 0
+    if first:
+        Console(highlight=False, soft_wrap=True).print(ledger_table(model.mesh, ledgers))
+    shown = progress(options.max_steps, options.logging_steps) if first else nullcontext()
+    with listening() as stop, shown as show:
+        losses = fit(model, inputs, options, show, stop)
+    if options.output is not None:
+        save_model(model, options.output, inputs.tokenizer, options)
+    return losses
 
 
 def load(options: TrainOptions, task: Task | None = None) -> Any:
-    """The scheduled model on our rank, with the head of the task."""
+    """Load the scheduled model of our rank, with the head of the task."""
     import transformers
 
     from slapo_zoo.load.auto import AutoScheduledModel
@@ -49,7 +98,7 @@ def load(options: TrainOptions, task: Task | None = None) -> Any:
 
 
 class Run(ScheduledTrainer):
-    """A Trainer whose steps are those of an engine, on batches that are the same on every layout.
+    """Train by steps of an engine, on batches that are the same on every layout.
 
     The loop, its flow (when to evaluate, to save, to end), callbacks and trackers are Trainer's.
     What Trainer has not is done here: optimizer steps of three engines, the exact position in the
@@ -59,13 +108,9 @@ class Run(ScheduledTrainer):
         model: of AutoScheduledModel, with the head of the task.
         inputs: what it reads.
         options: of the run.
-        callbacks: of Trainer.
     """
 
-    def __init__(
-        self, model: Any, inputs: Inputs, options: TrainOptions,
-        callbacks: Iterable[TrainerCallback] = (),
-    ):  # fmt: skip
+    def __init__(self, model: Any, inputs: Inputs, options: TrainOptions):
         self.options, self.inputs, self.batches = options, inputs, inputs.batches
         model.train()
         self.engine = make_engine(model, self.batches.batch_size // model.mesh.dp, options)
@@ -79,7 +124,7 @@ class Run(ScheduledTrainer):
         schedule = make_schedule(self.options, self.done)
         use_cache = model.config.use_cache if hasattr(model.config, "use_cache") else None
         super().__init__(
-            model, arguments_of(self.options), eval_dataset=inputs.held_out, callbacks=[*callbacks],
+            model, arguments_of(self.options), eval_dataset=inputs.held_out,
             optimizers=(schedule.optimizer, schedule),
         )  # fmt: skip
         if use_cache is not None:  # Trainer switches it off, and what is saved would say so
@@ -94,7 +139,7 @@ class Run(ScheduledTrainer):
         return self.done >= self.options.max_steps or tired
 
     def get_train_dataloader(self) -> Any:
-        """The batches of this dp rank that are still to be read."""
+        """Return the batches of this dp rank that are still to be read."""
         mesh = self._mesh
 
         def rest() -> Iterator[dict[str, Tensor]]:
@@ -104,12 +149,12 @@ class Run(ScheduledTrainer):
         return rest()
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """The batch of the next step; reading it is part of the time that the step takes."""
+        """Read the batch of the next step; reading it is part of the time that the step takes."""
         self.meter.start()
         return [next(epoch_iterator)], None
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """One optimizer step of the engine; what it measured becomes the record of the step."""
+        """Do one optimizer step of the engine; what it measured becomes the record of the step."""
         lr = self._get_learning_rate()
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
@@ -130,11 +175,11 @@ class Run(ScheduledTrainer):
         return self.engine.grad_norm
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Nothing: `mfu` counts them, and Trainer's count is a collective call a step."""
+        """Count nothing: `mfu` counts them, and Trainer's count is a collective call a step."""
         return 0
 
     def store_flos(self) -> None:
-        """Nothing was counted."""
+        """Do nothing: nothing was counted."""
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Tell callbacks and trackers; of a step all that was measured."""
@@ -142,7 +187,7 @@ class Run(ScheduledTrainer):
         super().log({k: v for k, v in measured.items() if v is not None})
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Means over all targets of the rows that are held out, whatever the layout."""
+        """Return means over all targets of the rows that are held out, whatever the layout."""
         means = evaluate(self.model, self.inputs.held_out, self.options)
         found = {f"eval_{name}": value for name, value in means.items()}
         self.log(found)
@@ -168,51 +213,77 @@ class Run(ScheduledTrainer):
         if found is None:
             return 0
         resumed = self.engine.load_checkpoint(found)
-        say = Console(highlight=False).print
-        say = say if self.engine.model.mesh.rank == 0 else lambda text: None
-        say(f"checkpoint: {resumed.step} of {options.max_steps} steps are done")
+        said = f"checkpoint: {resumed.step} of {options.max_steps} steps are done"
         # the same on all dp ranks, so it means the same to any other number of them
-        extra: dict[str, Any] = resumed.extras[0] or {
-            "lr": float(self.engine.optimizer.param_groups[0]["lr"])
-        }
+        extra: dict[str, Any] = resumed.extras[0] or {"lr": float(self.engine.optimizer.param_groups[0]["lr"])}  # fmt: skip
         if options.learning_rate is None:
             self.options = replace(options, learning_rate=extra["lr"])
         elif options.learning_rate != extra["lr"]:
-            say(
-                f"learning rate: {extra['lr']:g} in the checkpoint, {options.learning_rate:g} from now on"
-            )
+            now = f"{options.learning_rate:g} from now on"
+            said += f"\nlearning rate: {extra['lr']:g} in the checkpoint, {now}"
+        if self.engine.model.mesh.rank == 0:
+            Console(highlight=False).print(said)
         self.best.restore(extra.get("best"))
         self.batches.resume(resumed.data_positions[0])
         return resumed.step
 
 
 def arguments_of(options: TrainOptions) -> TrainingArguments:
-    """What Trainer is told of a run; what the model or the engine does is not in it."""
+    """Return what Trainer is told of a run; what the model or the engine does is not in it."""
     return TrainingArguments(
         output_dir=place_of_logs(options), report_to=[*options.report_to], use_cpu=options.device == "cpu",
-        max_steps=options.max_steps, learning_rate=base_lr(options), max_grad_norm=options.max_grad_norm, seed=options.seed,
+        learning_rate=base_lr(options), **{name: getattr(options, name) for name in SHARED},
         logging_strategy="steps", logging_steps=1, logging_nan_inf_filter=False,
-        eval_strategy="steps" if options.evaluates else "no", eval_steps=options.eval_steps,
-        save_strategy="no" if options.checkpoint is None else "steps", save_steps=options.save_steps,
+        eval_strategy="steps" if options.evaluates else "no",
+        save_strategy="no" if options.checkpoint is None else "steps",
         disable_tqdm=True, log_level="error", log_level_replica="error",
     )  # fmt: skip
 
 
+class Verdicts(TrainerCallback):
+    """Keep the best checkpoint so far, and end a run whose evaluations get no better.
+
+    Args:
+        run: the training.
+    """
+
+    def __init__(self, run: Run):
+        self.run = run
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+        """Judge an evaluation; on all ranks, whose figures are the same."""
+        run, options = self.run, self.run.options
+        found = {name.removeprefix("eval_"): value for name, value in metrics.items()}
+        if run.best.judge(run.done, found) and options.best is not None:
+            save_model(run.engine.model, options.best, run.inputs.tokenizer, options)
+            if state.is_world_process_zero:
+                Console(highlight=False, soft_wrap=True).print(f"best: {run.best}")
+        if run.is_over:
+            control.should_training_stop = True
+            control.should_save = options.checkpoint is not None
+
+
 def fit(
-    model: Any, inputs: Inputs, options: TrainOptions, on_step: OnStep, stop: Stop | None = None
+    model: Any, inputs: Inputs, options: TrainOptions, tell: OnStep | None, stop: Stop | None = None
 ) -> list[float]:
-    """Train with AdamW and clipping; return the global mean loss of every step that was left."""
+    """Train with AdamW and clipping; return the global mean loss of every step that was left.
+
+    Args:
+        model: of AutoScheduledModel.
+        inputs: what it reads.
+        options: of the run.
+        tell: called with every step and what was measured of it; None on ranks that say nothing.
+        stop: a request to stop.
+    """
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(True)  # ranks that are forked would take it for theirs
     run = Run(model, inputs, options)
-    run.add_callback(Verdicts(run, save_model))
-    first = model.mesh.rank == 0
-    with kept(options, on_step, run.done) if first else silence() as show:
-        run.add_callback(Records(run, show))
-        run.add_callback(stopping := Stopping(run, stop))
-        if not run.is_over:
-            run.train()
+    stopping = Stopping(run, stop)
+    for callback in (Verdicts(run), Records(run, tell), stopping):
+        run.add_callback(callback)
+    if not run.is_over:
+        run.train()
     if stopping.number:
         raise StoppedError(stopping.number, run.done, options)
     return run.losses
@@ -231,20 +302,15 @@ def check_finite(step: int, loss: float, norm: float, options: TrainOptions) -> 
 
 
 def make_engine(model: Any, rows: int, options: TrainOptions) -> Any:
-    """The engine of the options around a model; `rows` is the batch of a dp rank."""
+    """Return the engine of the options around a model; `rows` is the batch of a dp rank."""
     from slapo_zoo.model.integrations.dialects import init_target_engine
 
     settings: dict[str, Any] = {"clip": options.max_grad_norm}
     if options.engine == "deepspeed":
         legal = [i for i in range(1, rows + 1) if rows % i == 0 and i <= 2 * options.pp]
         count = options.micro_batches or (max(legal) if options.pp > 1 else 1)
-        config = {
-            "train_micro_batch_size_per_gpu": rows // count,
-            "gradient_accumulation_steps": count,
-            "gradient_clipping": options.max_grad_norm,
-            "zero_optimization": {"stage": options.zero_stage},
-        }
-        settings = {"config": config}
+        sizes = {"train_micro_batch_size_per_gpu": rows // count, "gradient_accumulation_steps": count}  # fmt: skip
+        settings = {"config": {**sizes, "gradient_clipping": options.max_grad_norm, **options.deepspeed}}  # fmt: skip
     fused = options.engine == "torch"  # the others wrap the optimizer, or flatten its parameters
     groups = functools.partial(parameter_groups, weight_decay=options.weight_decay)
     lr = base_lr(options)
@@ -253,7 +319,7 @@ def make_engine(model: Any, rows: int, options: TrainOptions) -> Any:
 
 
 def gather_ledgers(model: Any) -> list[Ledger]:
-    """The ledger of every rank, on every rank."""
+    """Return the ledger of every rank, on every rank."""
     if not dist.is_initialized():
         return [model.ledger]
     ledgers: list[Any] = [None] * dist.get_world_size()
@@ -269,19 +335,15 @@ def save_model(model: Any, folder: str, tokenizer: Any, options: TrainOptions) -
         Path(folder, "run.yaml").write_text(as_yaml(options), encoding="utf-8")
 
 
-def train(options: TrainOptions, inputs: Inputs) -> list[float]:
-    """Load, show the ledgers, train, save: what every rank runs."""
-    model = load(options, inputs.batches.task)
-    ledgers, first = gather_ledgers(model), model.mesh.rank == 0
-    if first:
-        Console(highlight=False, soft_wrap=True).print(ledger_table(model.mesh, ledgers))
-    with (
-        listening(is_local_rank()) as stop,
-        progress_bar("training", options.max_steps, options.logging_steps)
-        if first
-        else silence() as show,
-    ):
-        losses = fit(model, inputs, options, show, stop)
-    if options.output is not None:
-        save_model(model, options.output, inputs.tokenizer, options)
-    return losses
+def ledger_table(mesh: Mesh, ledgers: Sequence[Ledger]) -> str:
+    """Return one row per rank: where it stands in the mesh, and what its load did."""
+    rows = []
+    for rank, ledger in enumerate(ledgers):
+        place = replace(mesh, rank=rank)
+        coords = [place.coord(name) for name in ("pp", "dp", "tp")]
+        sizes = [f"{size / 1e6:.1f} MB" for size in (ledger.bytes_read, ledger.shard_bytes)]
+        memory = f"+{ledger.peak_anonymous / 1e6:.1f} MB"
+        counts = [ledger.tensors, *sizes, ledger.files_opened, f"{ledger.seconds:.2f}", memory]
+        rows.append((rank, *coords, *counts))
+    names = ("rank", "pp", "dp", "tp", "tensors", "read", "its share", "files", "s", "memory")
+    return as_table("what each rank read", names, rows)

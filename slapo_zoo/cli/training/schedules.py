@@ -1,23 +1,22 @@
-"""How fast to learn, step by step, and which parameters decay."""
+"""Learning rates, step by step, and which parameters decay."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from slapo_zoo.cli.training.config import ConfigError
-from slapo_zoo.cli.training.train_options import TrainOptions
+from slapo_zoo.cli.training.options import ConfigError, TrainOptions
 
 DEFAULT_LR = 1e-4
 
 
 def base_lr(options: TrainOptions) -> float:
-    """The learning rate that the schedule's factors multiply."""
+    """Return the learning rate that the schedule's factors multiply."""
     return DEFAULT_LR if options.learning_rate is None else options.learning_rate
 
 
 def make_schedule(options: TrainOptions, done: int = 0) -> Any:
-    """The learning rate of every step, as a LambdaLR of `transformers.get_scheduler`.
+    """Return the learning rate of every step, as a LambdaLR of `transformers.get_scheduler`.
 
     It is a function of the step, so a resumed run needs no state, and it moves the rate of an optimizer
     without parameters that matter: the one of an engine may be wrapped, or divided over ranks.
@@ -53,7 +52,7 @@ def _with_warm_up(name: str, warmup_steps: int) -> str:
 
 
 def parameter_groups(parameters: Iterable[Any], weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices, which decay, and vectors (biases and norms), which do not: the same two on all ranks."""
+    """Return matrices, which decay, and vectors (biases and norms), which do not: the same two on all ranks."""
     held = list(parameters)
     matrices = [p for p in held if p.ndim >= 2]
     vectors = [p for p in held if p.ndim < 2]

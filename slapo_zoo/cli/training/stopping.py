@@ -4,14 +4,15 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import TrainerCallback
 
-from slapo_zoo.cli.training.train_options import TrainOptions
+from slapo_zoo.cli.training.options import TrainOptions
 from slapo_zoo.parallel.ranks.process_group import is_distributed_launch
 
 # SLURM warns by SIGTERM, or by what `--signal=USR1@120` names; a person by Ctrl-C.
@@ -20,18 +21,18 @@ REQUEUE, INTERRUPTED = 75, 130  # exit codes: EX_TEMPFAIL of sysexits.h, and as 
 
 
 class Stop:
-    """Which signal has come to this process; ranks agree on it after every step."""
+    """Hold the signal that has come to this process; ranks agree on it after every step."""
 
     number = 0
 
     def note(self, number: int, frame: Any) -> None:
-        """A signal's handler; the second Ctrl-C ends at once."""
+        """Handle a signal; the second Ctrl-C ends at once."""
         if self.number == signal.SIGINT == number:
             raise KeyboardInterrupt
         self.number = number
 
     def agreed(self, device: torch.device) -> int:
-        """The signal that came to any rank, on all ranks; a collective call."""
+        """Return the signal that came to any rank, on all ranks; a collective call."""
         if not dist.is_initialized():
             return self.number
         found = torch.tensor(self.number, device=device)
@@ -40,28 +41,13 @@ class Stop:
 
 
 @contextmanager
-def listening(local_rank: bool = False) -> Iterator[Stop]:
-    """Within it, signals ask for a stop.
+def listening() -> Iterator[Stop]:
+    """Context in which signals ask for a stop.
 
-    Args:
-        local_rank: our parent started us: it passes requests on by SIGUSR1, and ends us by SIGTERM.
+    The process that starts local ranks passes requests on to them by SIGUSR1, and ends them by SIGTERM.
     """
     stop = Stop()
-    wanted = (signal.SIGUSR1,) if local_rank else SIGNALS
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before = {number: signal.signal(number, stop.note) for number in wanted}
-    try:
-        yield stop
-    finally:
-        _restore(before)
-
-
-@contextmanager
-def passing_on() -> Iterator[Stop]:
-    """Within it, signals that ask for a stop go to the local ranks too."""
-    stop = Stop()
+    is_local_rank = is_distributed_launch() and multiprocessing.parent_process() is not None
 
     def note(number: int, frame: Any) -> None:
         stop.note(number, frame)
@@ -69,37 +55,51 @@ def passing_on() -> Iterator[Stop]:
             with suppress(ProcessLookupError):
                 os.kill(child.pid or 0, signal.SIGUSR1)
 
-    before = {number: signal.signal(number, note) for number in SIGNALS}
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    wanted = (signal.SIGUSR1,) if is_local_rank else SIGNALS
+    before = {number: signal.signal(number, note) for number in wanted}
     try:
         yield stop
     finally:
-        _restore(before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _restore(before: Mapping[Any, Any]) -> None:
-    for number, handler in before.items():
-        signal.signal(number, handler)
+class Stopping(TrainerCallback):
+    """End a run that a signal asks to stop, on all ranks at the same step, with a checkpoint.
 
+    Args:
+        run: the training.
+        stop: which signal has come; None: nobody listens.
+    """
 
-def is_local_rank() -> bool:
-    """Return whether `run_local` started this process."""
-    return is_distributed_launch() and multiprocessing.parent_process() is not None
+    def __init__(self, run: Any, stop: Stop | None):
+        self.run, self.stop, self.number = run, stop, 0
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Ask the other ranks; a collective call."""
+        if self.stop is not None and not self.number:
+            self.number = self.stop.agreed(self.run.meter.device)
+        if self.number:
+            control.should_training_stop = True
+            control.should_save = self.run.options.checkpoint is not None
 
-def exit_code(number: int) -> int:
-    """130 for Ctrl-C, else one that says: start me again."""
-    return INTERRUPTED if number == signal.SIGINT else REQUEUE
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Ask again, for an evaluation may have taken long."""
+        self.on_step_end(args, state, control)
 
 
 class StoppedError(SystemExit):
-    """A signal asked for it: the step is finished, and saved where there is a place for it."""
+    """Exit of a run that a signal asked to stop: the step is finished, and saved where there is a place."""
 
     def __init__(self, number: int, step: int, options: TrainOptions):
         self.number, self.step, self.options = number, step, options
-        super().__init__(exit_code(number))
+        super().__init__(INTERRUPTED if number == signal.SIGINT else REQUEUE)
 
     def __reduce__(self) -> Any:
-        """It travels from the ranks to the process that started them."""
+        """Let it travel from the ranks to the process that started them."""
         return type(self), (self.number, self.step, self.options)
 
     def __str__(self) -> str:

@@ -1,0 +1,301 @@
+"""Checks of a run before its data are read: processes, device, engine, places, arguments of the loader."""
+
+import copy
+import difflib
+import importlib.util
+import inspect
+import itertools
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from slapo_zoo.cli.data.read import kind_of
+from slapo_zoo.cli.data.tasks import TASKS, DataError
+from slapo_zoo.cli.readable_errors import is_first
+from slapo_zoo.cli.training.options import ConfigError, TrainOptions, read_config
+from slapo_zoo.cli.training.records import check_log, check_trackers
+from slapo_zoo.cli.training.schedules import make_schedule
+from slapo_zoo.errors import ArchitectureError, MeshError, WeightsError
+from slapo_zoo.model.integrations.dialects import HOMES
+from slapo_zoo.parallel.ranks.process_group import is_distributed_launch, world_size_of_launch
+from slapo_zoo.weights.encode import decode
+from slapo_zoo.weights.history import is_history, latest
+from slapo_zoo.weights.staging import check_target
+from slapo_zoo.weights.training_state import read_state
+from slapo_zoo.zoo.argument_values import checkpoint_config
+
+WRITTEN = ("output", "best", "checkpoint", "log_file")
+BEHIND_PADDING = {"roberta", "xlm-roberta", "camembert", "esm"}  # where their positions begin
+# keys that `load` does not take --> the key that decides them
+OWN_KEYS = {"tp": "tp", "pp": "pp", "dp": "dp", "seed": "seed", "micro_batches": "micro_batches", "device": "device",
+            "auto_class": "task", "target": "engine"}  # fmt: skip
+# what decides the numbers of a step; the layout does not, and what the data are is compared itself
+DECIDE = ("document_masks", "load", "max_steps", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay",
+          "max_grad_norm", "engine")  # fmt: skip
+
+
+def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:
+    """Fill in what depends on processes, device and model; return the options and the model's config.
+
+    All that can be checked without the data is checked.
+    """
+    dp = data_parallel_size(options.tp, options.pp, options.dp)
+    options = replace(options, dp=dp, device=device_named(options.device or "auto"))
+    check_engine(options)
+    _require(importlib.util.find_spec("accelerate"), "", "its package accelerate is not installed", "pip install slapo-zoo[train]")  # fmt: skip
+    check_batch(options.batch_size, dp, options.micro_batches)
+    check_evaluation(options)
+    check_trackers(options)
+    check_places(options)
+    hint = "name a file, a folder or a dataset: --data, or `data:` in the file"
+    _require(options.data, "data", "found none", hint)
+    for name in {options.data, options.eval_data} - {None}:
+        kind_of(str(name))
+    make_schedule(options)
+    config = checkpoint_config(options.model)
+    check_load(options.load, config)
+    task = task_of(config, options.task)
+    if task == "pairs":
+        check_pairs(options)
+    check_mesh(options, TASKS[task].head, config)
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        problem = "found no decoder_start_token_id: where do its targets begin?"
+        raise WeightsError(options.model, "config.json", problem, "write it there; T5's is 0")
+    if options.target_len is not None:
+        row_length(options.target_len, config, "target_len")
+    return replace(options, task=task, seq_len=row_length(options.seq_len, config)), config
+
+
+def _require(held: Any, what: str, problem: str, hint: str) -> None:
+    if not held:
+        raise ConfigError("train", what, problem, hint)
+
+
+def data_parallel_size(tp: int, pp: int, dp: int | None) -> int:
+    """Return dp, by default what the launched processes leave; MeshError if they do not fit."""
+    if not is_distributed_launch():
+        return dp or 1
+    world = world_size_of_launch()
+    size = dp or max(1, world // (tp * pp))
+    if tp * pp * size != world:
+        wanted = f"tp*pp*dp = {tp * pp * dp}" if dp else f"a multiple of tp*pp = {tp * pp}"
+        problem = f"found {world} processes, expected {wanted}"
+        raise MeshError("train", f"tp={tp} pp={pp} dp={dp}", problem, "start that many processes")
+    return size
+
+
+def device_named(name: str) -> str | None:
+    """Return the device of `--device`; None for auto."""
+    import torch
+
+    if name not in ("auto", "cpu", "cuda"):
+        problem = "found no such device, expected auto, cpu or cuda"
+        raise MeshError("--device", name, problem, "leave it out for auto")
+    if name == "cuda" and not torch.cuda.is_available():
+        problem = "found no CUDA device that this torch can use"
+        raise MeshError("--device", name, problem, "leave it out, or choose cpu")
+    return None if name == "auto" else name
+
+
+def check_engine(options: TrainOptions) -> None:
+    """Refuse an engine that is not installed, or cannot do what is asked for."""
+    name, pp = options.engine, options.pp
+    _require(name in HOMES, "--engine", f"found {name!r}, expected one of {sorted(HOMES)}", "choose one of them")  # fmt: skip
+    hint = f"pip install slapo-zoo[{name}]"
+    _require(importlib.util.find_spec(name), f"--engine {name}", "its package is not installed", hint)  # fmt: skip
+    is_deepspeed = name == "deepspeed"
+    _require(is_deepspeed or not options.deepspeed, "deepspeed", f"found --engine {name}", "add --engine deepspeed")  # fmt: skip
+    stage = options.deepspeed.get("zero_optimization", {}).get("stage", 0)
+    problem = f"DeepSpeed's pipeline takes stage 0 and 1, found stage {stage} and pp={pp}"
+    _require(stage < 2 or pp == 1, "deepspeed", problem, "choose 1, or pp=1")
+    problem = f"found pp={pp}, expected 1: Megatron's pipeline needs CUDA"
+    _require(name != "megatron" or pp == 1, "--engine megatron", problem, "choose --engine torch or deepspeed")  # fmt: skip
+
+
+def check_batch(batch_size: int, dp: int, micro_batches: int | None) -> None:
+    """Refuse a batch that does not give every dp rank and micro-batch the same number of rows."""
+    parts = dp * (micro_batches or 1)
+    problem = f"found {batch_size}, expected a multiple of dp * micro-batches = {parts}"
+    _require(batch_size % parts == 0, "--batch-size", problem, f"nearest: {(batch_size // parts + 1) * parts}")  # fmt: skip
+
+
+def check_places(options: TrainOptions) -> None:
+    """Check that each output has a path of its own: a save replaces its folder, or refuses other files in it."""
+    named = {name: getattr(options, name) for name in (*WRITTEN, "data", "eval_data")}
+    places = {name: Path(path).resolve() for name, path in named.items() if path is not None}
+    for name, other in itertools.permutations(places, 2):
+        if name in WRITTEN and places[name].is_relative_to(places[other]):
+            problem = f"found {named[name]}, which is {other} or lies in it"
+            raise ConfigError("train", name, problem, "put it beside, e.g. runs/best, runs/log")
+    for name in {"output", "best"} & places.keys():
+        check_target(places[name], option=f"--{name}")
+        check_parent(places[name], f"--{name}")
+    if "log_file" in places:
+        check_log(places["log_file"])
+        check_parent(places["log_file"], "log_file")
+
+
+def check_parent(path: Path, option: str) -> None:
+    """Check that the existing part of a path can be written to."""
+    found = next(one for one in [path, *path.absolute().parents] if one.exists())
+    if not os.access(found, os.W_OK) or (found != path and not found.is_dir()):
+        hint = "check its rights, or name another place"
+        raise WeightsError(str(path), option, f"{found} cannot be written to", hint)
+
+
+def check_evaluation(options: TrainOptions) -> None:
+    """Check that every key that needs an evaluation, other rows or a checkpoint has one."""
+    if options.evaluates:
+        problem = f"found --engine {options.engine}, expected torch"
+        _require(options.engine == "torch", "eval_data", problem, "evaluate its checkpoint by engine: torch")  # fmt: skip
+    names = [name for name in ("eval_data", "eval_split") if getattr(options, name)]
+    if options.eval_share:
+        problem = f"found {' and '.join(names)} too, which is evaluated on in its place"
+        _require(not names, "eval_share", problem, "leave one of them out")
+    trained = (Path(str(options.data)).resolve(), options.data_split)
+    judged = (Path(options.eval_data or trained[0]).resolve(), options.eval_split or trained[1])
+    hint = "add eval_data, eval_split or eval_share, of other rows"
+    _require(not names or judged != trained, "eval_data", "found the rows that are trained on", hint)  # fmt: skip
+    nothing = (options.evaluates, "there is nothing to evaluate on", hint)
+    needs = {
+        "best": nothing, "patience": nothing, "eval_batches": nothing,
+        "save_total_limit": (options.checkpoint, "there is no checkpoint", "add checkpoint: FOLDER"),
+        "lr_scheduler_kwargs": (options.lr_scheduler_type != "constant", "a constant schedule takes none", "name another"),
+    }  # fmt: skip
+    for name, need in needs.items():
+        if getattr(options, name) != getattr(TrainOptions(""), name):
+            _require(need[0], name, *need[1:])
+
+
+def check_pairs(options: TrainOptions) -> None:
+    """Refuse what would hide pairs of a step from each other: every pair is compared with all others."""
+    problem = f"found --engine {options.engine}, expected torch"
+    _require(options.engine == "torch", "task=pairs", problem, "leave --engine out")
+    count, hint = options.micro_batches, "leave it out, or take a larger --dp"
+    problem = f"found {count}, expected 1: pairs of other parts are not seen"
+    _require(count in (None, 1), "--micro-batches", problem, hint)
+    problem = "found 1, expected more: a pair is compared with the others of its step"
+    _require(options.batch_size > 1, "--batch-size", problem, "choose a larger one")
+
+
+def check_load(given: Mapping[str, Any], config: Any) -> None:
+    """Check that `load` names arguments of from_pretrained that no other key sets, or fields of the config."""
+    from slapo_zoo.load.auto import AutoScheduledModel
+
+    known = inspect.signature(AutoScheduledModel.from_pretrained).parameters.keys()
+    for name in given:
+        if name in OWN_KEYS:
+            hint = f"write `{OWN_KEYS[name]}:` outside of load"
+            raise ConfigError("train", f"load.{name}", "it has a key of its own", hint)
+        if name not in known and not hasattr(config, name):
+            near = difflib.get_close_matches(name, [*known, *vars(config)], 1, 0.5)
+            hint = f"did you mean {near[0]!r}?" if near else "see docs/guide.md"
+            raise ConfigError("train", f"load.{name}", "found no such argument", hint)
+
+
+def check_mesh(options: TrainOptions, head: str, config: Any) -> None:
+    """Check that heads, blocks and widths can be divided: the program is tried on meta, on no rank."""
+    import torch
+
+    from slapo_zoo.model.dp.dp_shard import check_dp_shard
+    from slapo_zoo.parallel.mesh import Mesh
+    from slapo_zoo.zoo.options import BuildOptions
+    from slapo_zoo.zoo.outline import Outline
+
+    mesh, given = Mesh(options.tp, options.pp, options.dp or 1), options.load
+    check_dp_shard(mesh, given.get("dp_shard", 1), options.engine, None, given.get("zero_stage", 3))
+    if mesh.world_size == 1 or "schedule" in given:  # a program of one's own may divide otherwise
+        return
+    fields = BuildOptions.__dataclass_fields__.keys() - {"device", "seed", "kernels"}
+    knobs = {name: value for name, value in given.items() if name in fields}
+    config = copy.deepcopy(config)
+    config.update({k: v for k, v in given.items() if hasattr(config, k) and k not in knobs})
+    Outline(config, head, mesh, torch.float32, **knobs)
+
+
+def task_of(config: Any, asked: str | None = None) -> str:
+    """Return the task that was asked for, if the family has a head for it; or the one it was pre-trained on."""
+    from transformers.models.auto import modeling_auto as names
+
+    family = config.model_type
+    heads = {
+        "causal": names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "pairs": names.MODEL_MAPPING_NAMES,
+        "masked": names.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        "span": names.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        "seq2seq": names.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        "classify": names.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        "tag": names.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    }  # fmt: skip
+    known = [name for name, families in heads.items() if family in families]
+    if asked is not None:
+        if asked in known:
+            return asked
+        problem = f"transformers has no such head for {family!r}"
+        raise ArchitectureError("train", f"task={asked}", problem, f"tasks: {', '.join(known)}")
+    if "masked" in known and not config.is_decoder and not config.is_encoder_decoder:
+        return "masked"
+    if "causal" in known:
+        return "causal"
+    if "span" in known and "t5" in family:
+        return "span"
+    problem = "found no language-modelling head that this command trains"
+    hint = "name the task (--set task=classify), or call model.train_step from a script of your own"
+    raise ArchitectureError("train", f"model_type={family!r}", problem, hint)
+
+
+def row_length(asked: int | None, config: Any, option: str = "--seq-len") -> int:
+    """Return the tokens of a row: what was asked for, or what fits the model."""
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and config.model_type in BEHIND_PADDING:
+        longest -= config.pad_token_id + 1
+    if asked is not None and longest is not None and asked > longest:
+        problem = f"found {asked}, but the model has {longest} positions"
+        raise DataError("train", option, problem, f"choose at most {longest}")
+    return asked or min(128, longest or 128)
+
+
+def check_checkpoint(folder: Path, position: Mapping[str, Any], options: TrainOptions) -> None:
+    """Check that a checkpoint that is there was made with these rows, and that steps are left to do.
+
+    Args:
+        folder: of the run's checkpoint.
+        position: of the first step in the data.
+        options: of the run.
+    """
+    if not (folder.is_dir() and is_history(folder)):
+        check_target(folder.resolve(), option="--checkpoint")
+    check_parent(folder, "--checkpoint")
+    if (found := latest(folder)) is None:
+        if folder.exists() and any(folder.iterdir()):
+            read_state(folder)  # says what is missing
+        return
+    state, now = read_state(found), {k: v for k, v in position.items() if k != "at"}
+    held = decode(state["data_position"])
+    then = held if isinstance(held, dict) else {}
+    missing = [name for name in now if name not in then and name not in ("text", "task")]
+    differ = [name for name in now if name in then and then[name] != now[name]] + missing
+    if differ:
+        said = ", ".join(
+            "other data, or data that an older release read" if name == "text"  # a checksum
+            else f"{name}={then.get(name)} (now {now[name]})" for name in differ
+        )  # fmt: skip
+        hint = "take the same --data, --seq-len, --batch-size and --seed, or name a new folder"
+        raise WeightsError(str(folder), "--checkpoint", f"it was trained with {said}", hint)
+    if changed := changes_since(found, options):
+        sys.stderr.write(f"changed since {found} was written: {changed}\n" if is_first() else "")
+    if state["step"] > options.max_steps:
+        problem = f"it has done {state['step']} steps, and --max-steps asks for {options.max_steps} in all"
+        raise WeightsError(str(folder), "--checkpoint", problem, "ask for more --max-steps")
+
+
+def changes_since(folder: Path, options: TrainOptions) -> str:
+    """Return the keys that were others when a checkpoint was written; training goes on with those of now."""
+    then = {}
+    with suppress(OSError, ConfigError):  # an older release wrote none
+        then = read_config(folder / "run.yaml")
+    now = {name: getattr(options, name) for name in DECIDE if name in then}
+    return ", ".join(f"{k}: {then[k]!r} --> {v!r}" for k, v in now.items() if then[k] != v)

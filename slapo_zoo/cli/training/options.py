@@ -1,0 +1,341 @@
+"""Options of a training run: one object, from a YAML file, `--set key=value`, flags or Python."""
+
+import difflib
+import math
+import os
+import re
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import yaml
+
+from slapo_zoo.errors import SlapoError
+
+
+class ConfigError(SlapoError, ValueError):
+    """A key or a value of a run's configuration cannot be used."""
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Hold the options of a training run, which are the keys and flags of `slapo-zoo train`.
+
+    Where `transformers.TrainingArguments` has such an option, it has its name there.
+
+    Args:
+        model: checkpoint folder or Hub id.
+        data: a file, a folder, or the name of a dataset on the Hub.
+        data_config: configuration of a dataset that has several.
+        data_split: the split that is trained on.
+        columns: what a task reads --> the column of the data that holds it, e.g. {text: body}.
+        stream: read the data while training goes on, and hold no more than `shuffle_rows` of it.
+        shuffle_rows: a stream is shuffled within so many rows.
+        task: causal, masked, span, classify, tag, seq2seq or pairs; None: the family's own.
+        seq_len: tokens of a row; None: 128, or what the model takes if that is less.
+        target_len: tokens of a target of seq2seq; None: as seq_len.
+        document_masks: tokens see no other document of their row; None: where the model can.
+        eval_data: what is evaluated on: a file, a folder, a dataset; None: eval_split of `data`.
+        eval_split: the split that is evaluated on.
+        eval_share: share of the rows that is held out for it instead.
+        eval_steps: steps between two evaluations; there is one after the last step too.
+        eval_batches: at most so many; None: all rows.
+        tp: tensor-parallel ranks.
+        pp: pipeline stages.
+        dp: copies of the model; None: what the launched processes leave.
+        micro_batches: per step and copy; None leaves it to the loader.
+        batch_size: rows of a step, all copies together.
+        load: more arguments of `from_pretrained`, e.g. {sequence_parallel: true}.
+        max_steps: optimizer steps.
+        learning_rate: learning rate of AdamW; None: 1e-4, or that of the checkpoint.
+        lr_scheduler_type: a name of `transformers.get_scheduler`.
+        lr_scheduler_kwargs: of that schedule, e.g. {num_cycles: 2}.
+        warmup_steps: over which the learning rate rises from 0.
+        weight_decay: of matrices; vectors (biases, norms) have none.
+        max_grad_norm: largest global gradient norm; 0 does not clip.
+        seed: of dropout, of new weights, of the order of the rows and of the masks.
+        output: folder for the trained checkpoint.
+        checkpoint: folder for all that training needs to go on; one that is there is gone on from.
+        save_steps: steps between two writes of `checkpoint`; it is written after the last step too.
+        save_total_limit: how many checkpoints stay, in step folders below `checkpoint`; None: one, `checkpoint`.
+        best: folder for the checkpoint with the best evaluation so far.
+        metric_for_best_model: loss or accuracy.
+        patience: stop after so many evaluations without a better one; None: never.
+        log_file: one JSON line a step goes there.
+        report_to: trackers of Trainer: tensorboard, wandb, trackio, mlflow, ...
+        logging_dir: folder of trackers that write files; None: output (or checkpoint) with "-logs" behind.
+        logging_steps: steps between two lines where there is no terminal; None: ten in all, and one a half minute.
+        device: "cpu", "cuda", or None for what is there.
+        engine: torch, deepspeed or megatron.
+        deepspeed: entries of DeepSpeed's configuration, e.g. {zero_optimization: {stage: 1}}.
+    """
+
+    model: str
+    data: str | None = None
+    data_config: str | None = None
+    data_split: str = "train"
+    columns: Mapping[str, str] = field(default_factory=dict)
+    stream: bool = False
+    shuffle_rows: int = 1000
+    task: str | None = None
+    seq_len: int | None = None
+    target_len: int | None = None
+    document_masks: bool | None = None
+    eval_data: str | None = None
+    eval_split: str | None = None
+    eval_share: float = 0.0
+    eval_steps: int = 100
+    eval_batches: int | None = None
+    tp: int = 1
+    pp: int = 1
+    dp: int | None = None
+    micro_batches: int | None = None
+    batch_size: int = 8
+    load: Mapping[str, Any] = field(default_factory=dict)
+    max_steps: int = 100
+    learning_rate: float | None = None
+    lr_scheduler_type: str = "constant"
+    lr_scheduler_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    warmup_steps: int = 0
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+    seed: int = 0
+    output: str | None = None
+    checkpoint: str | None = None
+    save_steps: int = 100
+    save_total_limit: int | None = None
+    best: str | None = None
+    metric_for_best_model: str = "loss"
+    patience: int | None = None
+    log_file: str | None = None
+    report_to: tuple[str, ...] = ()
+    logging_dir: str | None = None
+    logging_steps: int | None = None
+    device: str | None = None
+    engine: str = "torch"
+    deepspeed: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def evaluates(self) -> bool:
+        """Return whether there is something to evaluate on."""
+        return bool(self.eval_data or self.eval_split or self.eval_share)
+
+
+def described() -> dict[str, str]:
+    """Return the help of each option, from the docstring of the class."""
+    text = str(TrainOptions.__doc__).partition("Args:")[2]
+    return dict(re.findall(r"^ {8}(\w+): (.+)$", text, re.MULTILINE))
+
+
+LEAST = {
+    "shuffle_rows": 1, "seq_len": 2, "target_len": 1, "eval_share": 0, "eval_steps": 1,
+    "eval_batches": 1, "tp": 1, "pp": 1, "dp": 1, "micro_batches": 1, "batch_size": 1, "max_steps": 1,
+    "learning_rate": 0, "warmup_steps": 0, "weight_decay": 0, "max_grad_norm": 0, "save_steps": 1, "save_total_limit": 1,
+    "patience": 1, "logging_steps": 1, "seed": 0,
+}  # fmt: skip
+BELOW = {"eval_share": 1}
+PATHS = ("output", "best", "checkpoint", "log_file", "model", "data", "eval_data", "logging_dir")
+ONE_OF = {
+    "task": ("causal", "masked", "span", "classify", "tag", "seq2seq", "pairs"),
+    "metric_for_best_model": ("loss", "accuracy"),
+}
+
+# Keys and flags of the release before --> what they are called now; they go on working for one release.
+RENAMED = {
+    "steps": "max_steps", "lr": "learning_rate", "lr_schedule": "lr_scheduler_type", "lr_options": "lr_scheduler_kwargs",
+    "clip": "max_grad_norm", "save_every": "save_steps", "keep": "save_total_limit", "eval_every": "eval_steps",
+    "best_metric": "metric_for_best_model", "log_every": "logging_steps", "trackers": "report_to",
+}  # fmt: skip
+# What the Trainer of transformers and others call it --> our key, and what is different.
+ELSEWHERE = {
+    "lr_scheduler": "lr_scheduler_type", "gradient_clip_val": "max_grad_norm", "early_stopping_patience": "patience",
+    "model_name_or_path": "model", "dataset_name": "data", "train_file": "data", "validation_file": "eval_data",
+    "max_length": "seq_len", "max_seq_length": "seq_len", "tensor_parallel_size": "tp", "pipeline_parallel_size": "pp",
+    "output_dir": "checkpoint, the folder of all that training needs to go on; output is that of the trained model",
+    "per_device_train_batch_size": "batch_size, which counts the rows of all copies together",
+    "train_batch_size": "batch_size, which counts the rows of all copies together",
+    "gradient_accumulation_steps": "micro_batches; batch_size counts the rows of a whole step",
+    "num_train_epochs": "max_steps: rows of the data * epochs / batch_size",
+    "warmup_ratio": "warmup_steps: ratio * steps",
+    "load_best_model_at_end": "best, the folder of the best checkpoint",
+    "bf16": "load: {precision: bf16}", "fp16": "load: {precision: fp16}", "zero_stage": "load: {dp_shard: N, zero_stage: 1}",
+    "gradient_checkpointing": "load: {checkpoint_ratio: 1.0}",
+}  # fmt: skip
+
+
+class OnceEach(yaml.SafeLoader):
+    """Load YAML in which a key that stands twice is an error: nobody can tell which one was meant."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Return the keys and values of one mapping."""
+        names = [key.value for key, _ in node.value]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise yaml.YAMLError(f"{twice[0]!r} stands in it {len(twice)} times")
+        return super().construct_mapping(node, deep)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the keys of a YAML file, each of its type."""
+    hint = "write one `key: value` a line"
+    try:
+        found = OnceEach(path.read_text(encoding="utf-8")).get_single_data()
+    except FileNotFoundError:
+        hint = "slapo-zoo init writes one"
+        raise ConfigError(str(path), "--config", "found no such file", hint) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        problem = f"found no YAML: {str(error).splitlines()[0]}"
+        raise ConfigError(str(path), "--config", problem, hint) from None
+    if not isinstance(found, dict):
+        problem = f"found {type(found).__name__}, expected keys and values"
+        raise ConfigError(str(path), "--config", problem, hint)
+    return checked(found, str(path))
+
+
+def read_sets(words: Sequence[str]) -> dict[str, Any]:
+    """Return the keys of `--set key=value`; `columns.text=body` sets one entry of a mapping."""
+    found: dict[str, Any] = {}
+    for word in words:
+        key, is_set, text = word.partition("=")
+        if not is_set:
+            raise ConfigError("--set", word, "found no `=`", "write key=value")
+        key, _, entry = key.strip().partition(".")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            hint = "write the value as in YAML, in quotes where it has brackets"
+            problem = f"found no YAML: {str(error).splitlines()[0]}"
+            raise ConfigError("--set", word, problem, hint) from None
+        entries = held if isinstance(held := found.get(key), dict) else {}
+        found[key] = {**entries, entry: value} if entry else value
+    return checked(found, "--set")
+
+
+def checked(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Check names, types and bounds of options; return them under their current names.
+
+    A number may be a string such as 1e-4. `where` is the file or flag, for ConfigError.
+    """
+    given = {str(key): value for key, value in given.items()}
+    if stage := given.pop("zero_stage", None):  # of the layout, as in every other command
+        given["load"] = {**(given.get("load") or {}), "zero_stage": stage}
+    now = {key: RENAMED.get(key, key) for key in given}
+    _warn(where, [f"{key} is called {new} now" for key, new in now.items() if key != new])
+    if twice := [(key, new) for key, new in now.items() if key != new and new in given]:
+        problem = f"found {twice[0][0]} too, which is its older name"
+        raise ConfigError(where, twice[0][1], problem, "leave one of them out")
+    return {now[key]: _value(now[key], value, where) for key, value in given.items()}
+
+
+def _warn(where: str, older: Sequence[str]) -> None:
+    """Print which names of the release before were used, once for all processes of a launcher."""
+    first = os.environ.get("RANK", "0") == os.environ.get("SLURM_PROCID", "0") == "0"
+    sys.stderr.write(f"warning: {where}: {', '.join(older)}\n" if older and first else "")
+
+
+def make_options(*sources: Mapping[str, Any]) -> TrainOptions:
+    """Return the options of several sources; a later one wins, entries of a mapping one by one."""
+    given: dict[str, Any] = {}
+    for source in sources:
+        for key, value in source.items():
+            is_part = isinstance(value, Mapping) and key in given
+            given[key] = {**given[key], **value} if is_part else value
+    if not given.get("model"):
+        hint = "name a folder or a Hub id: slapo-zoo train MODEL, or `model:` in the file"
+        raise ConfigError("train", "model", "found none", hint)
+    if given.get("engine") == "deepspeed" and "zero_stage" in (given.get("load") or {}):
+        _warn("train", ["zero_stage of engine: deepspeed is called deepspeed: {zero_optimization: {stage: N}} now"])  # fmt: skip
+        stage = {"stage": given["load"]["zero_stage"]}
+        given["load"] = {k: v for k, v in given["load"].items() if k != "zero_stage"}
+        given["deepspeed"] = {"zero_optimization": stage, **given.get("deepspeed", {})}
+    return TrainOptions(**given)
+
+
+def as_yaml(options: TrainOptions) -> str:
+    """Return the whole configuration, as `--config` takes it."""
+    plain = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(options).items()}
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+
+
+def changes(options: TrainOptions) -> str:
+    """Return the keys that differ from their defaults, as YAML."""
+    whole, usual = (yaml.safe_load(as_yaml(each)) for each in (options, TrainOptions("")))
+    given = {key: value for key, value in whole.items() if value != usual[key]}
+    return yaml.safe_dump(given, sort_keys=False, allow_unicode=True)
+
+
+def _value(key: str, value: Any, where: str) -> Any:
+    """Return a value as the type of its key, or raise ConfigError."""
+    if key not in KINDS:
+        near = difflib.get_close_matches(key, [*KINDS, *ELSEWHERE], 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(KINDS)}"
+        hint = f"here it is {ELSEWHERE[near[0]]}" if near and near[0] in ELSEWHERE else hint
+        raise ConfigError(where, key, "found no such key", hint)
+    kinds = get_args(KINDS[key]) if isinstance(KINDS[key], types.UnionType) else (KINDS[key],)
+    problem = f"found {value!r:.60}, expected {' or '.join(READERS[kind][1] for kind in kinds)}"
+    for kind in kinds:
+        with suppress(ValueError, TypeError):
+            read = READERS[kind][0](value)
+            problem = _out_of_bounds(key, read)
+            if problem is None:
+                return os.path.expanduser(read) if key in PATHS and read else read
+            break
+    default = getattr(TrainOptions(""), key)
+    hint = f"the default is {default!r}" if default not in (None, "") else described()[key]
+    raise ConfigError(where, key, str(problem), hint)
+
+
+def _out_of_bounds(key: str, value: Any) -> str | None:
+    """Return what is wrong with a value of the right type; None: nothing."""
+    if value is None:
+        return None
+    if value == "":
+        return "found an empty text, expected one, or no such key"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"found {value}, expected a finite number"
+    if key in LEAST and value < LEAST[key]:
+        return f"found {value!r}, expected at least {LEAST[key]}"
+    if key in BELOW and value >= BELOW[key]:
+        return f"found {value!r}, expected less than {BELOW[key]}"
+    if key in ONE_OF and value not in ONE_OF[key]:
+        return f"found {value!r}, expected one of {', '.join(ONE_OF[key])}"
+    return None
+
+
+def _is(kind: type, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(value)
+    return value
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError(value)
+    return float(value)
+
+
+def _integer(value: Any) -> int:
+    if _number(value) % 1:
+        raise ValueError(value)
+    return int(_number(value))
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    return tuple(_is(str, one) for one in ([value] if isinstance(value, str) else value))
+
+
+def _named(value: Any, kind: type = object) -> dict[str, Any]:
+    return {_is(str, name): _is(kind, held) for name, held in _is(Mapping, value).items()}
+
+
+# type of a key --> what reads a value as that type or raises ValueError, and what it is called
+READERS: dict[Any, tuple[Callable[[Any], Any], str]] = {
+    str: (lambda value: _is(str, value), "a text"), bool: (lambda value: _is(bool, value), "true or false"),
+    int: (_integer, "an integer"), float: (_number, "a number"), tuple[str, ...]: (_texts, "a list of texts"),
+    Mapping[str, Any]: (_named, "a mapping of names"), type(None): (lambda value: _is(type(None), value), "nothing"),
+    Mapping[str, str]: (lambda value: _named(value, str), "a mapping of names"),
+}  # fmt: skip
+KINDS = get_type_hints(TrainOptions)

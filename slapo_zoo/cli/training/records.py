@@ -1,0 +1,189 @@
+"""Records of every step: what it took, a JSON line in a file, a line or a bar for people, trackers."""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from huggingface_hub.utils import tqdm
+from torch import Tensor
+from transformers import TrainerCallback
+
+from slapo_zoo.cli.training.options import ConfigError, TrainOptions
+from slapo_zoo.pipeline.busy import Busy
+
+PAUSE_S = 30.0  # a person who reads a log sees that it goes on
+OnStep = Callable[[int, Mapping[str, Any]], None]  # step, and what was measured of it
+
+
+class Meter:
+    """Measure what a step took.
+
+    Args:
+        model: of AutoScheduledModel.
+    """
+
+    def __init__(self, model: Any):
+        self.mesh, self.device = model.mesh, next(iter(model.parameters())).device
+        per_token = sum(math.prod(spec.shape) for spec in model._slapo.specs)
+        self.parameters = None if model.config.is_encoder_decoder else per_token
+        self.peak = peak_of(self.device)
+        self.begin = time.perf_counter()
+        self.busy = None
+        if model._slapo.pipeline is not None:
+            self.busy = model._slapo.pipeline.busy = Busy(self.device)
+
+    def start(self) -> None:
+        """Begin a step."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.begin = time.perf_counter()
+
+    def measured(self, batch: Mapping[str, Tensor]) -> dict[str, float | None]:
+        """Return the record of the step that has ended: its loss was read, so the device has done it.
+
+        `bubble` is that of all stages, so every rank asks together. `mfu` counts 6 operations a parameter and token (arXiv:2204.02311, without attention).
+        """
+        seconds = time.perf_counter() - self.begin
+        names = ("input_ids", "labels") if self.parameters is None else ("input_ids",)
+        tokens = sum(batch[name].numel() for name in names if name in batch) * self.mesh.dp
+        used = 6 * (self.parameters or 0) * tokens / seconds
+        return {"seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds, "memory": peak_memory(self.device),
+                "mfu": used / (self.peak * self.mesh.world_size) if self.peak and used else None,
+                "bubble": None if self.busy is None else self.busy.bubble(self.mesh.group("pp"))}  # fmt: skip
+
+
+def peak_of(device: torch.device) -> float:
+    """Return the operations per second of the data sheet, in 16 bits; 0 where they are not known."""
+    from slapo_zoo.tune.planner.hardware import HARDWARE
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    known = (HARDWARE[kind].peak for kind in ("h200", "h100", "a100", "v100") if kind.upper() in name)  # fmt: skip
+    return 0.0 if "PCIe" in name else next(known, 0.0)
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Return the most bytes of the step on a GPU; else what the process holds, without mapped files."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        text = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
+    except OSError:
+        return None
+    return next(int(line.split()[1]) * 1024 for line in text.splitlines() if "Anonymous" in line)
+
+
+class Records(TrainerCallback):
+    """Tell what was measured of every step, with its evaluation where there is one.
+
+    Args:
+        run: the training, whose `record` is that of the last step.
+        tell: called once a step; None on ranks that say nothing.
+    """
+
+    def __init__(self, run: Any, tell: OnStep | None):
+        self.run, self.tell = run, tell
+        self.file: TextIO | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Open the file, and tell Trainer how many steps are done: its own state file is not needed."""
+        state.global_step = self.run.done
+        if self.tell is not None and self.run.options.log_file is not None:
+            self.file = open_log(Path(self.run.options.log_file), self.run.done)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
+        """Tell the figures of a step, unless its evaluation follows."""
+        state.log_history.clear()  # it would hold every step of a long run
+        if "loss" in logs and not control.should_evaluate:
+            self._tell(self.run.record)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+        """Tell the figures of a step and of its evaluation."""
+        self._tell({**self.run.record, **metrics})
+
+    def _tell(self, record: Mapping[str, Any]) -> None:
+        if self.tell is not None:
+            self.tell(self.run.done - 1, record)
+        if self.file is not None:
+            finite = {k: v if v is None or math.isfinite(v) else None for k, v in record.items()}
+            self.file.write(json.dumps({"step": self.run.done, **finite}) + "\n")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Close the file."""
+        if self.file is not None:
+            self.file.close()
+
+
+def open_log(path: Path, done: int) -> TextIO:
+    """Open a log whose lines are written at once; lines of steps that a resumed run repeats go."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    old = path.read_text(encoding="utf-8").splitlines() if done and path.exists() else []
+    kept = [line for line in old if _step_of(line) <= done]
+    path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    return path.open("a", encoding="utf-8", buffering=1)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):  # the kill came in the middle of it
+        return math.inf
+
+
+@contextmanager
+def progress(steps: int, every: int | None = None) -> Iterator[OnStep]:
+    """Context that shows a bar with loss and gradient norm; without a terminal lines.
+
+    Args:
+        steps: steps of the whole training.
+        every: steps between two lines; None: ten lines in all and one every PAUSE_S.
+    """
+    pause, every = PAUSE_S if every is None else math.inf, every or max(1, steps // 10)
+    bar = tqdm(total=steps, desc="training", dynamic_ncols=True, disable=not sys.stdout.isatty(), file=sys.stdout)  # fmt: skip
+    said = time.monotonic()
+
+    def on_step(step: int, record: Mapping[str, Any]) -> None:
+        nonlocal said
+        loss, norm = float(record["loss"]), float(record["grad_norm"])
+        bar.set_postfix(loss=f"{loss:.4f}", norm=f"{norm:.3f}", refresh=False)
+        bar.update(step + 1 - bar.n)
+        if bar.disable and ((step + 1) % every == 0 or time.monotonic() - said >= pause):
+            said = time.monotonic()
+            bar.write(f"training: step {step + 1}/{steps}  loss {loss:.4f}  norm {norm:.3f}")
+        if judged := [f"{k[5:]} {v:.4f}" for k, v in record.items() if k.startswith("eval_")]:
+            bar.write(f"evaluation: step {step + 1}/{steps}  {'  '.join(judged)}")
+
+    with bar:
+        yield on_step
+
+
+def check_log(path: Path) -> None:
+    """Refuse a path that holds something else than a log, which would be gone."""
+    if path.is_dir() or (path.is_file() and not b'{"step":'.startswith(path.read_bytes()[:8])):
+        problem = f"found {'a folder' if path.is_dir() else 'another file'}, expected none or a log"
+        raise ConfigError(str(path), "log_file", problem, "name a new file")
+
+
+def check_trackers(options: TrainOptions) -> None:
+    """Raise ConfigError for a tracker that Trainer does not know, or whose package is missing."""
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    try:
+        for make in get_reporting_integration_callbacks([*options.report_to]):
+            make()
+    except (ValueError, RuntimeError) as error:
+        hint = "install its package, or name another"
+        raise ConfigError("train", "report_to", str(error), hint) from error
+
+
+def place_of_logs(options: TrainOptions) -> str:
+    """Return the folder of trackers' files: beside the output, for a save replaces that folder."""
+    if not options.report_to:
+        return "."  # nothing is written there
+    run = options.output or options.checkpoint or options.best or "slapo-zoo"
+    return options.logging_dir or f"{run.rstrip('/')}-logs"
