@@ -1,28 +1,105 @@
-"""Arguments that several commands take: a model, its head, the layout, the output.
+"""Arguments and the outcome that commands share: a model, the flags of a layout, `--json`."""
 
-`tests/cli/test_layout_flags.py` holds the flags of a layout to the options of the loader.
-"""
-
-from typing import Annotated
+import functools
+import inspect
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
 
 import typer
+
+from slapo_zoo.cli.readable_errors import stdout_for_json
+from slapo_zoo.errors import MeshError
 
 Model = Annotated[str, typer.Argument(help="A family (its default config), a folder, or a Hub id.")]
 Head = Annotated[str | None, typer.Option("--auto-class", help="Which head, e.g. AutoModelForCausalLM.")]  # fmt: skip
 Tp = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")]
-Pp = Annotated[int, typer.Option("--pp", min=1, help="Pipeline stages.")]
-PipelineRanks = Annotated[int, typer.Option("--pp", min=1, help="Pipeline ranks.")]
+Pp = Annotated[int, typer.Option("--pp", min=1, help="Pipeline ranks.")]
 Dp = Annotated[int, typer.Option("--dp", min=1, help="Copies of the model.")]
-DpOrAll = Annotated[int | None, typer.Option("--dp", min=1, help="Copies of the model.")]
 SequenceParallel = Annotated[bool, typer.Option(help="Divide the tokens too.")]
-MicroBatches = Annotated[int | None, typer.Option(min=1, help="Per step and copy.")]
-Order = Annotated[str, typer.Option(help="Of the pipeline: a name, or a .csv file.")]
-StagesPerRank = Annotated[int | None, typer.Option(min=1, help="Of an interleaved order.")]
-DpShard = Annotated[
-    int, typer.Option(min=1, help="Copies that divide weights and states among them.")
-]
-ZeroStage = Annotated[int, typer.Option(min=1, max=3, help="What they divide: ZeRO-1, 2 or 3.")]
-CheckpointPolicy = Annotated[str, typer.Option(help="What a recomputed block keeps: nothing, or save_matmuls, offload, sharded.")]  # fmt: skip
 CheckpointRatio = Annotated[float, typer.Option(help="Share of recomputed blocks.")]
+Order = Annotated[str, typer.Option(help="Of the pipeline: a name, or a .csv file.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", metavar="NAME")]
 AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
+POLICY = "What a recomputed block keeps: nothing, or save_matmuls, offload, sharded."
+# flag of a layout --> its type and default, both those of the loader's option
+LAYOUT: dict[str, tuple[Any, Any]] = {
+    "tp": (Tp, 1), "pp": (Pp, 1), "dp": (Dp, 1),
+    "sequence_parallel": (SequenceParallel, False), "checkpoint_ratio": (CheckpointRatio, 0.0),
+    "dp_shard": (Annotated[int, typer.Option(min=1, help="Copies that divide weights and states among them.")], 1),
+    "zero_stage": (Annotated[int, typer.Option(min=1, max=3, help="What they divide: ZeRO-1, 2 or 3.")], 3),
+    "pipeline_order": (Order, "1f1b"),
+    "stages_per_rank": (Annotated[int | None, typer.Option(min=1, help="Of an interleaved order.")], None),
+    "checkpoint_policy": (Annotated[str, typer.Option(help=POLICY)], ""),
+}  # fmt: skip
+
+
+def command(
+    work: Callable[..., Any], more: Mapping[str, tuple[Any, Any]] | None = None
+) -> Callable[..., None]:
+    """Make a command of typer of a function that returns its outcome: (data, text[, status]) or None.
+
+    The status is an exit status, or an error that is raised once the outcome is printed.
+    `--json` prints the data in place of the text; what else is printed then goes to standard error.
+    An argument `layout` becomes the flags of a layout, and reaches the function as a dict.
+
+    Args:
+        work: the function; its docstring is the command's help.
+        more: flags that the function takes as keywords --> their types and defaults.
+    """
+    own = inspect.signature(work).parameters
+    flags: dict[str, tuple[Any, Any]] = {}
+    for name, parameter in own.items():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            flags |= LAYOUT if name == "layout" else {name: (parameter.annotation, parameter.default)}  # fmt: skip
+    flags |= {**(more or {}), "as_json": (AsJson, False)}
+
+    @functools.wraps(work)
+    def run(as_json: bool = False, **given: Any) -> None:
+        if "layout" in own:
+            given["layout"] = {name: given.pop(name) for name in LAYOUT}
+        with stdout_for_json(as_json):
+            outcome = work(**given)
+        if outcome is None:
+            return
+        data, text, *status = outcome
+        if as_json or text:
+            text = json.dumps(data, indent=1, default=str) if as_json else text
+            sys.stdout.write(f"{text}\n")
+        if status:
+            raise status[0] if isinstance(status[0], Exception) else typer.Exit(status[0])
+
+    kind = inspect.Parameter.KEYWORD_ONLY
+    parameters = [inspect.Parameter(n, kind, default=d, annotation=a) for n, (a, d) in flags.items()]  # fmt: skip
+    run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
+    run.__annotations__ = {name: kind for name, (kind, _) in flags.items()}
+    return run
+
+
+def data_parallel_size(tp: int, pp: int, dp: int | None) -> int:
+    """Return dp, by default what the launched processes leave; MeshError if they do not fit."""
+    from slapo_zoo.parallel.ranks.process_group import is_distributed_launch, world_size_of_launch
+
+    if not is_distributed_launch():
+        return dp or 1
+    world = world_size_of_launch()
+    size = dp or max(1, world // (tp * pp))
+    if tp * pp * size != world:
+        wanted = f"tp*pp*dp = {tp * pp * dp}" if dp else f"a multiple of tp*pp = {tp * pp}"
+        problem = f"found {world} processes, expected {wanted}"
+        raise MeshError("train", f"tp={tp} pp={pp} dp={dp}", problem, "start that many processes")
+    return size
+
+
+def device_named(name: str) -> str | None:
+    """Return the device of `--device`; None for auto."""
+    import torch
+
+    if name not in ("auto", "cpu", "cuda"):
+        problem = "found no such device, expected auto, cpu or cuda"
+        raise MeshError("--device", name, problem, "leave it out for auto")
+    if name == "cuda" and not torch.cuda.is_available():
+        problem = "found no CUDA device that this torch can use"
+        raise MeshError("--device", name, problem, "leave it out, or choose cpu")
+    return None if name == "auto" else name

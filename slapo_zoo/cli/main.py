@@ -10,18 +10,15 @@ import typer
 
 from slapo_zoo.cli.commands import card
 from slapo_zoo.cli.commands.bench import bench
-from slapo_zoo.cli.commands.check import check
-from slapo_zoo.cli.commands.derive import derive
-from slapo_zoo.cli.commands.families import list_families
+from slapo_zoo.cli.commands.checkpoints import check, reshard
+from slapo_zoo.cli.commands.families import derive, list_families, print_version, show_version
 from slapo_zoo.cli.commands.init import init
 from slapo_zoo.cli.commands.plan import plan
 from slapo_zoo.cli.commands.plan_search import calibrate
-from slapo_zoo.cli.commands.reshard import reshard
 from slapo_zoo.cli.commands.show import show
 from slapo_zoo.cli.commands.train import train
 from slapo_zoo.cli.commands.tune import tune
 from slapo_zoo.cli.commands.verify import verify
-from slapo_zoo.cli.commands.version import print_version, show_version
 from slapo_zoo.cli.readable_errors import is_first, readable_errors
 from slapo_zoo.cli.training import options
 from slapo_zoo.errors import SlapoError
@@ -32,25 +29,18 @@ SETTINGS = {"help_option_names": ["-h", "--help"]}
 ANYTHING = {"ignore_unknown_options": True, "allow_extra_args": True}
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=SETTINGS)
 app.add_typer(card.app, name="card")
-app.command("list")(list_families)
-app.command("plan")(plan)
-app.command("calibrate")(calibrate)
-app.command("show")(show)
-app.command("reshard")(reshard)
-app.command("check")(check)
-app.command("init")(init)
-app.command("train")(train)
-app.command("bench")(bench)
-app.command("tune")(tune)
-app.command("verify")(verify)
-app.command("derive")(derive)
-app.command("version")(show_version)
+COMMANDS = {
+    "list": list_families, "plan": plan, "calibrate": calibrate, "show": show, "reshard": reshard, "check": check,
+    "init": init, "train": train, "bench": bench, "tune": tune, "verify": verify, "derive": derive, "version": show_version,
+}  # fmt: skip
+for name, work in COMMANDS.items():
+    app.command(name)(work)
 
 
 @app.command("demo", hidden=True, context_settings=ANYTHING)
 @app.command("coverage", hidden=True, context_settings=ANYTHING)
 def moved(context: typer.Context) -> None:
-    """A command of ci/run.py, in a checkout of the source."""
+    """Say where a command of ci/run.py is: in a checkout of the source."""
     hint = f"in a checkout of the source: python3 ci/run.py {context.info_name}"
     raise SlapoError("slapo-zoo", str(context.info_name), "it is no command any more", hint)
 
@@ -98,7 +88,7 @@ def renamed(arguments: Sequence[str]) -> list[str]:
 
 
 def _away_from_stdout(record: logging.LogRecord) -> bool:
-    """A filter: DeepSpeed, which `transformers` imports where it is installed, logs into what a command prints."""
+    """Keep off stdout what DeepSpeed logs; `transformers` imports it where it is installed."""
     for handler in logging.getLogger(record.name).handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(sys.stderr)

@@ -1,7 +1,6 @@
-"""How the command line shows an error: four parts on stderr, no traceback, exit code 2."""
+"""Errors of the command line: four parts on stderr, no traceback, exit code 2."""
 
 import errno
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -67,13 +66,13 @@ def is_first() -> bool:
 
 
 def _say_why(stop: SystemExit) -> None:
-    """A stop that was asked for says how to go on; once, not on every rank."""
+    """Print how to go on after a stop that was asked for; once, not on every rank."""
     if type(stop) is not SystemExit and is_first():
         sys.stderr.write(f"{stop}\n")
 
 
 def check_new_file(path: Path | None, option: str) -> None:
-    """SlapoError unless the file can be written; said before what may take minutes."""
+    """Raise SlapoError unless the file can be written; before what may take minutes."""
     if path is None:
         return
     folder = path.absolute().parent
@@ -101,11 +100,6 @@ def stdout_for_json(as_json: bool) -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
-
-
-def say(as_json: bool, data: object, text: str) -> None:
-    """Print the outcome of a command: data for programs, or a text."""
-    sys.stdout.write(f"{json.dumps(data, indent=1, default=str) if as_json else text}\n")
 
 
 def report(error: SlapoError) -> None:

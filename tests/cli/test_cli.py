@@ -82,7 +82,7 @@ def test_help_is_quick_and_names_every_command():
 
 JSON_COMMANDS = {
     "list": ("slapo_zoo.zoo.features.features", ["list"], lambda: {"a": {}}),
-    "version": ("slapo_zoo.cli.commands.version._version", ["version"], None),
+    "version": ("slapo_zoo.cli.commands.families._version", ["version"], None),
     "show": ("slapo_zoo.zoo.survey.survey", ["show", "FOLDER"], None),
     "verify": (
         "slapo_zoo.verify.apart.verify_apart", ["verify", "gpt2"],

@@ -1,17 +1,78 @@
-"""`slapo-zoo list`: the families of the zoo."""
+"""`slapo-zoo list`, `derive` and `version`: what there is, and a table for a family that has none."""
 
-from slapo_zoo.cli.arguments import AsJson
-from slapo_zoo.cli.readable_errors import say, stdout_for_json
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from slapo_zoo.cli.arguments import Head, Model, command
+from slapo_zoo.cli.waiting import waiting
+
+PACKAGES = ("slapo-zoo", "torch", "transformers", "safetensors", "triton", "deepspeed", "xformers")
 
 
-def list_families(as_json: AsJson = False) -> None:
+@command
+def list_families() -> Any:
     """Print the families that have a table, and what each table offers."""
-    with stdout_for_json(as_json):
-        from slapo_zoo.weights.ledger import filled
-        from slapo_zoo.zoo.features import features
+    from slapo_zoo.weights.ledger import filled
+    from slapo_zoo.zoo.features import features
 
-        found = features()
+    found = features()
     width = max(map(len, found))
     offered = (" ".join(what for what, yes in has.items() if yes) for has in found.values())
     lines = (f"{name:<{width}}  {text}" for name, text in zip(found, offered, strict=True))
-    say(as_json, found, filled("\n".join(lines)))
+    return found, filled("\n".join(lines))
+
+
+@command
+def derive(
+    model: Model,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of the proof.")] = 2,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages of the proof.")] = 1,
+    auto_class: Head = None,
+    write: Annotated[bool, typer.Option("--write", help="Write schedules/<model_type>.py.")] = False,
+) -> Any:  # fmt: skip
+    """Derive a table from a model's modules, prove it on a tiny model of that config, print its source.
+
+    The proof compares outputs, loss and every gradient with plain `transformers`, all ranks as
+    threads on the CPU. What could not be sharded is said, and why.
+    """
+    from slapo_zoo.hf import models as hf
+    from slapo_zoo.verify.derive import derive as prove
+    from slapo_zoo.zoo.argument_values import config_of, usual_head
+    from slapo_zoo.zoo.derivation.source import to_source
+
+    config, head = config_of(model)
+    cls = hf.resolve_class(config, auto_class or usual_head(config, head))
+    with waiting(f"derive {model} tp={tp} pp={pp}"):
+        proof = prove(config, cls, (tp, pp, 1))
+    source = to_source(proof.open_table, proof.per_rank)
+    words = [source, *(f"# {line}" for line in proof.words())]
+    if write:
+        file = Path(__file__).parents[2] / "schedules" / f"{config.model_type}.py"
+        file.write_text(source, encoding="utf-8")
+        words.append(f"# written: {file.name}; now its golden file and its tests (CONTRIBUTING.md)")
+    return {**proof.document(), "source": source}, "\n".join(words)
+
+
+@command
+def show_version() -> Any:
+    """Print the versions of the package and of what it stands on."""
+    found = {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
+    return found, "\n".join(f"{name} {number or '-'}" for name, number in found.items())
+
+
+def print_version(wanted: bool) -> None:
+    """Print the one line of `slapo-zoo --version` that scripts read."""
+    if wanted:
+        typer.echo(f"slapo-zoo {_version('slapo-zoo') or 'unknown'}")
+        raise typer.Exit
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -5,9 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from slapo_zoo.cli.arguments import AsJson
-from slapo_zoo.cli.readable_errors import say, stdout_for_json
-from slapo_zoo.cli.training.options import ONE_OF
+from slapo_zoo.cli.arguments import command
+from slapo_zoo.cli.training.options import ONE_OF, ConfigError, checked, described
 
 ASKED = {
     "model": "Which model? A checkpoint folder, or an id of the Hub",
@@ -17,28 +16,16 @@ ASKED = {
 }
 
 
+@command
 def init(
     file: Annotated[Path, typer.Argument(help="Where it goes.")] = Path("run.yaml"),
     model: Annotated[str | None, typer.Option(help=ASKED["model"])] = None,
     data: Annotated[str | None, typer.Option(help=ASKED["data"])] = None,
     task: Annotated[str | None, typer.Option(help=ASKED["task"])] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help=ASKED["ranks"])] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Any:
     """Write the configuration of a training run; what is not given is asked."""
-    with stdout_for_json(as_json):
-        keys = _write(file, model, data, task, ranks)
-    told = f"{file} is written; start with: slapo-zoo train --config {file}"
-    say(as_json, {"file": file, "keys": keys}, told)
-
-
-def _write(
-    file: Path, model: str | None, data: str | None, task: str | None, ranks: int | None
-) -> dict[str, Any]:
-    """Ask what is missing, write the file, and return its keys."""
     import yaml
-
-    from slapo_zoo.cli.training.options import ConfigError, checked, described
 
     if file.exists():
         raise ConfigError(str(file), "", "it is there already", "name another file, or remove it")
@@ -52,14 +39,12 @@ def _write(
         keys["task"] = task
     if task == "classify":
         keys["metric_for_best_model"] = "accuracy"
-    about = described()
-    lines = []
-    keys = checked(keys, "init")
-    for key, value in keys.items():
-        text = yaml.safe_dump({key: value}).strip()
-        lines.append(f"{text:<28}  # {about[key]}\n")
+    about, keys = described(), checked(keys, "init")
+    texts = {key: yaml.safe_dump({key: value}).strip() for key, value in keys.items()}
+    lines = [f"{text:<28}  # {about[key]}\n" for key, text in texts.items()]
     file.write_text("".join(lines), encoding="utf-8")
-    return keys
+    told = f"{file} is written; start with: slapo-zoo train --config {file}"
+    return {"file": file, "keys": keys}, told
 
 
 STARTING: dict[str, Any] = {

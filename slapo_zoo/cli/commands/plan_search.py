@@ -1,12 +1,14 @@
 """`slapo-zoo plan --gpus N` and `slapo-zoo calibrate`: the fastest layout by simulation, and this machine."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from slapo_zoo.cli.arguments import AsJson, Device
-from slapo_zoo.cli.readable_errors import check_new_file, say, stdout_for_json
+from slapo_zoo.cli.arguments import Device, command, device_named
+from slapo_zoo.cli.readable_errors import check_new_file
+from slapo_zoo.errors import SlapoError
 
 
 def make_planner(model: str, seq_len: int | None, device: tuple[str, str | None, str, str]) -> Any:
@@ -36,45 +38,38 @@ def make_planner(model: str, seq_len: int | None, device: tuple[str, str | None,
 
 
 def search(
-    model: str, gpus: int, batch: int, seq_len: int | None, device: tuple[str, str | None, str, str],
-    explain: bool, as_json: bool, write: Path | None, most: int,
-) -> None:  # fmt: skip
-    """Search all layouts and print what was found; the arguments are options of `plan`."""
+    planner: Any, gpus: int, batch: int, explain: bool, write: Path | None, most: int
+) -> Any:
+    """Search all layouts, and return what was found; the arguments are options of `plan`."""
     from slapo_zoo.tune.planner import layout_report as show
     from slapo_zoo.tune.planner.layout_search import require_feasible
 
     check_new_file(write, "--write")
-    planner = make_planner(model, seq_len, device)
-    with stdout_for_json(as_json):
-        found = planner.search(gpus, batch)
-    told = show.as_text(planner, found, most, explain)
-    say(as_json, show.as_json(planner, found, most), told)
+    found = planner.search(gpus, batch)
+    data, text = show.as_json(planner, found, most), show.as_text(planner, found, most, explain)
+    try:
+        require_feasible(found, f"--gpus {gpus}")
+    except SlapoError as error:
+        return data, text, error
     if write is not None:
         best = show.write_schedule(planner, found, write)
-        written = (
-            "checkpoint_ratio",
-            "checkpoint_policy",
-            "sequence_parallel",
-        )  # the file has them
-        call = show.call_of(best, written)
-        typer.echo(f"{write}: from_pretrained(..., schedule={str(write)!r}, {call})", err=as_json)
-    require_feasible(found, f"--gpus {gpus}")
+        call = show.call_of(best, ("checkpoint_ratio", "checkpoint_policy", "sequence_parallel"))
+        text += f"\n{write}: from_pretrained(..., schedule={str(write)!r}, {call})"
+    return data, text
 
 
+@command
 def calibrate(
     output: Annotated[Path, typer.Argument(help="JSON file to write.")],
     device: Device = "auto",
     ranks: Annotated[int, typer.Option(min=1, help="Local ranks that talk to each other.")] = 2,
-    as_json: AsJson = False,
-) -> None:
+) -> Any:
     """Measure this machine once: matrix products, memory, launches and links, for `plan`."""
-    from slapo_zoo.cli.training.checks import device_named
     from slapo_zoo.tune.planner.calibrate import measure
 
     check_new_file(output, "output")
-    with stdout_for_json(as_json):
-        found = measure(device_named(device), ranks)
+    found = measure(device_named(device), ranks)
     found.write(output)
     rates = ", ".join(f"{name} {rate / 1e9:.3g} GFLOP/s" for name, rate in found.matmul.items())
-    typer.echo(output.read_text() if as_json else f"{found.name}: {rates}; memory {found.bandwidth / 1e9:.3g} GB/s, "
-               f"links {found.link / 1e9:.3g} GB/s; written to {output}")  # fmt: skip
+    links = f"memory {found.bandwidth / 1e9:.3g} GB/s, links {found.link / 1e9:.3g} GB/s"
+    return json.loads(output.read_text()), f"{found.name}: {rates}; {links}; written to {output}"

@@ -4,59 +4,48 @@ from typing import Annotated, Any
 
 import typer
 
-from slapo_zoo.cli import arguments
-from slapo_zoo.cli.arguments import AsJson, Device, Dp, Head, Model, Pp, SequenceParallel, Tp
-from slapo_zoo.cli.readable_errors import say, stdout_for_json
+from slapo_zoo.cli.arguments import Device, Head, Model, command, device_named
+
+Rows = Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")]
+Tokens = Annotated[int | None, typer.Option(min=1, help="Tokens of a row; none: 128, or what the model takes.")]  # fmt: skip
+Kernels = Annotated[list[str] | None, typer.Option(help="auto, reference, or the names of kernels.")]  # fmt: skip
+OneRank = Annotated[int | None, typer.Option(min=0, help="Print the plan of this rank alone: its tensors, sums and draws.")]  # fmt: skip
 
 
+@command
 def show(
     model: Model,
-    tp: Tp = 1,
-    pp: Pp = 1,
-    dp: Dp = 1,
-    sequence_parallel: SequenceParallel = False,
-    dp_shard: arguments.DpShard = 1,
-    zero_stage: arguments.ZeroStage = 3,
-    pipeline_order: arguments.Order = "1f1b",
-    stages_per_rank: arguments.StagesPerRank = None,
-    checkpoint_ratio: arguments.CheckpointRatio = 0.0,
-    checkpoint_policy: arguments.CheckpointPolicy = "",
+    layout: Any,
     auto_class: Head = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")] = 1,
-    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a row; none: 128, or what the model takes.")] = None,
-    kernels: Annotated[list[str] | None, typer.Option(help="auto, reference, or the names of kernels.")] = None,
+    batch_size: Rows = 1,
+    seq_len: Tokens = None,
+    kernels: Kernels = None,
     device: Device = "auto",
-    rank: Annotated[int | None, typer.Option(min=0, help="Print the plan of this rank alone: its tensors, sums and draws.")] = None,
-    as_json: AsJson = False,
-) -> None:  # fmt: skip
+    rank: OneRank = None,
+) -> Any:
     """Print the program, shapes and bytes per rank, and collectives per step; no weight is read."""
-    with stdout_for_json(as_json):
-        import torch
+    import torch
 
-        from slapo_zoo.cli.training.checks import device_named, row_length
-        from slapo_zoo.parallel.mesh import Mesh
-        from slapo_zoo.weights.ledger import filled
-        from slapo_zoo.zoo.argument_values import config_of, pick_device
-        from slapo_zoo.zoo.outline import Outline
-        from slapo_zoo.zoo.survey import survey
+    from slapo_zoo.cli.training.checks import row_length
+    from slapo_zoo.parallel.mesh import Mesh
+    from slapo_zoo.weights.ledger import filled
+    from slapo_zoo.zoo.argument_values import config_of, pick_device
+    from slapo_zoo.zoo.outline import Outline
+    from slapo_zoo.zoo.survey import survey
 
-        config, head = config_of(model)
-        asked = kernels or ["auto"]
-        dtype = config.dtype or torch.float32
-        outline = Outline(
-            config, auto_class or head, Mesh(tp, pp, dp, rank or 0), dtype,
-            sequence_parallel=sequence_parallel, dp_shard=dp_shard, zero_stage=zero_stage,
-            pipeline_order=pipeline_order, stages_per_rank=stages_per_rank,
-            checkpoint_ratio=checkpoint_ratio, checkpoint_policy=checkpoint_policy,
-            kernels=asked[0] if len(asked) == 1 else asked, device=pick_device(device_named(device)),
-        )  # fmt: skip
-        if rank is not None:
-            typer.echo(filled(str(outline.plan)))
-            return
-        seq_len = seq_len or row_length(None, config)
-        found = survey(outline, batch_size, seq_len)
+    config, head = config_of(model)
+    asked, dtype = kernels or ["auto"], config.dtype or torch.float32
+    tp, pp, dp = (layout.pop(name) for name in ("tp", "pp", "dp"))
+    outline = Outline(
+        config, auto_class or head, Mesh(tp, pp, dp, rank or 0), dtype, **layout,
+        kernels=asked[0] if len(asked) == 1 else asked, device=pick_device(device_named(device)),
+    )  # fmt: skip
+    if rank is not None:
+        return {"rank": rank, "plan": str(outline.plan)}, filled(str(outline.plan))
+    seq_len = seq_len or row_length(None, config)
+    found = survey(outline, batch_size, seq_len)
     what = f"{outline.cls.__name__}, {dtype}, {batch_size} x {seq_len}: tp={tp} pp={pp} dp={dp}"
-    say(as_json, as_data(found), _text(found, what))
+    return as_data(found), _text(found, what)
 
 
 def as_data(found: Any) -> dict[str, Any]:
@@ -103,7 +92,7 @@ def _text(found: Any, title: str) -> str:
 
 
 def _without_repeats(found: Any) -> list[tuple[str, Any]]:
-    """The tensors of one block for all blocks that have the same, with `*` for its number."""
+    """Return the tensors of one block for all blocks that have the same, with `*` for its number."""
     rows: dict[str, list[Any]] = {}
     for name, (shape, local, stages) in found.shapes.items():
         short = ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -1,18 +1,18 @@
 """`slapo-zoo tune`: measure configurations until the fastest is found, and keep every result."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from slapo_zoo.cli.arguments import AsJson
-from slapo_zoo.cli.readable_errors import stdout_for_json
+from slapo_zoo.cli.arguments import command
+from slapo_zoo.errors import SlapoError
 
 SYMBOL = "NAME=V,V,... : values to try; may be given many times."
 Symbols = Annotated[list[str] | None, typer.Option("--symbol", help=SYMBOL)]
 
 
+@command
 def tune(
     model: Annotated[str, typer.Argument(help="A family, a folder, a Hub id.")],
     symbol: Symbols = None,
@@ -33,72 +33,53 @@ def tune(
     card: Annotated[Path | None, typer.Option(help="Card folder: the best goes to its tuning.json.")] = None,
     plan: Annotated[bool, typer.Option(help="Let the planner order and prune.")] = True,
     seed: Annotated[int, typer.Option(help="Of random searches.")] = 0,
-    as_json: AsJson = False,
-) -> None:  # fmt: skip
+) -> Any:  # fmt: skip
     """Search for the fastest configuration of a model.
 
     Each point is measured in a process of its own. Out of memory, a crash, a time-out, wrong numbers
     and slowness are distinguished; what a database holds is never measured again.
     """
-    with stdout_for_json(as_json):
-        found = _search(
-            (model, symbol or [], change or []),
-            (gpus, seq_len, dtype, device, memory, timeout, plan),
-            (search, evaluations, patience, quick_steps, steps, seed),
-            db,
-            output,
-            card,
-        )
-    if as_json:
-        typer.echo(json.dumps(found, indent=1))
-
-
-def _search(
-    what: tuple[Any, ...], setting: tuple[Any, ...], how: tuple[Any, ...], db: Path | None,
-    output: Path | None, card: Path | None,
-) -> dict[str, Any]:  # fmt: skip
-    """The arguments are options of `tune`; the outcome as data."""
     from slapo_zoo.tune import tuning_report as show
     from slapo_zoo.tune.database import Database
     from slapo_zoo.tune.strategies import find_strategy
     from slapo_zoo.tune.tuner import Limits, Tuner
 
-    search, evaluations, patience, quick_steps, steps, seed = how
     strategy = find_strategy(search)
-    limits = Limits(evaluations, patience, quick_steps, steps)
-    grid, measure, scope, (prior, refused) = _of_model(*what, *setting)
+    grid, measure, scope, (prior, refused) = _of_model(
+        model, symbol or [], change or [], gpus, seq_len, dtype, device, memory, timeout, plan
+    )
     start = max(range(len(grid.points)), key=prior.__getitem__) if prior else 0
     if start in refused:
         start = next((i for i in range(len(grid.points)) if i not in refused), 0)
     chosen = strategy(grid, seed=seed, start=start, prior=prior)
     on_trial = show.printer(min(evaluations, len(grid.points) - len(refused)))
-    known = Database(db).load()
-    found = Tuner(grid, measure, chosen, known, scope, limits, refused, on_trial).run()
-    typer.echo(show.as_text(found))
+    limits = Limits(evaluations, patience, quick_steps, steps)
+    found = Tuner(
+        grid, measure, chosen, Database(db).load(), scope, limits, refused, on_trial
+    ).run()
+    lines = [show.as_text(found)]
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
         show.write_csv(found, output / "trials.csv")
         show.draw_trace(found, output / "trace.png")
         show.draw_surface(found, grid, output / "surface.png")
-        typer.echo(f"written to {output}")
-    best = _require_best(found, refused)
-    typer.echo(f"best: {show.line_of(best)}")
+        lines.append(f"written to {output}")
+    if (best := found.best) is None:
+        return show.as_json(found), "\n".join(lines), _nothing_ran(found, refused)
+    lines.append(f"best: {show.line_of(best)}")
     if card is not None:
         from slapo_zoo.tune.record import record
 
         record(card, scope, best.point, best.outcome)
-        typer.echo(f"noted in {card / 'tuning.json'}")
-    return show.as_json(found)
+        lines.append(f"noted in {card / 'tuning.json'}")
+    return show.as_json(found), "\n".join(lines)
 
 
-def _require_best(found: Any, refused: dict[int, str]) -> Any:
-    from slapo_zoo.errors import SlapoError
-
-    if found.best is not None:
-        return found.best
+def _nothing_ran(found: Any, refused: dict[int, str]) -> SlapoError:
+    """Return the error of a search in which no point ran to its end."""
     why = [trial.outcome.message or trial.outcome.kind for trial in found.trials] or list(refused.values())  # fmt: skip
     problem = f"no point ran to its end; the last said: {why[-1] if why else 'nothing'}"
-    raise SlapoError("tune", "search", problem, "make the batch smaller, or give more --memory or --timeout")  # fmt: skip
+    return SlapoError("tune", "search", problem, "make the batch smaller, or give more --memory or --timeout")  # fmt: skip
 
 
 def _of_model(
@@ -120,9 +101,7 @@ def _of_model(
 
 
 def _pairs(texts: list[str], what: str) -> dict[str, list[Any]]:
-    """NAME=V,V --> values; numbers, true, false and none as such."""
-    from slapo_zoo.errors import SlapoError
-
+    """Return the values of NAME=V,V; numbers, true, false and none as such."""
     words = {"true": True, "false": False, "none": None}
     found: dict[str, list[Any]] = {}
     for text in texts:

@@ -13,15 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from slapo_zoo.cli.arguments import data_parallel_size, device_named
 from slapo_zoo.cli.data.read import kind_of
 from slapo_zoo.cli.data.tasks import TASKS, DataError
 from slapo_zoo.cli.readable_errors import is_first
 from slapo_zoo.cli.training.options import ConfigError, TrainOptions, read_config
 from slapo_zoo.cli.training.records import check_log, check_trackers
 from slapo_zoo.cli.training.schedules import make_schedule
-from slapo_zoo.errors import ArchitectureError, MeshError, WeightsError
+from slapo_zoo.errors import ArchitectureError, WeightsError
 from slapo_zoo.model.integrations.dialects import HOMES
-from slapo_zoo.parallel.ranks.process_group import is_distributed_launch, world_size_of_launch
 from slapo_zoo.weights.encode import decode
 from slapo_zoo.weights.history import is_history, latest
 from slapo_zoo.weights.staging import check_target
@@ -73,32 +73,6 @@ def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:
 def _require(held: Any, what: str, problem: str, hint: str) -> None:
     if not held:
         raise ConfigError("train", what, problem, hint)
-
-
-def data_parallel_size(tp: int, pp: int, dp: int | None) -> int:
-    """Return dp, by default what the launched processes leave; MeshError if they do not fit."""
-    if not is_distributed_launch():
-        return dp or 1
-    world = world_size_of_launch()
-    size = dp or max(1, world // (tp * pp))
-    if tp * pp * size != world:
-        wanted = f"tp*pp*dp = {tp * pp * dp}" if dp else f"a multiple of tp*pp = {tp * pp}"
-        problem = f"found {world} processes, expected {wanted}"
-        raise MeshError("train", f"tp={tp} pp={pp} dp={dp}", problem, "start that many processes")
-    return size
-
-
-def device_named(name: str) -> str | None:
-    """Return the device of `--device`; None for auto."""
-    import torch
-
-    if name not in ("auto", "cpu", "cuda"):
-        problem = "found no such device, expected auto, cpu or cuda"
-        raise MeshError("--device", name, problem, "leave it out for auto")
-    if name == "cuda" and not torch.cuda.is_available():
-        problem = "found no CUDA device that this torch can use"
-        raise MeshError("--device", name, problem, "leave it out, or choose cpu")
-    return None if name == "auto" else name
 
 
 def check_engine(options: TrainOptions) -> None:

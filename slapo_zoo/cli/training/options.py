@@ -162,7 +162,7 @@ ELSEWHERE = {
     "num_train_epochs": "max_steps: rows of the data * epochs / batch_size",
     "warmup_ratio": "warmup_steps: ratio * steps",
     "load_best_model_at_end": "best, the folder of the best checkpoint",
-    "bf16": "load: {precision: bf16}", "fp16": "load: {precision: fp16}", "zero_stage": "load: {dp_shard: N, zero_stage: 1}",
+    "bf16": "load: {precision: bf16}", "fp16": "load: {precision: fp16}",
     "gradient_checkpointing": "load: {checkpoint_ratio: 1.0}",
 }  # fmt: skip
 

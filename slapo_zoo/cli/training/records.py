@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from huggingface_hub.utils import tqdm
@@ -88,13 +88,13 @@ class Records(TrainerCallback):
 
     def __init__(self, run: Any, tell: OnStep | None):
         self.run, self.tell = run, tell
-        self.file: TextIO | None = None
+        self.path = None if tell is None else run.options.log_file
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Open the file, and tell Trainer how many steps are done: its own state file is not needed."""
+        """Tell Trainer how many steps are done: its own state file is not needed."""
         state.global_step = self.run.done
-        if self.tell is not None and self.run.options.log_file is not None:
-            self.file = open_log(Path(self.run.options.log_file), self.run.done)
+        if self.path is not None:
+            begin_log(Path(self.path), self.run.done)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
         """Tell the figures of a step, unless its evaluation follows."""
@@ -109,23 +109,18 @@ class Records(TrainerCallback):
     def _tell(self, record: Mapping[str, Any]) -> None:
         if self.tell is not None:
             self.tell(self.run.done - 1, record)
-        if self.file is not None:
+        if self.path is not None:
             finite = {k: v if v is None or math.isfinite(v) else None for k, v in record.items()}
-            self.file.write(json.dumps({"step": self.run.done, **finite}) + "\n")
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Close the file."""
-        if self.file is not None:
-            self.file.close()
+            with Path(self.path).open("a", encoding="utf-8") as file:  # it is there at once
+                file.write(json.dumps({"step": self.run.done, **finite}) + "\n")
 
 
-def open_log(path: Path, done: int) -> TextIO:
-    """Open a log whose lines are written at once; lines of steps that a resumed run repeats go."""
+def begin_log(path: Path, done: int) -> None:
+    """Begin a log, or take from an older one the lines of steps that a resumed run repeats."""
     path.parent.mkdir(parents=True, exist_ok=True)
     old = path.read_text(encoding="utf-8").splitlines() if done and path.exists() else []
     kept = [line for line in old if _step_of(line) <= done]
     path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    return path.open("a", encoding="utf-8", buffering=1)
 
 
 def _step_of(line: str) -> float:

@@ -1,0 +1,48 @@
+"""`slapo-zoo check` and `slapo-zoo reshard`: checkpoints on the disk."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from slapo_zoo.cli.arguments import command
+from slapo_zoo.cli.readable_errors import report
+from slapo_zoo.cli.waiting import waiting
+
+Size = Annotated[str, typer.Option(help='Largest file, e.g. "5GB".')]
+Dtype = Annotated[str | None, typer.Option(help="Of the model: float32, bfloat16, float16.")]
+
+
+@command
+def check(
+    folder: Annotated[Path, typer.Argument(help="What save_pretrained or save_checkpoint wrote.")],
+) -> Any:
+    """Compare every tensor and file of a checkpoint with its checksums; exit code 2 names damages."""
+    from slapo_zoo.weights.integrity import damages_of
+
+    count, found = damages_of(folder)
+    for error in found:
+        report(error)
+    damages = [{"tensor": str(error.what), "problem": error.problem} for error in found]
+    data = {"folder": str(folder), "tensors": count, "damages": damages}
+    return (data, "", 2) if found else (data, f"{folder}: {count} tensors are what was saved")
+
+
+@command
+def reshard(
+    source: Annotated[Path, typer.Argument(help="A checkpoint folder.")],
+    target: Annotated[Path, typer.Argument(help="A new folder, or the same one.")],
+    max_shard_size: Size = "5GB",
+    dtype: Dtype = None,
+    allow_pickle: Annotated[bool, typer.Option(help="Read a .bin checkpoint.")] = False,
+) -> Any:
+    """Rewrite a checkpoint, also of a stopped training; it takes the memory of one tensor."""
+    from slapo_zoo.weights.reshard import reshard
+    from slapo_zoo.zoo.argument_values import to_dtype
+
+    kept = to_dtype(dtype) if dtype else None
+    with waiting(f"reshard {source}"):
+        reshard(source, target, max_shard_size, kept, allow_pickle)
+    files = {file.name: file.stat().st_size for file in sorted(target.glob("*.safetensors"))}
+    told = f"{target}: {sum(files.values()) / 1e6:.1f} MB in {len(files)} files"
+    return {"target": target, "files": files}, told
