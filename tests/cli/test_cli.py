@@ -104,7 +104,7 @@ JSON_COMMANDS = {
         "slapo_zoo.verify.card_check.verify_card", ["card", "verify", CARD, "--model", "gpt2"],
         lambda: {"verdict": "verified", "text": "fine"},
     ),
-    "train": ("slapo_zoo.cli.training.checks.run", ["train", "FOLDER", "--data", __file__, "--seq-len", "8"], lambda: [2.0]),
+    "train": ("slapo_zoo.cli.training.run.run", ["train", "FOLDER", "--data", __file__, "--seq-len", "8"], lambda: [2.0]),
     "init": (
         "slapo_zoo.cli.training.options.described",
         ["init", "NEW", "--model", "m", "--data", "d", "--task", "causal", "--ranks", "3"], None,
@@ -275,9 +275,7 @@ def test_a_checkpoint_of_other_rows_is_refused_before_work_begins(gpt2, text, tm
     told = capsys.readouterr().err
     assert "warmup_steps: 0 --> 10, max_grad_norm: 1.0 --> 2.0" in told
     assert "batch_size" not in told
-    monkeypatch.setattr(
-        "slapo_zoo.cli.training.checks.run", lambda *args: pytest.fail("work began")
-    )
+    monkeypatch.setattr("slapo_zoo.cli.training.run.run", lambda *args: pytest.fail("work began"))
     err = failure(capsys, *numbers, "--batch-size", 2)
     assert "batch_size=4 (now 2)" in err
     assert "name a new folder" in err
@@ -295,9 +293,7 @@ def test_every_mesh_prints_the_same_losses(family, request, text, capfd):
 
 
 def test_bad_arguments_are_found_before_any_work(gpt2, text, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(
-        "slapo_zoo.cli.training.checks.run", lambda *args: pytest.fail("work began")
-    )
+    monkeypatch.setattr("slapo_zoo.cli.training.run.run", lambda *args: pytest.fail("work began"))
     start = ("train", gpt2, "--data")
     assert "found nothing there" in failure(capsys, *start, tmp_path / "none")
     assert "expected at least 999 rows" in failure(

@@ -131,7 +131,7 @@ def test_an_evaluation_is_the_mean_of_transformers(job, tmp_path, capfd):
         "--set", f"best={best}", "--set", "eval_steps=2")  # fmt: skip
     (line,) = evaluations(capfd.readouterr().out)
     model, words = AutoModelForCausalLM.from_pretrained(best), AutoTokenizer.from_pretrained(best)
-    ids = [*words((job / "held.txt").read_text().strip())["input_ids"], words.eos_token_id]
+    ids = [*words((job / "held.txt").read_text())["input_ids"], words.eos_token_id]
     rows = torch.tensor(ids[: len(ids) // 16 * 16]).view(-1, 16)
     assert len(rows) % 4, "the last batch is a short one"
     with torch.no_grad():
@@ -149,3 +149,26 @@ def test_training_ends_when_it_gets_no_better(job, tmp_path, capfd):
     run("train", "--config", job / "run.yaml", "--learning-rate", 10, "--max-steps", 50, "--checkpoint", tmp_path / "c",
         "--set", "patience=2")  # fmt: skip
     assert not evaluations(capfd.readouterr().out), "it stays ended"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--optim", "sgd"),
+        pytest.param(("--optim", "adamw_torch", "--adam-beta2", 0.9), marks=pytest.mark.slow),
+    ],
+)
+def test_optimizers_of_trainer_are_resumed_on_another_layout(more, job, tmp_path):
+    def losses(steps, name, *layout):
+        log = ("--log-file", f"{tmp_path / name}.jsonl", "--checkpoint", tmp_path / name)
+        run("train", "--config", job / "run.yaml", "--max-steps", steps, "--set", "eval_data=null", *COMMON, *log, *more, *layout)  # fmt: skip
+        lines = (tmp_path / f"{name}.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+
+    whole = losses(4, "whole")
+    losses(2, "parts", "--tp", 2)
+    assert losses(4, "parts", "--dp", 2) == pytest.approx(whole, rel=1e-5)
+    assert len(set(whole)) == 4
+
+
+COMMON = ("--lr-scheduler-type", "constant", "--warmup-steps", 0, "--learning-rate", 1e-2)

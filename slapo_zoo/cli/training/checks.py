@@ -35,7 +35,7 @@ OWN_KEYS = {"tp": "tp", "pp": "pp", "dp": "dp", "seed": "seed", "micro_batches":
             "auto_class": "task", "target": "engine"}  # fmt: skip
 # what decides the numbers of a step; the layout does not, and what the data are is compared itself
 DECIDE = ("document_masks", "load", "max_steps", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay",
-          "max_grad_norm", "engine")  # fmt: skip
+          "max_grad_norm", "engine", "optim", "adam_beta1", "adam_beta2", "adam_epsilon")  # fmt: skip
 
 
 def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:

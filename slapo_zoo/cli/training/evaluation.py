@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slapo_zoo.cli.data.batches import Batches
 from slapo_zoo.cli.training.contrastive import InBatchNegatives
 from slapo_zoo.cli.training.options import TrainOptions
 from slapo_zoo.parallel.losses.loss_means import count_targets
@@ -53,10 +52,15 @@ class Best:
             self.loss = math.inf if state.get("loss") is None else state["loss"]
 
 
-def evaluate(model: Any, batches: Batches | None, options: TrainOptions) -> dict[str, float]:
+def evaluate(model: Any, batches: Any, options: TrainOptions) -> dict[str, float]:
     """Return means over all targets of all rows, whatever the layout; a collective call.
 
     The random streams of training stay where they are.
+
+    Args:
+        model: of AutoScheduledModel.
+        batches: of the rows that are held out (`data.batches.Batches`), or None.
+        options: of the run.
     """
     if batches is None:
         return {}

@@ -51,10 +51,14 @@ class TrainOptions:
         batch_size: rows of a step, all copies together.
         load: more arguments of `from_pretrained`, e.g. {sequence_parallel: true}.
         max_steps: optimizer steps.
-        learning_rate: learning rate of AdamW; None: 1e-4, or that of the checkpoint.
+        learning_rate: learning rate; None: 1e-4, or that of the checkpoint.
         lr_scheduler_type: a name of `transformers.get_scheduler`.
         lr_scheduler_kwargs: of that schedule, e.g. {num_cycles: 2}.
         warmup_steps: over which the learning rate rises from 0.
+        optim: adamw_torch_fused, adamw_torch or sgd.
+        adam_beta1: decay of AdamW's mean of gradients.
+        adam_beta2: decay of AdamW's mean of their squares.
+        adam_epsilon: added to the root of that mean.
         weight_decay: of matrices; vectors (biases, norms) have none.
         max_grad_norm: largest global gradient norm; 0 does not clip.
         seed: of dropout, of new weights, of the order of the rows and of the masks.
@@ -101,6 +105,10 @@ class TrainOptions:
     lr_scheduler_type: str = "constant"
     lr_scheduler_kwargs: Mapping[str, Any] = field(default_factory=dict)
     warmup_steps: int = 0
+    optim: str = "adamw_torch_fused"
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
     seed: int = 0
@@ -135,13 +143,18 @@ LEAST = {
     "shuffle_rows": 1, "seq_len": 2, "target_len": 1, "eval_share": 0, "eval_steps": 1,
     "eval_batches": 1, "tp": 1, "pp": 1, "dp": 1, "micro_batches": 1, "batch_size": 1, "max_steps": 1,
     "learning_rate": 0, "warmup_steps": 0, "weight_decay": 0, "max_grad_norm": 0, "save_steps": 1, "save_total_limit": 1,
-    "patience": 1, "logging_steps": 1, "seed": 0,
+    "patience": 1, "logging_steps": 1, "adam_beta1": 0, "adam_beta2": 0, "adam_epsilon": 0, "seed": 0,
 }  # fmt: skip
-BELOW = {"eval_share": 1}
+BELOW = {"eval_share": 1, "adam_beta1": 1, "adam_beta2": 1}
 PATHS = ("output", "best", "checkpoint", "log_file", "model", "data", "eval_data", "logging_dir")
 ONE_OF = {
     "task": ("causal", "masked", "span", "classify", "tag", "seq2seq", "pairs"),
     "metric_for_best_model": ("loss", "accuracy"),
+    "optim": (
+        "adamw_torch_fused",
+        "adamw_torch",
+        "sgd",
+    ),  # steps of a slice are slices of the whole's steps
 }
 
 # Keys and flags of the release before --> what they are called now; they go on working for one release.

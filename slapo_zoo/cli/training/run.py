@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
@@ -37,7 +36,7 @@ from slapo_zoo.weights.history import keep_newest, latest, place_of
 from slapo_zoo.weights.ledger import Ledger, as_table
 
 # keys that Trainer has too, and honours as they are
-SHARED = ("max_steps", "max_grad_norm", "seed", "eval_steps", "save_steps")
+SHARED = ("max_steps", "max_grad_norm", "seed", "eval_steps", "save_steps", "optim", "adam_beta1", "adam_beta2", "adam_epsilon")  # fmt: skip
 
 
 def run(options: TrainOptions, inputs: Inputs) -> list[float]:
@@ -266,7 +265,7 @@ class Verdicts(TrainerCallback):
 def fit(
     model: Any, inputs: Inputs, options: TrainOptions, tell: OnStep | None, stop: Stop | None = None
 ) -> list[float]:
-    """Train with AdamW and clipping; return the global mean loss of every step that was left.
+    """Train with clipped steps; return the global mean loss of every step that was left.
 
     Args:
         model: of AutoScheduledModel.
@@ -311,10 +310,11 @@ def make_engine(model: Any, rows: int, options: TrainOptions) -> Any:
         count = options.micro_batches or (max(legal) if options.pp > 1 else 1)
         sizes = {"train_micro_batch_size_per_gpu": rows // count, "gradient_accumulation_steps": count}  # fmt: skip
         settings = {"config": {**sizes, "gradient_clipping": options.max_grad_norm, **options.deepspeed}}  # fmt: skip
-    fused = options.engine == "torch"  # the others wrap the optimizer, or flatten its parameters
+    kind, values = ScheduledTrainer.get_optimizer_cls_and_kwargs(arguments_of(options))
+    if options.engine != "torch":  # the others wrap the optimizer, or flatten its parameters
+        values.pop("fused", None)
     groups = functools.partial(parameter_groups, weight_decay=options.weight_decay)
-    lr = base_lr(options)
-    make = lambda parameters: torch.optim.AdamW(groups(parameters), lr=lr, fused=fused)  # noqa: E731
+    make = lambda parameters: kind(groups(parameters), **values)  # noqa: E731
     return init_target_engine(model, options.engine, optimizer=make, **settings)[0]
 
 
