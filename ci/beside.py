@@ -14,7 +14,6 @@ from compare.shapes import Work
 from slapo_zoo.cli.arguments import AsJson
 from slapo_zoo.cli.readable_errors import readable_errors, stdout_for_json
 from slapo_zoo.cli.training.checks import row_length
-from slapo_zoo.cli.training.step_times import check_rows
 from slapo_zoo.zoo.argument_values import checkpoint_config, local_folder
 
 
@@ -30,8 +29,7 @@ def beside(
     """Time whole steps in turns with plain transformers and what else divides the model."""
     with stdout_for_json(as_json):
         place = str(local_folder(model, None, False))
-        tokens = seq_len or row_length(None, checkpoint_config(model))
-        check_rows(place, tokens)
+        tokens = row_length(seq_len, checkpoint_config(model))
         found = side_by_side(Work(place, batch_size, tokens, tp=tp), steps)
         command = f"ci/run.py beside {model} {report} --tp {tp} --batch-size {batch_size}"
         write_report({model: found}, report, f"{command} --seq-len {tokens} --steps {steps}")

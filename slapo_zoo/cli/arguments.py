@@ -92,6 +92,31 @@ def data_parallel_size(tp: int, pp: int, dp: int | None) -> int:
     return size
 
 
+def on_ranks(
+    work: Callable[..., Any], world: int, given: tuple[Any, ...], device: str | None, what: str
+) -> Any:
+    """Return what `work` returns on our rank of a launcher, or on the first of the ranks that we start.
+
+    Args:
+        work: called on every rank.
+        world: number of ranks; those that no launcher has started are started here.
+        given: its arguments.
+        device: of the ranks.
+        what: name of the command, for errors.
+    """
+    from slapo_zoo.parallel.ranks import launch, process_group
+
+    if not process_group.is_distributed_launch():
+        return (
+            work(*given) if world == 1 else launch.run_local(work, world, given, device=device)[0]
+        )
+    process_group.init_distributed(device=device)
+    with process_group.rank_guard(what):
+        found = work(*given)
+    process_group.shutdown_distributed()
+    return found
+
+
 def device_named(name: str) -> str | None:
     """Return the device of `--device`; None for auto."""
     import torch

@@ -93,7 +93,7 @@ JSON_COMMANDS = {
         "slapo_zoo.tune.planner.layout_search.Planner.search",
         ["plan", "FOLDER", "--gpus", "2", "--batch", "4"], None,
     ),
-    "bench": ("slapo_zoo.cli.training.step_times.measure", ["bench", "FOLDER", "--steps", "1", "--seq-len", "8"], None),
+    "bench": ("slapo_zoo.cli.training.step_times.time_steps", ["bench", "FOLDER", "--steps", "1", "--seq-len", "8"], None),
     "tune": (
         "slapo_zoo.tune.tuner.Tuner.run",
         ["tune", "gpt2", "--symbol", "batch_size=1", "--no-plan"],

@@ -6,7 +6,17 @@ from typing import Annotated, Any
 
 import typer
 
-from slapo_zoo.cli.arguments import Device, Order, Pp, Tp, command, data_parallel_size, device_named
+from slapo_zoo.cli.arguments import (
+    Device,
+    Order,
+    Pp,
+    Tp,
+    command,
+    data_parallel_size,
+    device_named,
+    on_ranks,
+)
+from slapo_zoo.cli.readable_errors import is_first
 from slapo_zoo.errors import MeshError, SlapoError
 
 Model = Annotated[str, typer.Argument(help='A checkpoint folder, a model id of the Hub, or "kernels".')]  # fmt: skip
@@ -60,11 +70,12 @@ def bench(
             raise MeshError("bench", "--pipeline-trace", problem, "use --pp 2 or more")
     options = step_times.BenchOptions(
         model=model, tp=tp, pp=pp, dp=data_parallel_size(tp, pp, dp), order=pipeline_order,
-        micro_batches=micro_batches, batch_size=batch_size, seq_len=seq_len or row_length(None, checkpoint_config(model)),
+        micro_batches=micro_batches, batch_size=batch_size, seq_len=row_length(seq_len, checkpoint_config(model)),
         steps=steps, trace=pipeline_trace is not None, device=device_named(device),
     )  # fmt: skip
-    found = step_times.measure(options)
-    if found is None:
+    world = tp * pp * options.dp
+    found = on_ranks(step_times.time_steps, world, (options,), options.device, "bench")
+    if not is_first():
         return None
     rate, (ours, plain) = options.batch_size * options.dp / found.seconds, found.losses
     data = {

@@ -14,6 +14,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
+from slapo_zoo.cli.arguments import on_ranks
 from slapo_zoo.cli.data.batches import Inputs
 from slapo_zoo.cli.data.tasks import Task
 from slapo_zoo.cli.training.contrastive import InBatchNegatives
@@ -25,13 +26,6 @@ from slapo_zoo.cli.training.stopping import Stop, StoppedError, Stopping, listen
 from slapo_zoo.errors import SlapoError, agreed
 from slapo_zoo.model.integrations.trainer import ScheduledTrainer
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.parallel.ranks.launch import run_local
-from slapo_zoo.parallel.ranks.process_group import (
-    init_distributed,
-    is_distributed_launch,
-    rank_guard,
-    shutdown_distributed,
-)
 from slapo_zoo.weights.history import keep_newest, latest, place_of
 from slapo_zoo.weights.ledger import Ledger, as_table
 
@@ -42,18 +36,12 @@ SHARED = ("max_steps", "max_grad_norm", "seed", "eval_steps", "save_steps", "opt
 def run(options: TrainOptions, inputs: Inputs) -> list[float]:
     """Train on the ranks that a launcher started, or on local ranks that we start; return the losses."""
     world = options.tp * options.pp * (options.dp or 1)
-    if is_distributed_launch():
-        init_distributed(device=options.device)
-        with rank_guard("train"):
-            losses = train(options, inputs)
-        shutdown_distributed()
-        return losses
-    if world == 1:
-        return train(options, inputs)
-    with listening() as stop:  # what local ranks say about it reaches us
-        outcome = run_local(training_of, world, (options, inputs), device=options.device)[0]
+    with (
+        listening() as stop
+    ):  # passes a request on to local ranks; what they say about it reaches us
+        outcome = on_ranks(training_of, world, (options, inputs), options.device, "train")
     if isinstance(outcome, StoppedError):
-        raise StoppedError(stop.number, outcome.step, options)
+        raise StoppedError(stop.number or outcome.number, outcome.step, options)
     return outcome
 
 

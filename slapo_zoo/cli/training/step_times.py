@@ -1,4 +1,4 @@
-"""Training steps on random input, timed on the ranks that a launcher started or that we start."""
+"""Timing of training steps on random input, once the model is known to be right."""
 
 import math
 import os
@@ -9,21 +9,12 @@ from typing import Any
 
 import torch
 
-from slapo_zoo.errors import MeshError
 from slapo_zoo.hf.example_inputs import random_batch
 from slapo_zoo.load.auto import AutoScheduledModel
 from slapo_zoo.parallel.ranks.agreement import together
-from slapo_zoo.parallel.ranks.launch import run_local
-from slapo_zoo.parallel.ranks.process_group import (
-    init_distributed,
-    is_distributed_launch,
-    rank_guard,
-    shutdown_distributed,
-)
 from slapo_zoo.pipeline.profiler import record_step
 from slapo_zoo.pipeline.timeline import Span
 from slapo_zoo.verify.report import VerifyError
-from slapo_zoo.zoo.argument_values import checkpoint_config
 
 WARM_UP = 2
 ALLOWED = {torch.float32: 1e-3}  # by the loss; other dtypes 3e-2
@@ -31,7 +22,7 @@ ALLOWED = {torch.float32: 1e-3}  # by the loss; other dtypes 3e-2
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Options of `slapo-zoo bench`: which steps to time."""
+    """Hold which steps `slapo-zoo bench` times."""
 
     model: str
     tp: int
@@ -48,7 +39,7 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The outcome.
+    """Hold what was timed.
 
     Args:
         device: name of the device.
@@ -64,29 +55,12 @@ class StepTimes:
     spans: list[Span]
 
 
-def measure(options: BenchOptions) -> StepTimes | None:
-    """Time the steps; None on the ranks other than the first."""
-    if is_distributed_launch():
-        init_distributed(device=options.device)
-        with rank_guard("bench"):
-            found = time_steps(options)
-        first = os.environ["RANK"] == "0"
-        shutdown_distributed()
-        return found if first else None
-    world = options.tp * options.pp * options.dp
-    if world == 1:
-        return time_steps(options)
-    return run_local(time_steps, world, (options,), device=options.device)[0]
-
-
 def time_steps(options: BenchOptions) -> StepTimes:
     """Time training steps of the scheduled model, once its losses are those of the plain one; all ranks call it.
 
     Raises:
-        MeshError: the rows are longer than the model allows.
         VerifyError: the model does not compute what the plain one does; nothing was timed.
     """
-    check_rows(options.model, options.seq_len)
     model: Any = AutoScheduledModel.from_pretrained(
         options.model, tp=options.tp, pp=options.pp, dp=options.dp, device=options.device,
         pipeline_order=options.order, micro_batches=options.micro_batches,
@@ -108,16 +82,8 @@ def time_steps(options: BenchOptions) -> StepTimes:
     return StepTimes(name, statistics.median(seconds[WARM_UP:]), losses, spans)
 
 
-def check_rows(model: str, seq_len: int) -> None:
-    """Refuse rows that are longer than the positions of the model."""
-    longest = getattr(checkpoint_config(model), "max_position_embeddings", None)
-    if longest and seq_len > longest:
-        problem = f"found {seq_len}, the model has {longest} positions"
-        raise MeshError("bench", "--seq-len", problem, "shorten the rows")
-
-
 def _compared(name: str, model: Any, batch: dict[str, Any]) -> tuple[float, float]:
-    """Losses of ours and of the plain model, which rank 0 loads and drops again."""
+    """Return losses of ours and of the plain model, which rank 0 loads and drops again."""
     model.eval()
     with torch.no_grad():
         ours = float(model(**batch).loss)
@@ -132,7 +98,7 @@ def _compared(name: str, model: Any, batch: dict[str, Any]) -> tuple[float, floa
 
 
 def _plain_loss(name: str, model: Any, batch: dict[str, Any]) -> float:
-    """NaN on other ranks, and where the whole model does not fit into half of the free memory."""
+    """Return the loss of the plain model; NaN on other ranks, and where the whole model does not fit into half of the free memory."""
     plain_class: Any = model.unscheduled_class
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     size = 4 * sum(math.prod(spec.shape) for spec in model._slapo.specs)
