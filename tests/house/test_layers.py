@@ -134,6 +134,17 @@ def test_no_circle_of_files():
     assert not (left := without_ends(below)), f"these files import each other: {left}"
 
 
+def test_the_command_line_has_five_floors():
+    """Errors and options, arguments and data, what a run does, commands, their table."""
+    below = {name: set(imported_modules(path)) for name, path in MODULES.items() if name.startswith("slapo_zoo.cli.")}  # fmt: skip
+
+    def floor(name):
+        return 1 + max((floor(other) for other in below[name] & below.keys()), default=0)
+
+    tall = {name: floor(name) for name in below if floor(name) > 5}
+    assert not tall, f"floors of imports: {tall}"
+
+
 def test_no_circle_of_scripts():
     """Scripts of ci/ import each other by their place below it: `gpu_models`, `benchmarks.runs`."""
     place = {
