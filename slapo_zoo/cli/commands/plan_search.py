@@ -54,6 +54,7 @@ def search(
     if write is not None:
         best = show.write_schedule(planner, found, write)
         call = show.call_of(best, ("checkpoint_ratio", "checkpoint_policy", "sequence_parallel"))
+        data["call"] = call
         text += f"\n{write}: from_pretrained(..., schedule={str(write)!r}, {call})"
     return data, text
 
