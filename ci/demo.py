@@ -29,7 +29,8 @@ from slapo_zoo.cli.readable_errors import readable_errors, stdout_for_json
 from slapo_zoo.cli.training.inputs import require_rows
 from slapo_zoo.cli.training.options import TrainOptions
 from slapo_zoo.cli.training.records import progress
-from slapo_zoo.cli.training.run import fit, gather_ledgers, ledger_table, load
+from slapo_zoo.cli.training.run import fit, ledger_table, load
+from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.parallel.ranks.launch import run_local
 
 TEXT_BYTES = 2_500_000
@@ -103,7 +104,7 @@ def train_alone(options: TrainOptions, batches: Batches) -> list[float]:
 def train_beside(options: TrainOptions, batches: Batches, alone: list[float]) -> list[float]:
     """One rank of the same model on the mesh; rank 0 prints a line per step beside `alone`."""
     model = load(options)
-    ledgers = gather_ledgers(model)
+    ledgers = together(model.mesh, "load", lambda: model.ledger)
     show = None
     if model.mesh.rank == 0:
         console.print(ledger_table(model.mesh, ledgers), "")

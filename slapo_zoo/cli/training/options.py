@@ -3,12 +3,11 @@
 import difflib
 import math
 import os
-import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -21,111 +20,77 @@ class ConfigError(SlapoError, ValueError):
     """A key or a value of a run's configuration cannot be used."""
 
 
+def option(default: Any, about: str, **bounds: Any) -> Any:
+    """Return a field of TrainOptions.
+
+    Args:
+        default: value of a run that does not say the key.
+        about: what the key means, for --help, docs/training.md and errors.
+        **bounds: `least`, `below` or `one_of`: which values are right.
+    """
+    metadata = {"about": about, **bounds}
+    if default == {}:
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+# fmt: off
 @dataclass(frozen=True)
 class TrainOptions:
     """Hold the options of a training run, which are the keys and flags of `slapo-zoo train`.
 
     Where `transformers.TrainingArguments` has such an option, it has its name there.
-
-    Args:
-        model: checkpoint folder or Hub id.
-        data: a file, a folder, or the name of a dataset on the Hub.
-        data_config: configuration of a dataset that has several.
-        data_split: the split that is trained on.
-        columns: what a task reads --> the column of the data that holds it, e.g. {text: body}.
-        stream: read the data while training goes on, and hold no more than `shuffle_rows` of it.
-        shuffle_rows: a stream is shuffled within so many rows.
-        task: causal, masked, span, classify, tag, seq2seq or pairs; None: the family's own.
-        seq_len: tokens of a row; None: 128, or what the model takes if that is less.
-        target_len: tokens of a target of seq2seq; None: as seq_len.
-        document_masks: tokens see no other document of their row; None: where the model can.
-        eval_data: what is evaluated on: a file, a folder, a dataset; None: eval_split of `data`.
-        eval_split: the split that is evaluated on.
-        eval_share: share of the rows that is held out for it instead.
-        eval_steps: steps between two evaluations; there is one after the last step too.
-        eval_batches: at most so many; None: all rows.
-        tp: tensor-parallel ranks.
-        pp: pipeline stages.
-        dp: copies of the model; None: what the launched processes leave.
-        micro_batches: per step and copy; None leaves it to the loader.
-        batch_size: rows of a step, all copies together.
-        load: more arguments of `from_pretrained`, e.g. {sequence_parallel: true}.
-        max_steps: optimizer steps.
-        learning_rate: learning rate; None: 1e-4, or that of the checkpoint.
-        lr_scheduler_type: a name of `transformers.get_scheduler`.
-        lr_scheduler_kwargs: of that schedule, e.g. {num_cycles: 2}.
-        warmup_steps: over which the learning rate rises from 0.
-        optim: adamw_torch_fused, adamw_torch or sgd.
-        adam_beta1: decay of AdamW's mean of gradients.
-        adam_beta2: decay of AdamW's mean of their squares.
-        adam_epsilon: added to the root of that mean.
-        weight_decay: of matrices; vectors (biases, norms) have none.
-        max_grad_norm: largest global gradient norm; 0 does not clip.
-        seed: of dropout, of new weights, of the order of the rows and of the masks.
-        output: folder for the trained checkpoint.
-        checkpoint: folder for all that training needs to go on; one that is there is gone on from.
-        save_steps: steps between two writes of `checkpoint`; it is written after the last step too.
-        save_total_limit: how many checkpoints stay, in step folders below `checkpoint`; None: one, `checkpoint`.
-        best: folder for the checkpoint with the best evaluation so far.
-        metric_for_best_model: loss or accuracy.
-        patience: stop after so many evaluations without a better one; None: never.
-        log_file: one JSON line a step goes there.
-        report_to: trackers of Trainer: tensorboard, wandb, trackio, mlflow, ...
-        logging_dir: folder of trackers that write files; None: output (or checkpoint) with "-logs" behind.
-        logging_steps: steps between two lines where there is no terminal; None: ten in all, and one a half minute.
-        device: "cpu", "cuda", or None for what is there.
-        engine: torch, deepspeed or megatron.
-        deepspeed: entries of DeepSpeed's configuration, e.g. {zero_optimization: {stage: 1}}.
     """
 
-    model: str
-    data: str | None = None
-    data_config: str | None = None
-    data_split: str = "train"
-    columns: Mapping[str, str] = field(default_factory=dict)
-    stream: bool = False
-    shuffle_rows: int = 1000
-    task: str | None = None
-    seq_len: int | None = None
-    target_len: int | None = None
-    document_masks: bool | None = None
-    eval_data: str | None = None
-    eval_split: str | None = None
-    eval_share: float = 0.0
-    eval_steps: int = 100
-    eval_batches: int | None = None
-    tp: int = 1
-    pp: int = 1
-    dp: int | None = None
-    micro_batches: int | None = None
-    batch_size: int = 8
-    load: Mapping[str, Any] = field(default_factory=dict)
-    max_steps: int = 100
-    learning_rate: float | None = None
-    lr_scheduler_type: str = "constant"
-    lr_scheduler_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    warmup_steps: int = 0
-    optim: str = "adamw_torch_fused"
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_epsilon: float = 1e-8
-    weight_decay: float = 0.01
-    max_grad_norm: float = 1.0
-    seed: int = 0
-    output: str | None = None
-    checkpoint: str | None = None
-    save_steps: int = 100
-    save_total_limit: int | None = None
-    best: str | None = None
-    metric_for_best_model: str = "loss"
-    patience: int | None = None
-    log_file: str | None = None
-    report_to: tuple[str, ...] = ()
-    logging_dir: str | None = None
-    logging_steps: int | None = None
-    device: str | None = None
-    engine: str = "torch"
-    deepspeed: Mapping[str, Any] = field(default_factory=dict)
+    model: str = option(MISSING, "checkpoint folder or Hub id.")
+    data: str | None = option(None, "a file, a folder, or the name of a dataset on the Hub.")
+    data_config: str | None = option(None, "configuration of a dataset that has several.")
+    data_split: str = option("train", "the split that is trained on.")
+    columns: Mapping[str, str] = option({}, "what a task reads --> the column of the data that holds it, e.g. {text: body}.")
+    stream: bool = option(False, "read the data while training goes on, and hold no more than `shuffle_rows` of it.")
+    shuffle_rows: int = option(1000, "a stream is shuffled within so many rows.", least=1)
+    task: str | None = option(None, "causal, masked, span, classify, tag, seq2seq or pairs; None: the family's own.", one_of=("causal", "masked", "span", "classify", "tag", "seq2seq", "pairs"))
+    seq_len: int | None = option(None, "tokens of a row; None: 128, or what the model takes if that is less.", least=2)
+    target_len: int | None = option(None, "tokens of a target of seq2seq; None: as seq_len.", least=1)
+    document_masks: bool | None = option(None, "tokens see no other document of their row; None: where the model can.")
+    eval_data: str | None = option(None, "what is evaluated on: a file, a folder, a dataset; None: eval_split of `data`.")
+    eval_split: str | None = option(None, "the split that is evaluated on.")
+    eval_share: float = option(0.0, "share of the rows that is held out for it instead.", least=0, below=1)
+    eval_steps: int = option(100, "steps between two evaluations; there is one after the last step too.", least=1)
+    eval_batches: int | None = option(None, "at most so many; None: all rows.", least=1)
+    tp: int = option(1, "tensor-parallel ranks.", least=1)
+    pp: int = option(1, "pipeline stages.", least=1)
+    dp: int | None = option(None, "copies of the model; None: what the launched processes leave.", least=1)
+    micro_batches: int | None = option(None, "per step and copy; None leaves it to the loader.", least=1)
+    batch_size: int = option(8, "rows of a step, all copies together.", least=1)
+    load: Mapping[str, Any] = option({}, "more arguments of `from_pretrained`, e.g. {sequence_parallel: true}.")
+    max_steps: int = option(100, "optimizer steps.", least=1)
+    learning_rate: float | None = option(None, "learning rate; None: 1e-4, or that of the checkpoint.", least=0)
+    lr_scheduler_type: str = option("constant", "a name of `transformers.get_scheduler`.")
+    lr_scheduler_kwargs: Mapping[str, Any] = option({}, "of that schedule, e.g. {num_cycles: 2}.")
+    warmup_steps: int = option(0, "over which the learning rate rises from 0.", least=0)
+    optim: str = option("adamw_torch_fused", "adamw_torch_fused, adamw_torch or sgd.", one_of=("adamw_torch_fused", "adamw_torch", "sgd"))
+    adam_beta1: float = option(0.9, "decay of AdamW's mean of gradients.", least=0, below=1)
+    adam_beta2: float = option(0.999, "decay of AdamW's mean of their squares.", least=0, below=1)
+    adam_epsilon: float = option(1e-08, "added to the root of that mean.", least=0)
+    weight_decay: float = option(0.01, "of matrices; vectors (biases, norms) have none.", least=0)
+    max_grad_norm: float = option(1.0, "largest global gradient norm; 0 does not clip.", least=0)
+    seed: int = option(0, "of dropout, of new weights, of the order of the rows and of the masks.", least=0)
+    output: str | None = option(None, "folder for the trained checkpoint.")
+    checkpoint: str | None = option(None, "folder for all that training needs to go on; one that is there is gone on from.")
+    save_steps: int = option(100, "steps between two writes of `checkpoint`; it is written after the last step too.", least=1)
+    save_total_limit: int | None = option(None, "how many checkpoints stay, in step folders below `checkpoint`; None: one, `checkpoint`.", least=1)
+    best: str | None = option(None, "folder for the checkpoint with the best evaluation so far.")
+    metric_for_best_model: str = option("loss", "loss or accuracy.", one_of=("loss", "accuracy"))
+    patience: int | None = option(None, "stop after so many evaluations without a better one; None: never.", least=1)
+    log_file: str | None = option(None, "one JSON line a step goes there.")
+    report_to: tuple[str, ...] = option((), "trackers of Trainer: tensorboard, wandb, trackio, mlflow, ...")
+    logging_dir: str | None = option(None, 'folder of trackers that write files; None: output (or checkpoint) with "-logs" behind.')
+    logging_steps: int | None = option(None, "steps between two lines where there is no terminal; None: ten in all, and one a half minute.", least=1)
+    device: str | None = option(None, '"cpu", "cuda", or None for what is there.')
+    engine: str = option("torch", "torch, deepspeed or megatron.")
+    deepspeed: Mapping[str, Any] = option({}, "entries of DeepSpeed's configuration, e.g. {zero_optimization: {stage: 1}}.")
+    # fmt: on
 
     @property
     def evaluates(self) -> bool:
@@ -134,28 +99,18 @@ class TrainOptions:
 
 
 def described() -> dict[str, str]:
-    """Return the help of each option, from the docstring of the class."""
-    text = str(TrainOptions.__doc__).partition("Args:")[2]
-    return dict(re.findall(r"^ {8}(\w+): (.+)$", text, re.MULTILINE))
+    """Return the help of each option."""
+    return {each.name: each.metadata["about"] for each in fields(TrainOptions)}
 
 
-LEAST = {
-    "shuffle_rows": 1, "seq_len": 2, "target_len": 1, "eval_share": 0, "eval_steps": 1,
-    "eval_batches": 1, "tp": 1, "pp": 1, "dp": 1, "micro_batches": 1, "batch_size": 1, "max_steps": 1,
-    "learning_rate": 0, "warmup_steps": 0, "weight_decay": 0, "max_grad_norm": 0, "save_steps": 1, "save_total_limit": 1,
-    "patience": 1, "logging_steps": 1, "adam_beta1": 0, "adam_beta2": 0, "adam_epsilon": 0, "seed": 0,
-}  # fmt: skip
-BELOW = {"eval_share": 1, "adam_beta1": 1, "adam_beta2": 1}
+def bounds_of(kind: str) -> dict[str, Any]:
+    """Return the keys that have a bound of a kind (least, below, one_of), each with the bound."""
+    held = {each.name: each.metadata.get(kind) for each in fields(TrainOptions)}
+    return {name: bound for name, bound in held.items() if bound is not None}
+
+
+LEAST, BELOW, ONE_OF = (bounds_of(kind) for kind in ("least", "below", "one_of"))
 PATHS = ("output", "best", "checkpoint", "log_file", "model", "data", "eval_data", "logging_dir")
-ONE_OF = {
-    "task": ("causal", "masked", "span", "classify", "tag", "seq2seq", "pairs"),
-    "metric_for_best_model": ("loss", "accuracy"),
-    "optim": (
-        "adamw_torch_fused",
-        "adamw_torch",
-        "sgd",
-    ),  # steps of a slice are slices of the whole's steps
-}
 
 # Keys and flags of the release before --> what they are called now; they go on working for one release.
 RENAMED = {

@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 
 from slapo_zoo.cli.training.options import ConfigError, TrainOptions
 from slapo_zoo.pipeline.busy import Busy
+from slapo_zoo.weights.ledger import anonymous_bytes
 
 PAUSE_S = 30.0  # a person who reads a log sees that it goes on
 OnStep = Callable[[int, Mapping[str, Any]], None]  # step, and what was measured of it
@@ -69,13 +70,7 @@ def peak_of(device: torch.device) -> float:
 
 def peak_memory(device: torch.device) -> int | None:
     """Return the most bytes of the step on a GPU; else what the process holds, without mapped files."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        text = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
-    except OSError:
-        return None
-    return next(int(line.split()[1]) * 1024 for line in text.splitlines() if "Anonymous" in line)
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else anonymous_bytes() or None  # fmt: skip
 
 
 class Records(TrainerCallback):

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
@@ -26,6 +25,7 @@ from slapo_zoo.cli.training.stopping import Stop, StoppedError, Stopping, listen
 from slapo_zoo.errors import SlapoError, agreed
 from slapo_zoo.model.integrations.trainer import ScheduledTrainer
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.weights.history import keep_newest, latest, place_of
 from slapo_zoo.weights.ledger import Ledger, as_table
 
@@ -56,7 +56,7 @@ def training_of(options: TrainOptions, inputs: Inputs) -> Any:
 def train(options: TrainOptions, inputs: Inputs) -> list[float]:
     """Load, show the ledgers, train, save: what every rank runs; return the losses."""
     model = load(options, inputs.batches.task)
-    ledgers, first = gather_ledgers(model), model.mesh.rank == 0
+    ledgers, first = together(model.mesh, "load", lambda: model.ledger), model.mesh.rank == 0
     if first:
         Console(highlight=False, soft_wrap=True).print(ledger_table(model.mesh, ledgers))
     shown = progress(options.max_steps, options.logging_steps) if first else nullcontext()
@@ -304,15 +304,6 @@ def make_engine(model: Any, rows: int, options: TrainOptions) -> Any:
     groups = functools.partial(parameter_groups, weight_decay=options.weight_decay)
     make = lambda parameters: kind(groups(parameters), **values)  # noqa: E731
     return init_target_engine(model, options.engine, optimizer=make, **settings)[0]
-
-
-def gather_ledgers(model: Any) -> list[Ledger]:
-    """Return the ledger of every rank, on every rank."""
-    if not dist.is_initialized():
-        return [model.ledger]
-    ledgers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ledgers, model.ledger)
-    return ledgers
 
 
 def save_model(model: Any, folder: str, tokenizer: Any, options: TrainOptions) -> None:
