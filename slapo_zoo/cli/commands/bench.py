@@ -68,24 +68,22 @@ def bench(
         if pp == 1:
             problem = "one stage has no pipeline to trace"
             raise MeshError("bench", "--pipeline-trace", problem, "use --pp 2 or more")
-    options = step_times.BenchOptions(
-        model=model, tp=tp, pp=pp, dp=data_parallel_size(tp, pp, dp), order=pipeline_order,
-        micro_batches=micro_batches, batch_size=batch_size, seq_len=row_length(seq_len, checkpoint_config(model)),
-        steps=steps, trace=pipeline_trace is not None, device=device_named(device),
-    )  # fmt: skip
-    world = tp * pp * options.dp
-    found = on_ranks(step_times.time_steps, world, (options,), options.device, "bench")
+    dp, tokens = data_parallel_size(tp, pp, dp), row_length(seq_len, checkpoint_config(model))
+    load = {"name_or_path": model, "tp": tp, "pp": pp, "dp": dp, "pipeline_order": pipeline_order,
+            "micro_batches": micro_batches, "device": device_named(device)}  # fmt: skip
+    given = (load, batch_size, tokens, steps, pipeline_trace is not None)
+    found = on_ranks(step_times.time_steps, tp * pp * dp, given, load["device"], "bench")
     if not is_first():
         return None
-    rate, (ours, plain) = options.batch_size * options.dp / found.seconds, found.losses
+    rate, (ours, plain) = batch_size * dp / found.seconds, found.losses
     data = {
-        "model": model, "tp": tp, "pp": pp, "dp": options.dp, "device": found.device,
+        "model": model, "tp": tp, "pp": pp, "dp": dp, "device": found.device,
         "step_ms": found.seconds * 1e3, "rows_per_s": rate, "steps": steps,
         "loss": ours, "plain_loss": None if isnan(plain) else plain,
     }  # fmt: skip
     compared = "not compared, the plain model is too large for this machine"
     text = (
-        f"{model}: tp={tp} pp={pp} dp={options.dp} on {found.device}: "
+        f"{model}: tp={tp} pp={pp} dp={dp} on {found.device}: "
         f"{found.seconds * 1e3:.1f} ms per step (median of {steps}), {rate:.1f} rows/s\n"
         f"loss {ours:.6f}; plain transformers: {compared if isnan(plain) else f'{plain:.6f}'}"
     )

@@ -143,7 +143,7 @@ class Masked(Language):
         from transformers import DataCollatorForLanguageModeling
 
         first, last = self.frame
-        ids = torch.tensor([[*first, *row, *last] for row in rows["input_ids"]])
+        ids = as_tensor([[*first, *row, *last] for row in rows["input_ids"]])
         collator = DataCollatorForLanguageModeling(self.tokenizer, mlm_probability=self.rate)
         collator.generator = generator
         read, labels = collator.torch_mask_tokens(ids.clone())
@@ -196,7 +196,7 @@ class Spans(Language):
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
         """Return inputs with a sentinel for each span, and labels with each sentinel and its span."""
-        pairs = [self._corrupted(torch.as_tensor(ids), generator) for ids in rows["input_ids"]]
+        pairs = [self._corrupted(as_tensor(ids), generator) for ids in rows["input_ids"]]
         inputs, labels = (torch.stack(column) for column in zip(*pairs, strict=True))
         return {"input_ids": inputs, "labels": labels}
 

@@ -193,18 +193,14 @@ def check_mesh(options: TrainOptions, head: str, config: Any) -> None:
 
 def task_of(config: Any, asked: str | None = None) -> str:
     """Return the task that was asked for, if the family has a head for it; or the one it was pre-trained on."""
-    from transformers.models.auto import modeling_auto as names
+    import transformers
 
-    family = config.model_type
-    heads = {
-        "causal": names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "pairs": names.MODEL_MAPPING_NAMES,
-        "masked": names.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-        "span": names.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-        "seq2seq": names.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-        "classify": names.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-        "tag": names.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    }  # fmt: skip
-    known = [name for name, families in heads.items() if family in families]
+    family, kind = config.model_type, type(config)
+    known = [
+        name
+        for name, task in TASKS.items()
+        if kind in getattr(transformers, task.head)._model_mapping
+    ]
     if asked is not None:
         if asked in known:
             return asked

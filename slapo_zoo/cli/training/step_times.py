@@ -21,23 +21,6 @@ ALLOWED = {torch.float32: 1e-3}  # by the loss; other dtypes 3e-2
 
 
 @dataclass(frozen=True)
-class BenchOptions:
-    """Hold which steps `slapo-zoo bench` times."""
-
-    model: str
-    tp: int
-    pp: int
-    dp: int
-    order: str
-    micro_batches: int | None
-    batch_size: int
-    seq_len: int
-    steps: int
-    trace: bool
-    device: str | None
-
-
-@dataclass(frozen=True)
 class StepTimes:
     """Hold what was timed.
 
@@ -55,31 +38,36 @@ class StepTimes:
     spans: list[Span]
 
 
-def time_steps(options: BenchOptions) -> StepTimes:
+def time_steps(load: dict[str, Any], rows: int, tokens: int, steps: int, trace: bool) -> StepTimes:
     """Time training steps of the scheduled model, once its losses are those of the plain one; all ranks call it.
+
+    Args:
+        load: arguments of from_pretrained.
+        rows: rows of a step and copy.
+        tokens: tokens of a row.
+        steps: timed steps, after two to warm up.
+        trace: record a timeline of one more step.
 
     Raises:
         VerifyError: the model does not compute what the plain one does; nothing was timed.
     """
-    model: Any = AutoScheduledModel.from_pretrained(
-        options.model, tp=options.tp, pp=options.pp, dp=options.dp, device=options.device,
-        pipeline_order=options.order, micro_batches=options.micro_batches,
-    ).train()  # fmt: skip
+    name = load["name_or_path"]
+    model: Any = AutoScheduledModel.from_pretrained(**load).train()
     device = next(model.parameters()).device
-    batch = random_batch(model, options.batch_size, options.seq_len)
+    batch = random_batch(model, rows, tokens)
     batch = {name: value.to(device) for name, value in batch.items()}
-    losses = _compared(options.model, model, batch)
+    losses = _compared(name, model, batch)
     seconds = []
-    for _ in range(WARM_UP + options.steps):
+    for _ in range(WARM_UP + steps):
         model.zero_grad()
         begin = time.perf_counter()
         model.train_step(batch)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - begin)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    spans = record_step(model, batch) if options.trace else []
-    return StepTimes(name, statistics.median(seconds[WARM_UP:]), losses, spans)
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    spans = record_step(model, batch) if trace else []
+    return StepTimes(kind, statistics.median(seconds[WARM_UP:]), losses, spans)
 
 
 def _compared(name: str, model: Any, batch: dict[str, Any]) -> tuple[float, float]:
