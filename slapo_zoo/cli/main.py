@@ -1,4 +1,4 @@
-"""The command `slapo-zoo`: one line here and one file in commands/ per command."""
+"""Table of the commands of `slapo-zoo`, and older names of their flags."""
 
 import logging
 import sys

@@ -17,7 +17,7 @@ Columns = Mapping[str, Any]
 
 
 class DataError(SlapoError, ValueError):
-    """Data are missing, too few, or do not fit the model or the task."""
+    """Error of data that are missing, too few, or do not fit the model or the task."""
 
 
 @dataclass(frozen=True)

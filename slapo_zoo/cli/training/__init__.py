@@ -1,1 +1,1 @@
-"""Plain language-model training on a scheduled model: text, batches, the loop, what it prints."""
+"""Training of a scheduled model: options, checks, inputs, the run of Trainer, records, evaluation."""

@@ -1,4 +1,4 @@
-"""The loss of a retrieval model: a pair's texts are near, and far from those of all other pairs."""
+"""Loss of a retrieval model: a pair's texts are near, and far from those of all other pairs."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ SCALE = 20.0  # of cosines, the usual 1 / 0.05
 
 
 class InBatchNegatives:
-    """Each anchor finds its positive among those of the step, on all dp ranks (arXiv:1705.00652).
+    """Compare each anchor with the positives of the step, on all dp ranks (arXiv:1705.00652).
 
     rewrite:  anchor, positive, anchor, ... [2n, t, d] --> cross entropy of n * dp classes
 
@@ -26,11 +26,11 @@ class InBatchNegatives:
         self.group = mesh.group("batch")
 
     def __call__(self, output: Any, batch: dict[str, Any]) -> Tensor:
-        """The mean over this dp rank's anchors."""
+        """Return the mean loss over this dp rank's anchors."""
         return self.judged(output, batch)[0]
 
     def judged(self, output: Any, batch: dict[str, Any]) -> tuple[Tensor, int]:
-        """The mean loss, and how many anchors are nearest to their own positive."""
+        """Return the mean loss, and how many anchors are nearest to their own positive."""
         x = mean_pooled(output.last_hidden_state, batch["attention_mask"])
         anchors, own = x[0::2], x[1::2]
         positives = all_gather(own.contiguous(), 0, self.group)
@@ -41,7 +41,7 @@ class InBatchNegatives:
 
 
 def mean_pooled(hidden: Tensor, mask: Tensor) -> Tensor:
-    """The mean of the real tokens' states, of length 1."""
+    """Return the mean of the real tokens' states, scaled to length 1."""
     weights = mask.unsqueeze(-1).to(hidden.dtype)
     mean = (hidden * weights).sum(1) / weights.sum(1).clamp(min=1)
     return functional.normalize(mean.float(), dim=-1)

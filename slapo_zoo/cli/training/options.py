@@ -17,7 +17,7 @@ from slapo_zoo.errors import SlapoError
 
 
 class ConfigError(SlapoError, ValueError):
-    """A key or a value of a run's configuration cannot be used."""
+    """Error of a key or a value of a run's configuration."""
 
 
 def option(default: Any, about: str, **bounds: Any) -> Any:
