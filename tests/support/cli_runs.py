@@ -24,6 +24,26 @@ def tokenizer(more=(), **special):
     return PreTrainedTokenizerFast(tokenizer_object=raw, **special)
 
 
+class Letters:
+    """A tokenizer of bytes."""
+
+    def __init__(self, eos=None, cls=None, sep=None):
+        self.eos_token_id, self.cls_token_id, self.sep_token_id = eos, cls, sep
+        self.mask_token, self.mask_token_id = "[MASK]", 2
+
+    def __len__(self):
+        return 1000
+
+    def __call__(self, texts, **options):
+        return {"input_ids": [list(text.encode()) for text in texts]}
+
+    def get_special_tokens_mask(self, ids, already_has_special_tokens):
+        return [int(token < 3) for token in ids]
+
+    def convert_tokens_to_ids(self, token):
+        return self.mask_token_id
+
+
 def failure(capsys, *arguments):
     """What a command that must fail prints on stderr."""
     with pytest.raises(SystemExit) as caught:
