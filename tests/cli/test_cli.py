@@ -106,7 +106,7 @@ JSON_COMMANDS = {
     ),
     "train": ("slapo_zoo.cli.training.run.run", ["train", "FOLDER", "--data", __file__, "--seq-len", "8"], lambda: [2.0]),
     "init": (
-        "slapo_zoo.cli.training.options.described",
+        "slapo_zoo.cli.commands.init.described",
         ["init", "NEW", "--model", "m", "--data", "d", "--task", "causal", "--ranks", "3"], None,
     ),
     "coverage": ("type_coverage.cover", ["gpt2"], lambda: [type_coverage.Outcome("gpt2", "GPT2Model")]),

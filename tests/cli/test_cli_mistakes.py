@@ -115,7 +115,13 @@ def test_cards_and_a_calibration_for_programs(gpt2, tmp_path, capfd, monkeypatch
 
 
 def test_bench_kernels_prints_json(capfd, monkeypatch):
-    row = {"what": "bias_relu", "eager / ours": 1.5}
+    row = {
+        "what": "bias_relu",
+        "shape": "8x8",
+        "dtype": "float32",
+        "p50 ms": 0.1,
+        "eager / ours": 1.5,
+    }
     monkeypatch.setattr(
         "slapo_zoo.dispatch.benchmark.run", lambda quick, only, output, again: {"title": [row]}
     )
