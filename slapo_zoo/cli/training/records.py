@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.utils import tqdm
+from huggingface_hub.utils import enable_progress_bars, tqdm
 from torch import Tensor
 from transformers import TrainerCallback
 
@@ -134,7 +134,11 @@ def progress(steps: int, every: int | None = None) -> Iterator[OnStep]:
         every: steps between two lines; None: ten lines in all and one every PAUSE_S.
     """
     pause, every = PAUSE_S if every is None else math.inf, every or max(1, steps // 10)
-    bar = tqdm(total=steps, desc="training", dynamic_ncols=True, disable=not sys.stdout.isatty(), file=sys.stdout)  # fmt: skip
+    enable_progress_bars("slapo_zoo")  # those of loading may be off
+    bar = tqdm(
+        name="slapo_zoo", total=steps, desc="training", dynamic_ncols=True, file=sys.stdout,
+        disable=not sys.stdout.isatty(),
+    )  # fmt: skip
     said = time.monotonic()
 
     def on_step(step: int, record: Mapping[str, Any]) -> None:
