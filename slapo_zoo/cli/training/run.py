@@ -26,6 +26,7 @@ from slapo_zoo.errors import SlapoError, agreed
 from slapo_zoo.model.integrations.trainer import ScheduledTrainer
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.agreement import together
+from slapo_zoo.parallel.ranks.process_group import is_distributed_launch
 from slapo_zoo.weights.history import keep_newest, latest, place_of
 from slapo_zoo.weights.ledger import Ledger, as_table
 
@@ -36,12 +37,13 @@ SHARED = ("max_steps", "max_grad_norm", "seed", "eval_steps", "save_steps", "opt
 def run(options: TrainOptions, inputs: Inputs) -> list[float]:
     """Train on the ranks that a launcher started, or on local ranks that we start; return the losses."""
     world = options.tp * options.pp * (options.dp or 1)
-    with (
-        listening() as stop
-    ):  # passes a request on to local ranks; what they say about it reaches us
+    starts = (
+        world > 1 and not is_distributed_launch()
+    )  # local ranks, to which requests are passed on
+    with listening() if starts else nullcontext() as stop:
         outcome = on_ranks(training_of, world, (options, inputs), options.device, "train")
     if isinstance(outcome, StoppedError):
-        raise StoppedError(stop.number or outcome.number, outcome.step, options)
+        raise StoppedError(stop.number if stop else outcome.number, outcome.step, options)
     return outcome
 
 
