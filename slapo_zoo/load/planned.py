@@ -1,8 +1,9 @@
 """Take arguments that a call of the loader leaves out from a card's plan for these devices."""
 
+import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from slapo_zoo.parallel.ranks.process_group import rank_guard
 from slapo_zoo.parallel.rng.seeds import get_logger
 from slapo_zoo.zoo.argument_values import changed_config, local_folder, make_mesh, pick_device
 from slapo_zoo.zoo.hf_arguments import HubArguments, renamed
-from slapo_zoo.zoo.options import unknown_knob
+from slapo_zoo.zoo.options import LoaderOptions, unknown_knob
 from slapo_zoo.zoo.schedule_source import kind_of
 from slapo_zoo.zoo.tuned import CARDS, machine_name, model_name, shape_name
 
@@ -28,6 +29,7 @@ TOGETHER = (
     ("dp_shard", "zero_stage"), ("precision", "dtype", "torch_dtype"),
 )  # fmt: skip
 SHAPES_PROGRAM = ("checkpoint_ratio", "checkpoint_policy", "sequence_parallel", "kernels")
+OPTIONS = tuple(field.name for field in dataclasses.fields(LoaderOptions))
 WHERE = "from_pretrained"
 
 
@@ -38,26 +40,57 @@ class Told(NamedTuple):
     is_own: bool
 
 
-def planned(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a loader function: arguments that were not given come from the plan of the card in `schedule=`."""
-    signature = inspect.signature(build)
+def with_options(
+    load: Callable[..., Any], like: Any = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a function that is a signature and a docstring: a call of it is one of `load`.
 
-    @functools.wraps(build)
-    def call(*args: Any, **given: Any) -> Any:
-        try:
-            asked = signature.bind(*args, **given)
-        except TypeError:
-            unknown = next(iter(given.keys() - signature.parameters.keys()), "")
-            if unknown:
-                raise unknown_knob("from_config", unknown, signature.parameters) from None
-            return build(*args, **given)  # which says what is wrong
-        schedule = asked.arguments.get("schedule", "zoo")
-        if isinstance(schedule, str | Path) and kind_of(schedule) == "card":
-            with rank_guard(WHERE):
-                asked.arguments |= defaults(asked.arguments)
-        return build(*asked.args, **asked.kwargs)
+    rewrite:  declared(cls, name, tp=2, revision="x")  -->  load(LoaderOptions(tp=2), name, revision="x")
 
-    return call
+    The plan of a card gives the arguments that were not given.
+
+    Args:
+        load: takes the options, and by name all arguments that are none.
+        like: a class method whose options the signature has, in its order; None: it names them itself.
+    """
+
+    def decorate(declared: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(declared)
+        if like is not None:
+            own = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+            options = inspect.signature(like.__func__).parameters
+            own += [options[name] for name in options if name in OPTIONS]
+            signature = signature.replace(parameters=own)
+
+        @functools.wraps(declared)
+        def call(*args: Any, **given: Any) -> Any:
+            asked = _bound(declared.__name__, signature, args, given)
+            schedule = asked.arguments.get("schedule", "zoo")
+            if isinstance(schedule, str | Path) and kind_of(schedule) == "card":
+                with rank_guard(WHERE):
+                    asked.arguments |= defaults(asked.arguments)
+            asked.apply_defaults()
+            _cls, *others = (name for name in asked.arguments if name not in OPTIONS)
+            options = LoaderOptions(**{name: asked.arguments[name] for name in OPTIONS})
+            return load(options, **{name: asked.arguments[name] for name in others})
+
+        call.__dict__["__signature__"] = signature
+        return call
+
+    return decorate
+
+
+def _bound(
+    where: str, signature: inspect.Signature, args: Sequence[Any], given: Mapping[str, Any]
+) -> inspect.BoundArguments:
+    """The arguments of a call by name; SlapoError for a name that is none, with the nearest."""
+    try:
+        return signature.bind(*args, **given)
+    except TypeError as error:
+        unknown = next(iter(given.keys() - signature.parameters.keys()), "")
+        if unknown:
+            raise unknown_knob(where, unknown, signature.parameters) from None
+        raise TypeError(f"{where}(): {error}") from None
 
 
 def defaults(asked: Mapping[str, Any]) -> dict[str, Any]:
