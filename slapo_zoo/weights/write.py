@@ -92,15 +92,12 @@ def shares(spec: TensorSpec, mesh: Mesh, rows: Rows | None = None) -> list[Share
     if placement is None:
         return [Share(0, 1, 0) if rows is None else Share(rows.first, rows.first + rows.count, 0)]
     size, n, r = spec.shape[placement.axis], mesh.size(divided), mesh.coord(divided)
-    before = {run for rank in range(r) for run in placement.runs(size, n, rank)}
     found: list[Share] = []
-    offset = 0
-    for run in placement.runs(size, n, r):
-        if found and found[-1].stop == run.start and run not in before:
+    for run, offset in placement.owned(size, n, r):
+        if found and found[-1].stop == run.start:
             found[-1] = found[-1]._replace(stop=run.stop)  # adjacent groups: one write
-        elif run not in before:
+        else:
             found.append(Share(run.start, run.stop, offset))
-        offset += run.stop - run.start
     return found if rows is None or placement.axis else list(_within(found, rows))
 
 

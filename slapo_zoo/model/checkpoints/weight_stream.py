@@ -128,15 +128,12 @@ def _runs(spec: TensorSpec, mesh: Mesh) -> list[_Run]:
     owners = [mesh.at(tp=tp, loss=0, pp=spec.stage) for tp in range(mesh.tp)]
     if spec.placement is None or not spec.shape:
         return [_Run(owners[0], 0, 0, 0, spec.shape[0] if spec.shape else 1)]
-    axis, runs, seen = spec.placement.axis, [], set()
-    for r, rank in enumerate(owners):
-        offset = 0
-        for start, stop in spec.placement.runs(spec.shape[axis], mesh.tp, r):
-            if (start, stop) not in seen:
-                runs.append(_Run(rank, axis, start, offset, stop - start))
-            seen.add((start, stop))
-            offset += stop - start
-    return runs
+    axis = spec.placement.axis
+    return [
+        _Run(rank, axis, run.start, offset, run.stop - run.start)
+        for r, rank in enumerate(owners)
+        for run, offset in spec.placement.owned(spec.shape[axis], mesh.tp, r)
+    ]
 
 
 def _send(
