@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.kernels.logits_on_demand import make_logits_at_once
 from slapo_zoo.model.dp.data_parallel import (
     sum_partial_gradients_in_backward,
     use_engine,
-    within_engine,
 )
 from slapo_zoo.model.integrations.dialects import register_dialect
 from slapo_zoo.model.integrations.dialects.engine import (
@@ -75,7 +74,7 @@ def deepspeed_engine(
     )  # fmt: skip
     if native.zero_optimization_stage() == 3:
         make_logits_at_once(model)
-    use_engine(model, _Zero(native, model.mesh, groups))
+    use_engine(model, _Zero(native, groups, float(model.mesh.size("loss"))))
     return DeepSpeedTarget(model, native, ds_optimizer), ds_optimizer
 
 
@@ -204,14 +203,6 @@ def _group(mesh: Mesh, mesh_dim: str) -> Any:
 
 class _Zero(Zero):
     """Data parallelism by DeepSpeed, which runs forward and backward and may shard parameters over dp."""
-
-    def __init__(self, native: Any, mesh: Mesh, groups: list[list[nn.Parameter]]):
-        super().__init__(native, groups)
-        self.loss_scale = float(mesh.size("loss"))
-
-    def run(self, model: Any, batch: dict[str, Any]) -> Any:
-        with within_engine(model):
-            return self.native(**batch)
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:

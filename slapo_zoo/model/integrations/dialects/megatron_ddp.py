@@ -5,7 +5,7 @@ are built and while the optimizer steps, that name stands for the CPU.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,11 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.model.dp.data_parallel import (
-    DataParallel,
+    Native,
     Whole,
     sum_partial_gradients_in_backward,
     use_engine,
-    within_engine,
 )
 
 
@@ -85,15 +84,8 @@ def _check(model: Any, optimizer: Any, options: Mapping[str, Any]) -> None:
         raise SlapoError("target='megatron'", "clip_grad", problem, hint)
 
 
-class _MegatronDdp(DataParallel):
+class _MegatronDdp(Native):
     """Data parallelism by Megatron's DDP: gradients lie in its buffers, each reduced in one collective."""
-
-    def __init__(self, native: Any):
-        self.native = native
-
-    def run(self, model: Any, batch: dict[str, Any]) -> Any:
-        with within_engine(model):
-            return self.native(**batch)
 
     @contextmanager
     def new_gradients(self, parameters: list[nn.Parameter]) -> Iterator[None]:
@@ -111,9 +103,6 @@ class _MegatronDdp(DataParallel):
         for p, grad in zip(parameters, earlier, strict=True):
             main: Tensor = p.main_grad  # pyright: ignore[reportAttributeAccessIssue]
             p.grad = main if grad is None else main.add_(grad)
-
-    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if is_last else self.native.no_sync()
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Any) -> None:
         self.native.finish_grad_sync()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slapo_zoo.model.dp.data_parallel import DataParallel, Whole
+from slapo_zoo.model.dp.data_parallel import Native, Whole
 
 
 def whole_parameters(model: Any) -> dict[str, Tensor]:
@@ -166,22 +166,21 @@ def _copy_part(part: Tensor, p: Any, value: Tensor) -> None:
     part.data.flatten()[: mine.numel()].copy_(mine)
 
 
-class Zero(DataParallel):
-    """Data parallelism by DeepSpeed, which keeps the gradients and reduces them over dp in its step.
+class Zero(Native):
+    """DeepSpeed keeps the gradients, and sums them over dp by the end of its step.
 
     Args:
-        native: DeepSpeed's engine.
-        groups: parameters of each group of the optimizer.
+        native: its engine.
+        groups: the parameters of each group of the optimizer.
+        loss_scale: number of dp ranks where DeepSpeed averages.
     """
 
-    def __init__(self, native: Any, groups: list[list[nn.Parameter]]):
-        self.native, self.groups = native, groups
+    def __init__(self, native: Any, groups: list[list[nn.Parameter]], loss_scale: float = 1.0):
+        super().__init__(native, loss_scale)
+        self.groups = groups
 
     def new_gradients(self, parameters: list[nn.Parameter]) -> AbstractContextManager[None]:
         return nullcontext()
-
-    def sum_over_dp(self, parameters: Any, mesh: Any) -> None:
-        """Do nothing: DeepSpeed reduces the gradients over dp itself."""
 
     def whole(self, model: Any, optimizer: Any = None) -> Whole:
         if self.native.zero_optimization_stage() == 0:
