@@ -24,11 +24,6 @@ def of_world() -> dict[str, list[int]]:
     return _OF_WORLD.setdefault(dist.group.WORLD, {})
 
 
-def now() -> dict[str, int]:
-    """Return the counts of this rank: name of a group or of STEPS --> number."""
-    return {name: count for name, (count,) in list(of_world().items())}
-
-
 def note_step() -> None:
     """Count the beginning of a training step, which all ranks begin together."""
     if dist.is_initialized():
