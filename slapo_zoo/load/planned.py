@@ -98,7 +98,7 @@ def defaults(asked: Mapping[str, Any]) -> dict[str, Any]:
     name = str(asked["schedule"])
     if name.endswith(".json") or asked.get("trust_remote_code"):
         return {}  # no card with reports, or a program in Python
-    mesh = make_mesh(1, 1, None)
+    mesh = make_mesh(dp=None)
     told = Told(*together(mesh, "card", lambda: _read(name) if mesh.rank == 0 else ({}, False))[0])
     device = pick_device(asked.get("device"))
     plans, tuned = plans_of(told.tuning), told.tuning.get(machine_name(device), {})

@@ -90,7 +90,7 @@ def checked(step: str, options: LoaderOptions) -> Iterator[tuple[Mesh, LoaderOpt
         step: name of the running step for error messages.
         options: options of the model; an error in the block is published to the other ranks.
     """
-    mesh = make_mesh(options.tp, options.pp, options.dp)
+    mesh = make_mesh(**{name: getattr(options, name) for name in Mesh().sizes})
     with rank_guard(step):
         check_knobs(step, options)
         options = replace(options, device=pick_device(options.device))
