@@ -5,11 +5,10 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from slapo_zoo.cards.card import Card
 from slapo_zoo.cards.plans import Plan, measured_knobs, plans_of
 from slapo_zoo.cards.resolve_card import load_card
 from slapo_zoo.hf import models as hf
@@ -31,13 +30,6 @@ TOGETHER = (
 SHAPES_PROGRAM = ("checkpoint_ratio", "checkpoint_policy", "sequence_parallel", "kernels")
 OPTIONS = tuple(field.name for field in dataclasses.fields(LoaderOptions))
 WHERE = "from_pretrained"
-
-
-class Told(NamedTuple):
-    """What rank 0 read from a card: its tuning, and whether its program is the zoo's own."""
-
-    tuning: Mapping[str, Any]
-    is_own: bool
 
 
 def with_options(
@@ -99,9 +91,10 @@ def defaults(asked: Mapping[str, Any]) -> dict[str, Any]:
     if name.endswith(".json") or asked.get("trust_remote_code"):
         return {}  # no card with reports, or a program in Python
     mesh = make_mesh(dp=None)
-    told = Told(*together(mesh, "card", lambda: _read(name) if mesh.rank == 0 else ({}, False))[0])
+    read = together(mesh, "card", lambda: _read(name) if mesh.rank == 0 else ({}, False))
+    tuning, is_own = read[0]  # rank 0 reads for all
     device = pick_device(asked.get("device"))
-    plans, tuned = plans_of(told.tuning), told.tuning.get(machine_name(device), {})
+    plans, tuned = plans_of(tuning), tuning.get(machine_name(device), {})
     near = [plan for plan in plans if _suits(plan, device, mesh.world_size)]
     if not near and not tuned:
         _say(mesh, plans, f"here are {mesh.world_size} ranks on {machine_name(device)}")
@@ -124,24 +117,21 @@ def defaults(asked: Mapping[str, Any]) -> dict[str, Any]:
         )
         return {}
     left = {n for group in TOGETHER if given.keys() & set(group) for n in group} | given.keys()
-    left |= set() if told.is_own else set(SHAPES_PROGRAM)  # which a program of its own says itself
+    left |= set() if is_own else set(SHAPES_PROGRAM)  # which a program of its own says itself
     found = {n: value for n, value in knobs.items() if n not in left or n in ("tp", "pp", "dp")}
     if mesh.rank == 0:
         text = ", ".join(f"{n}={value!r}" for n, value in found.items())
         get_logger("slapo_zoo").info("the card's plan (%s) is taken: %s", source, text)
     # the zoo's own card holds one layout of the family's table; the table gives it in any other
-    return found | ({"schedule": "zoo"} if told.is_own else {})
+    return found | ({"schedule": "zoo"} if is_own else {})
 
 
-def _read(name: str) -> Told:
+def _read(name: str) -> tuple[dict[str, Any], bool]:
+    """Return the tuning of a card, and whether its program is the zoo's own."""
     card = load_card(name)
-    return Told(dict(card.tuning), _is_own(card))
-
-
-def _is_own(card: Card) -> bool:
-    """Return whether a card's program equals the one published with this package for its family."""
-    folder = CARDS / card.program.model_type
-    return folder.is_dir() and load_card(str(folder)).program == card.program
+    own = CARDS / card.program.model_type  # published with this package
+    is_own = own.is_dir() and load_card(str(own)).program == card.program
+    return dict(card.tuning), is_own
 
 
 def _suits(plan: Plan, device: torch.device, ranks: int) -> bool:

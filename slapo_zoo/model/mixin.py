@@ -15,8 +15,7 @@ from slapo_zoo.language.copying import independent_copy
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.model.checkpoints import adapters
-from slapo_zoo.model.checkpoints.current_specs import refresh_specs, written_as
-from slapo_zoo.model.checkpoints.saved_configs import extras_of
+from slapo_zoo.model.checkpoints.current_specs import extras_of, refresh_specs, written_as
 from slapo_zoo.model.gradients.batch_check import INTERVAL
 from slapo_zoo.model.gradients.module_changes import Structure
 from slapo_zoo.model.gradients.of_models import note

@@ -31,11 +31,6 @@ class Sum:
     parts: tuple[tuple[int, ...], ...] = ()
     if_tokens_sharded: bool = False
 
-    @property
-    def mean(self) -> bool:
-        """Whether the sum is divided by the number of ranks: dp ranks average."""
-        return self.why == DATA
-
     def ranks(self, mesh: Mesh) -> tuple[int, ...]:
         """Return the global ranks that `mesh.rank` sums with, itself included; only itself if it takes no part."""
         here = mesh.coord(self.mesh_dim)

@@ -13,8 +13,6 @@ from torch.fx.node import map_arg
 
 from slapo_zoo.language.graph import guards
 
-DIFFERENT = object()
-
 
 def merge(graph: Graph, training: bool, other: Graph | None, where: str) -> bool:
     """Make `graph`, traced in the mode `training`, right in both modes.

@@ -53,10 +53,7 @@ def load_checkpoint(
         with load.opened:
             together(model.mesh, LOAD, load.prepare)
             together(model.mesh, LOAD, load.finish)
-    return _resumed(load.opened.state, model.mesh)
-
-
-def _resumed(state: dict[str, Any], mesh: Mesh) -> Resumed:
+    state, mesh = load.opened.state, model.mesh
     found = [tuple(of_copies(state, name)) for name in OF_COPY]
     copy = mesh.coord("loss") if state["mesh"]["dp"] == mesh.size("loss") else None
     return Resumed(state["step"], *found, copy)

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
-from slapo_zoo.model.checkpoints.current_specs import refresh_specs
-from slapo_zoo.model.checkpoints.saved_configs import configs_of
+from slapo_zoo.model.checkpoints.current_specs import configs_of, refresh_specs
 from slapo_zoo.model.dp.data_parallel import Whole
 from slapo_zoo.parallel import gather as consolidate
 from slapo_zoo.parallel.digests import digest, unlike

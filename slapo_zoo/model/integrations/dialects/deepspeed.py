@@ -28,7 +28,7 @@ from slapo_zoo.model.integrations.dialects.engine import (
     made_optimizer,
     require_scheduled,
 )
-from slapo_zoo.model.integrations.dialects.zero_state import Zero, whole_gradients, whole_parameters
+from slapo_zoo.model.integrations.dialects.zero_state import Zero
 from slapo_zoo.parallel.compat import new_group
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import REPLICAS
@@ -218,11 +218,6 @@ class _Zero(Zero):
         hint = 'set "gradient_clipping" in the config; the norm is engine.get_global_grad_norm()'
         problem = "DeepSpeed holds the gradients and clips in its step"
         raise SlapoError("target='deepspeed'", "clip_grad_norm_", problem, hint)
-
-    def tensors(self, model: Any, grads: bool = False) -> dict[str, Tensor]:
-        if grads:
-            return whole_gradients(model)
-        return whole_parameters(model) | dict(model.named_buffers(remove_duplicate=False))
 
 
 @register_dialect("log_parser", "deepspeed")

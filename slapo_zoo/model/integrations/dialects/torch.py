@@ -238,16 +238,13 @@ class _WholeDTensors(Whole):
         for p, remembered in self.optimizer.state.items():
             divided = back[id(p)]
             self.given.state[divided] = {
-                k: _divided_like(divided, v) if _is_like(v, p) else v for k, v in remembered.items()
+                k: _divided_like(divided, v) if isinstance(v, Tensor) and v.shape == p.shape else v
+                for k, v in remembered.items()
             }
 
 
 def _copied(value: Any) -> Any:
     return whole_over_dp(value.detach()).clone() if isinstance(value, Tensor) else value
-
-
-def _is_like(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
 def _divided_like(divided: Any, whole: Tensor) -> Tensor:

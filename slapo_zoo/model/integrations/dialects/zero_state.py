@@ -3,6 +3,7 @@
 Not all places where ZeRO keeps them are public; this file alone names them (DeepSpeed 0.19).
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,24 +13,19 @@ from torch import Tensor, nn
 from slapo_zoo.model.dp.data_parallel import Native, Whole
 
 
-def whole_parameters(model: Any) -> dict[str, Tensor]:
-    """Return {name: parameter gathered over dp}, every name of tied ones too; a collective call over dp."""
+def whole_parameters(model: Any, of: Callable[[Any], Tensor] | None = None) -> dict[str, Tensor]:
+    """Return every parameter, or what `of` makes of it, gathered over dp, under each of its names; a collective call over dp."""
     found = dict(model.named_parameters(remove_duplicate=False))
-    values = {id(p): _whole_parameter(p) for p in found.values()}
+    values = {id(p): (of or _whole_parameter)(p) for p in found.values()}
     return {name: values[id(p)] for name, p in found.items()}
 
 
-def whole_gradients(model: Any) -> dict[str, Tensor]:
-    """Return {name: gradient gathered over dp}, valid between backward and step; a collective call over dp."""
+def whole_gradient(p: Any) -> Tensor:
+    """Return the gradient of a parameter gathered over dp, between backward and step; 0 where there is none."""
     from deepspeed.utils import safe_get_full_grad
 
-    found = dict(model.named_parameters(remove_duplicate=False))
-    values = {}
-    for p in found.values():
-        if id(p) not in values:
-            grad = safe_get_full_grad(p)
-            values[id(p)] = torch.zeros_like(_whole_parameter(p)) if grad is None else grad
-    return {name: values[id(p)] for name, p in found.items()}
+    grad = safe_get_full_grad(p)
+    return torch.zeros_like(_whole_parameter(p)) if grad is None else grad
 
 
 def _whole_parameter(p: Any) -> Tensor:
@@ -181,6 +177,11 @@ class Zero(Native):
 
     def new_gradients(self, parameters: list[nn.Parameter]) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def tensors(self, model: Any, grads: bool = False) -> dict[str, Tensor]:
+        if grads:
+            return whole_parameters(model, whole_gradient)
+        return whole_parameters(model) | dict(model.named_buffers(remove_duplicate=False))
 
     def whole(self, model: Any, optimizer: Any = None) -> Whole:
         if self.native.zero_optimization_stage() == 0:
