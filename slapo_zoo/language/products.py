@@ -1,4 +1,4 @@
-"""Products among the operators of torch: which one is a matrix product or an attention, and of which size."""
+"""Classify torch operators: matrix products, convolutions and attentions, with sizes, flops and bytes."""
 
 import math
 from collections.abc import Mapping
@@ -10,15 +10,15 @@ from torch.utils.flop_counter import flop_registry
 
 
 class Product(NamedTuple):
-    """A batch of matrix products [m, k] x [k, n], or with `n = 0` an attention of m queries and k keys.
+    """Sizes and cost of a batch of matrix products [m, k] x [k, n], or of a fused attention (n = 0).
 
     Args:
-        batch: number of products, or rows times heads.
-        m: rows of the first matrix.
+        batch: number of products; for an attention, batch size times heads.
+        m: rows of the first matrix; for an attention, queries.
         n: columns of the second matrix; 0 for a fused attention.
-        k: what is summed over; of a fused attention the number of keys.
-        flops: floating-point operations of all of them.
-        moved: bytes that they read and write.
+        k: length of the summed axis; for an attention, keys.
+        flops: floating-point operations of the whole batch.
+        moved: bytes read and written by the whole batch.
     """
 
     batch: float
@@ -30,7 +30,7 @@ class Product(NamedTuple):
 
 
 def product_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Product | None:
-    """The matrix product, convolution or attention that an operator is, or None."""
+    """Return the matrix product, convolution or attention that an operator call computes, or None."""
     packet = func._overloadpacket
     is_attention = "scaled_dot_product" in str(packet)
     if packet not in flop_registry and not is_attention:

@@ -47,7 +47,12 @@ DIMS = {"dim", "dim0", "dim1"}
 
 @dataclass(frozen=True)
 class ModuleTensor:
-    """A parameter of a module that a matched call uses, e.g. the bias of a Linear."""
+    """A parameter of a module that a matched call uses, e.g. the bias of a Linear.
+
+    Args:
+        target: path of the module below the traced one.
+        name: name of the parameter.
+    """
 
     target: str
     name: str
@@ -55,11 +60,11 @@ class ModuleTensor:
 
 @dataclass
 class Operation:
-    """What a node computes, in the form in which patterns are compared.
+    """The operation of a graph node in canonical form, so that two spellings of it compare as equal.
 
     Args:
-        name: a canonical name, or the function or module type itself.
-        arguments: by canonical name, else by position or keyword.
+        name: canonical name such as "add", or the function or module class itself.
+        arguments: arguments by canonical name where one is known, else by position or keyword.
     """
 
     name: Any
@@ -94,12 +99,12 @@ FREE = {"weight", "bias", "normalized_shape", "eps", "p"}
 
 
 def describe(node: fx.Node, owner: nn.Module, in_pattern: bool = False) -> Operation:
-    """Return the operation of a call node in the form in which patterns are compared.
+    """Return the canonical operation of a call node.
 
     Args:
-        node: of the graph of `owner`.
-        owner: holds the modules that the graph calls.
-        in_pattern: rates and parameters of modules then match any.
+        node: call node in the graph of `owner`.
+        owner: module whose submodules the graph calls.
+        in_pattern: the node belongs to a pattern, so rates and parameters of its modules match any value.
     """
     if node.op == "call_module":
         return _describe_module(node, owner, in_pattern)
@@ -117,14 +122,14 @@ def describe(node: fx.Node, owner: nn.Module, in_pattern: bool = False) -> Opera
 
 
 def _function_name(target: Any) -> Any:
-    """The name of a function of torch or of an operator; any other function is itself."""
+    """Return the name of a function of torch, math or operator; return any other function itself."""
     module = getattr(target, "__module__", None) or "torch"
     name = getattr(target, "__name__", None)
     return name if name and module.split(".")[0] in TORCH else target
 
 
 def _flat(name: Any, args: tuple) -> tuple:
-    """`x.permute(0, 2, 1)` and `x.permute((0, 2, 1))` are one."""
+    """Unpack a tuple of sizes, so that `x.permute((0, 2, 1))` has the arguments of `x.permute(0, 2, 1)`."""
     if name in ("permute", "view", "reshape", "expand") and len(args) == 2:
         return (args[0], *args[1]) if isinstance(args[1], (tuple, list)) else args
     return args

@@ -1,4 +1,4 @@
-"""Patches of torch while a trace runs; they are undone whatever happens."""
+"""Temporary patches of torch and builtins during a trace; each is undone on exit, also after an error."""
 
 import builtins
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
 
 @contextmanager
 def recording(tracer: ValueTracer) -> Iterator[None]:
-    """Functions that know no proxies leave nodes; a forward cannot write a proxy into a module."""
+    """Context in which torch factories leave graph nodes, and a forward that stores a proxy in a module raises."""
     with ExitStack() as stack:
         for name in FACTORIES + RANDOM:
             new = recorded(tracer, getattr(torch, name), always=name in RANDOM)
@@ -46,9 +46,9 @@ _isinstance = isinstance
 
 
 def _is_instance(value: Any, classes: Any) -> bool:
-    """Models branch on `isinstance(x, torch.Tensor)`; a proxy must answer as its value would.
+    """Stand in for `isinstance` during a trace: a proxy answers as its value would.
 
-    A `__class__` of its own cannot do this: torch's C code would then take it for a tensor.
+    Giving proxies a false `__class__` is no way out, because torch's C code would take them for tensors.
     """
     if type(value) is ValueProxy and not _isinstance(value, classes):
         value = value.node.meta["value"]
@@ -82,7 +82,7 @@ def _apply(tracer: ValueTracer) -> Any:
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Random state, buffers and training flags are afterwards as they were before."""
+    """Context that restores the random state, buffers, training flags and attributes of a module on exit."""
     buffers = [(b, b.detach().clone()) for b in module.buffers() if not b.is_meta]
     flags = [(m, m.training) for m in module.modules()]
     attributes = set(module.__dict__)
@@ -106,7 +106,7 @@ def _cuda_devices(module: nn.Module) -> list[int]:
 
 
 def set_mode(module: nn.Module, training: bool) -> None:
-    """Switch every module that has the root's mode; what is frozen in eval stays so."""
+    """Switch to `training` each submodule that is in the root's mode; a submodule frozen in eval stays so."""
     before = module.training
     for m in module.modules():
         if m.training == before:

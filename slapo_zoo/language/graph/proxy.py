@@ -1,4 +1,4 @@
-"""A proxy that knows the value it stands for: sizes stay symbolic, decisions leave a check."""
+"""fx proxy that carries an example value: sizes stay symbolic, and each Python branch on one leaves a check."""
 
 import dis
 import operator
@@ -13,7 +13,7 @@ from torch.fx import Proxy
 
 
 class Unknown:
-    """The value of a tensor of which there is no example: only its type is known."""
+    """Type of `UNKNOWN`, the value of a traced tensor for which there is no example, so no shape either."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(Tensor, name)
@@ -24,10 +24,10 @@ CONTAINERS = (tuple, list, dict)  # torch.Size is a tuple, an output of transfor
 
 
 class ValueProxy(Proxy):
-    """Stands for a value during a trace; `len`, iteration and attributes are those of that value.
+    """fx proxy with an example value; `len`, iteration and attributes are those of the value.
 
-    An `if`, a `range` or an `int()` over a size reads the value, and the tracer notes it as a
-    check. An `if` over the elements of a tensor is an error: the trace would have to guess.
+    An `if`, a `range` or an `int()` on a size reads the value, and the tracer adds a check to the graph. An
+    `if` on the elements of a tensor raises an error, because the graph could not follow it.
     """
 
     if TYPE_CHECKING:  # Proxy gets its operators at run time
@@ -101,7 +101,7 @@ class ValueProxy(Proxy):
 
 
 class Method:
-    """A method of a proxied value; calling it becomes a `call_method` node."""
+    """Bound method of a proxied value; calling it adds a `call_method` node."""
 
     def __init__(self, owner: ValueProxy, name: str):
         self.owner, self.name = owner, name
@@ -112,7 +112,7 @@ class Method:
 
 
 def has_proxy(*values: Any) -> bool:
-    """Return whether a proxy lies anywhere in nested tuples, lists and dicts."""
+    """Return whether nested tuples, lists and dicts contain a proxy."""
     for value in values:
         if type(value) is ValueProxy:
             return True
@@ -124,12 +124,12 @@ def has_proxy(*values: Any) -> bool:
 
 
 def _tracer(proxy: ValueProxy) -> Any:
-    """The ValueTracer; unnamed here, since its module imports this one."""
+    """Return the ValueTracer of a proxy (untyped: its module imports this one)."""
     return proxy.tracer
 
 
 def _unpacked_into(frame: FrameType) -> int:
-    """Return how many names the statement that runs unpacks into, as in `b, s, d = x.shape`; 0 if none."""
+    """Return the number of names that the running statement unpacks into (3 in `b, s, d = x.shape`), or 0."""
     for instruction in dis.get_instructions(frame.f_code):
         if instruction.offset == frame.f_lasti:
             return instruction.argval if instruction.opname == "UNPACK_SEQUENCE" else 0
@@ -137,7 +137,10 @@ def _unpacked_into(frame: FrameType) -> int:
 
 
 def _decided_for_any_draw(node: Any) -> bool | None:
-    """A uniform number lies in [0, 1): `rand < 0.0` (no layer drop) is the same for every draw."""
+    """Return the result of comparing `torch.rand` with a constant if it is the same for every draw, else None.
+
+    `rand < 0.0`, as in a layer drop of rate 0, is False for each number in [0, 1).
+    """
     if node.target not in (operator.lt, operator.gt) or len(node.args) != 2:
         return None
     left, right = node.args if node.target is operator.lt else reversed(node.args)
@@ -147,7 +150,7 @@ def _decided_for_any_draw(node: Any) -> bool | None:
 
 
 def _in_place(name: str) -> Any:
-    """Make the method of an in-place operator: `x += y` writes into a tensor, and only renames a size or a tuple."""
+    """Make the method of an in-place operator: a node for `x += y` on a tensor, plain Python on a size or tuple."""
     target = getattr(operator, name)
 
     def impl(self: ValueProxy, other: Any) -> Any:

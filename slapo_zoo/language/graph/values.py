@@ -1,4 +1,4 @@
-"""Facts about values in a trace: where they came from, and whether they depend on data."""
+"""Helpers of the tracer: values behind proxies, the source line that runs, and dependence on tensor data."""
 
 import operator
 import sys
@@ -17,7 +17,7 @@ NOT_THE_MODEL = (str(Path(__file__).parent), str(Path(torch.__file__).parent), "
 
 
 def values_of(value: Any) -> Any:
-    """The same nested structure, with every proxy replaced by what it stands for."""
+    """Return the nested structure `value` with every proxy replaced by its example value."""
     if type(value) is ValueProxy:
         return value.node.meta["value"]
     if type(value) in (tuple, list):
@@ -28,7 +28,7 @@ def values_of(value: Any) -> Any:
 
 
 def location() -> str:
-    """File and line of the model code that runs now."""
+    """Return "file:line" of the model code that is being traced."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -39,7 +39,7 @@ def location() -> str:
 
 
 def depends_on_data(node: fx.Node) -> bool:
-    """Return whether the size or number that a node computes depends on the elements of a tensor."""
+    """Return whether a node computes a size or number that depends on the elements of a tensor."""
     if any(n.meta.get("of_data") for n in node.all_input_nodes):
         return True
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

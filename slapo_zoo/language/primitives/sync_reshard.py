@@ -30,7 +30,7 @@ AXIS = {"RR": None, "RS": -1, "SR": -2}  # which axis is sharded
 
 
 def reshard(x: Tensor, sync: Sync, site: Site) -> Tensor:
-    """x laid out as the first two letters of the sync's op --> as the last two."""
+    """Move `x` from the layout in the first two letters of the op's name to that in the last two, e.g. "RS->RR"."""
     group, is_part = site.group(sync), bool(sync.tensor_parallel_output_grad)
     source, target = (AXIS[form] for form in sync.sync_op_or_fn.split("->"))
     if x.ndim < 2:
