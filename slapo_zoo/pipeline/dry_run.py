@@ -1,9 +1,8 @@
-"""Dry runs of a forward on fake tensors, also of one that looks at its data.
+"""Dry run of a forward on fake tensors, also for a forward that branches on the data of its inputs.
 
-What follows from the inputs alone is then computed beside the fake tensors, so that the forward sees
-it (lengths, masks of other media); a plan made so holds for these data only. Within a unit, where experts
-are chosen, a module that looks at data counts as one whose output is like its input; a stage compares
-what it really sends with that.
+In that case, values that follow from the inputs alone (lengths, masks) are computed on real data beside the
+fake tensors, and the result holds for these data only. Inside a unit, a module that branches on other data
+(experts) is assumed to return a tensor like its input; stages check that assumption against real outputs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,13 +31,13 @@ RANDOM = torch.Tag.nondeterministic_seeded
 def dry_run(
     model: nn.Module, units: Sequence[str], fake: Any, batch: Mapping[str, Any]
 ) -> tuple[list[Call], bool]:
-    """The calls of units in one forward of a fake model, in order; true: they hold for these data only.
+    """Return the unit calls of one forward of a fake model, and True when they hold only for the data of this batch.
 
     Args:
-        model: scheduled on a mesh without processes, its parameters fake tensors of the mode `fake`.
-        units: paths that count.
-        fake: the FakeTensorMode.
-        batch: tensors of the sizes that count, on any device; their data only where the forward looks at it.
+        model: model with fake parameters, scheduled on a mesh without processes.
+        units: paths of the modules whose calls are recorded.
+        fake: the FakeTensorMode of the parameters.
+        batch: arguments of the forward on any device; their data are read only if the forward branches on them.
     """
     try:
         return calls_of(Tape(model, units).run(model, fake, batch).rows), False
@@ -51,7 +50,7 @@ def dry_run(
 
 @contextmanager
 def refused(model: nn.Module) -> Iterator[None]:
-    """Refuse in words a forward that cannot run without its data."""
+    """Context that turns torch's error about a data-dependent forward into a ScheduleError."""
     try:
         yield
     except DEPENDS as error:
@@ -61,11 +60,11 @@ def refused(model: nn.Module) -> Iterator[None]:
 
 
 class LookingTape(Tape):
-    """Records a forward that looks at data.
+    """Tape of a forward that branches on data: computes with real data wherever they follow from the inputs.
 
     Args:
-        model: as for `Tape`; the forwards of its units are changed until the end.
-        units: as for `Tape`.
+        model: model with fake parameters; the forwards of its units are replaced until the tape is closed.
+        units: paths of the modules whose calls are recorded.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[str]):
@@ -85,7 +84,7 @@ class LookingTape(Tape):
         return inputs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run on fake tensors, and on data where all of it is known."""
+        """Run one operator on fake tensors, and also on real data when those of all its arguments are known."""
         kwargs = kwargs or {}
         found = self._of_inputs(func, args, kwargs)
         try:
@@ -104,7 +103,7 @@ class LookingTape(Tape):
         return out
 
     def _of_inputs(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result on data, or None where some of it is not known."""
+        """Return the operator's result on real data, or None when some argument's data are unknown."""
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if RANDOM in func.tags or not all(x in self._known for x in tensors):
             return None
@@ -115,7 +114,7 @@ class LookingTape(Tape):
             return func(*args, **kwargs)
 
     def _numbers(self, indices: Sequence[Any]) -> list[Any]:
-        """Return the indices with numbers in place of boolean masks."""
+        """Return the indices of an indexing operator, with integer tensors of the true length for boolean masks."""
         found: list[Any] = []
         for index in indices:
             if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
@@ -162,7 +161,7 @@ def _first_float(tree: Any) -> Tensor | None:
 
 
 def _as_fake(found: Any) -> Any:
-    """Return a fake tensor of the same size and dtype, which may be mixed with other fake tensors."""
+    """Return a fake tensor of the same shape and dtype as a real one; return other values unchanged."""
     if not isinstance(found, Tensor):
         return found
     return torch.empty(tuple(found.shape), dtype=found.dtype)

@@ -1,12 +1,7 @@
-"""Cost of each unit of a model in a training step, estimated from shapes alone.
+"""Estimate the cost of each unit (block, embedding, head) in a training step, from shapes alone.
 
-The model runs once on fake tensors. The cost of an operation is its floating-point operations, plus
-ELEMENT for every number that it writes: softmax, norms and losses move memory and multiply little, and a
-head over a large vocabulary is dear in both.
-
-Blocks that repeat run twice; what follows writes the rows of the second call again. A model of 80 equal
-blocks is counted in the time of two. The first call is not taken: it keeps what all share (a mask, rotary
-tables) for the backward, which counts once.
+The model runs once on fake tensors. The cost of an operator is its floating-point operations, plus ELEMENT for
+every number that it writes: softmax, norms and losses multiply little but move memory.
 """
 
 import math
@@ -35,13 +30,13 @@ Seen = list[tuple[list[Row], Any]]  # calls: their rows, and their outputs on fa
 
 @dataclass(frozen=True)
 class UnitCost:
-    """Operations and bytes of one call of a unit (a block, an embedding, a head).
+    """Cost of one call of a unit (a block, an embedding, a head) for one micro-batch.
 
     Args:
-        unit: its path.
-        call: 0, or which call of a shared block.
-        forward: operations of a micro-batch.
-        parameters: numbers whose gradients are written and added in every backward.
+        unit: path of the unit.
+        call: index of the call for a shared block, else 0.
+        forward: operations of the forward.
+        parameters: number of weights, whose gradients each backward writes and adds.
     """
 
     unit: str
@@ -51,12 +46,12 @@ class UnitCost:
 
     @property
     def step(self) -> float:
-        """Operations of forward and backward of a micro-batch."""
+        """Return the operations of a forward and backward."""
         return 2.0 * self.forward + (self.forward + 2.0 * ELEMENT * self.parameters)
 
 
 def operation_cost(row: Row) -> float:
-    """Floating-point operations of one operator, and ELEMENT for each number written."""
+    """Return the cost of one tape row: floating-point operations plus ELEMENT for each number written."""
     if isinstance(row.op, str):
         return row.amount if row.op == EXPERTS else 0.0
     if is_view(row.op):
@@ -70,7 +65,7 @@ def operation_cost(row: Row) -> float:
 
 
 def most_positions(config: Any) -> int | None:
-    """The fewest that a config, or one of a tower within it, has; None where none says."""
+    """Return the smallest `max_position_embeddings` of a config and its sub-configs; None when none has it."""
     from transformers import PreTrainedConfig
 
     towers = (value for value in vars(config).values() if isinstance(value, PreTrainedConfig))
@@ -79,15 +74,15 @@ def most_positions(config: Any) -> int | None:
 
 
 def usual_tokens(config: Any) -> int:
-    """Tokens of a row when nobody says: all positions of the model, at most MOST_TOKENS."""
+    """Return the default number of tokens per row: the model's positions, at most MOST_TOKENS."""
     return min(most_positions(config) or MOST_TOKENS, MOST_TOKENS)
 
 
 def row_length(config: Any, seq_len: int | None) -> int:
-    """Tokens of a row that the model has positions for; `usual_tokens` when nobody says.
+    """Return the number of tokens per row: `seq_len`, or by default `usual_tokens`.
 
     Raises:
-        MeshError: the model has fewer positions.
+        MeshError: `seq_len` exceeds the positions of the model.
     """
     longest = most_positions(config) or getattr(config, "max_target_positions", None)
     tokens = seq_len or min(usual_tokens(config), longest or MOST_TOKENS)
@@ -98,12 +93,12 @@ def row_length(config: Any, seq_len: int | None) -> int:
 
 
 def unit_costs(model: Any, units: Sequence[str], seq_len: int | None = None) -> list[UnitCost]:
-    """The cost of every unit call of one training step, in the order in which they run.
+    """Return the cost of every unit call of one training step, in the order in which they run.
 
     Args:
-        model: unscheduled, on meta; its class and config count.
-        units: what a stage holds as a whole.
-        seq_len: tokens of a row.
+        model: unscheduled model on meta; only its class and config are used.
+        units: paths of the modules that are never split between stages.
+        seq_len: tokens per row; None for `usual_tokens`.
     """
     tokens = seq_len or usual_tokens(model.config)
     counted = min(tokens, SCANNED_TOKENS) if hasattr(model.config, "state_size") else tokens
@@ -112,7 +107,7 @@ def unit_costs(model: Any, units: Sequence[str], seq_len: int | None = None) -> 
 
 
 class _Config:
-    """A config that can be the key of a cache."""
+    """Wrapper that makes a config hashable, as the key of a cache."""
 
     def __init__(self, config: Any):
         self.config, self._key = config, config.to_json_string(use_diff=False)
@@ -143,7 +138,14 @@ def _unit_costs(
 def _costs_of(
     rows: Sequence[Row], model: nn.Module, units: Sequence[str], tokens: int
 ) -> Iterator[UnitCost]:
-    """The cost of each call; the loss counts with the last one. `tokens`: 0 unless the forward ended early."""
+    """Yield the cost of each unit call; operators after a call count with the next one, the loss with the last.
+
+    Args:
+        rows: rows of the tape.
+        model: the model of fake tensors.
+        units: paths of the units.
+        tokens: tokens per row if the forward ended early, to estimate the units that did not run; else 0.
+    """
     sizes = {unit: sum(p.numel() for p in model.get_submodule(unit).parameters())
              for unit in units}  # fmt: skip
     names = [row.path for row in rows if row.output is not None]
@@ -159,7 +161,10 @@ def _costs_of(
 
 
 def _stand_in_for_experts(tape: Tape, model: nn.Module) -> None:
-    """Replace experts by a computation of the same cost: which token goes where depends on data, the cost does not."""
+    """Replace the experts of a model by a copy of their input that is recorded with the experts' cost.
+
+    Which expert a token goes to depends on data; the cost does not.
+    """
     for module in model.modules():
         if type(module).__name__.endswith("Experts"):
             size = sum(p.numel() for p in module.parameters()) / len(next(module.parameters()))
