@@ -1,4 +1,4 @@
-"""Give a scheduled model on meta its values: from a checkpoint, or newly drawn."""
+"""Give a scheduled model on meta its values: read from a checkpoint, or newly drawn."""
 
 import functools
 import re
@@ -35,19 +35,20 @@ def fill_from_folder(
     options: LoadOptions = LoadOptions(),  # noqa: B008 - frozen
     over_dp: RowsOfRank | None = None,
 ) -> Ledger:  # fmt: skip
-    """Read this rank's slices; what the checkpoint lacks is drawn as `from_config` draws it.
+    """Allocate this rank's tensors and read its slices from a checkpoint; missing weights are drawn. Return the
+    ledger.
 
     Args:
-        model: scheduled, on meta, only this rank's stage.
-        skeleton: makes the same model unscheduled and whole, on meta.
-        plan: of this rank.
-        folder: the checkpoint.
-        device: where the values go.
-        units: paths of blocks and their neighbours.
-        seed: of new weights.
-        keys: the names that the family's files use.
-        options: limits and checks.
-        over_dp: which rows of each parameter are ours, where dp ranks divide them.
+        model: scheduled model on meta, only with this rank's stages.
+        skeleton: returns the same model unscheduled and unsharded, on meta.
+        plan: plan of this rank.
+        folder: opened checkpoint.
+        device: device of the allocated tensors.
+        units: paths of the blocks and of the modules beside them.
+        seed: seed of newly drawn weights.
+        keys: renames between the model's tensors and keys of the files.
+        options: memory limit and checks.
+        over_dp: rows of each parameter that this rank holds, when they are sharded over dp (ZeRO).
     """
     begin, mesh, specs = time.perf_counter(), plan.mesh, plan.saved
     with AnonymousPeak(exact=False) as peak:
@@ -100,7 +101,7 @@ def fill_from_config(
     model: Any, skeleton: Callable[[], Any], plan: RankPlan, device: torch.device, units: Sequence[str], seed: int,
     over_dp: RowsOfRank | None = None,
 ) -> Ledger:  # fmt: skip
-    """Draw every weight, the same for every layout; arguments as in `fill_from_folder`."""
+    """Allocate this rank's tensors and draw every weight, equal on every mesh; arguments as in `fill_from_folder`."""
     begin = time.perf_counter()
     with AnonymousPeak(exact=False) as peak:
         local = _allocate(model, device, over_dp)
@@ -114,7 +115,7 @@ def fill_from_config(
 
 
 def _check_memory(model: Any, options: LoadOptions, mesh: Mesh, over_dp: RowsOfRank | None) -> None:
-    """Refuse, on all ranks, a shard that is too large before any of it is allocated."""
+    """Raise WeightsError on all ranks when a rank's shard exceeds `options.max_memory`, before any allocation."""
     limit = options.max_memory
     if limit is None:
         return
@@ -134,7 +135,7 @@ def _check_memory(model: Any, options: LoadOptions, mesh: Mesh, over_dp: RowsOfR
 
 
 def _fresh(tensor: nn.Parameter, device: torch.device, over_dp: RowsOfRank | None) -> nn.Parameter:
-    """Allocate a tensor of the size of a parameter on meta, or of this rank's rows of it."""
+    """Allocate a parameter on `device` for one on meta, or for this rank's rows of it when sharded over dp."""
     if over_dp is None or not tensor.ndim:
         return nn.Parameter(fresh_like(tensor, device), tensor.requires_grad)
     part = fresh_like(tensor.new_empty(over_dp.shape_of(tensor)), device)
@@ -144,7 +145,7 @@ def _fresh(tensor: nn.Parameter, device: torch.device, over_dp: RowsOfRank | Non
 def _allocate(
     model: Any, device: torch.device, over_dp: RowsOfRank | None = None
 ) -> dict[str, Tensor]:
-    """Give parameters and persistent buffers storage; ties stay one parameter.
+    """Allocate all parameters and persistent buffers of a model on meta; tied ones stay one parameter.
 
     Returns:
         name --> local tensor; of tied names, only the first that this stage holds.
@@ -172,7 +173,7 @@ def _draw(
     plan: RankPlan,
     seed: int,
 ) -> None:
-    """Draw full tensors and keep this rank's part of those in `missing`."""
+    """Draw unsharded weights unit by unit, and copy this rank's shard of each into the tensors of `missing`."""
     wanted: dict[str, list[str]] = {}
     for name in missing:
         wanted.setdefault(plan.saved_as(name), []).append(name)
@@ -191,10 +192,10 @@ def _draw(
 def _refuse_foreign(
     names: NameMap, units: Sequence[str], folder: CheckpointFolder, prefix: str
 ) -> None:
-    """A checkpoint may lack a whole head or hold another one; anything else is an error.
+    """Raise WeightsError when missing or unexpected keys mean another architecture or size.
 
-    A part of a unit, or a block, that is missing or too many means another architecture or size.
-    A head of several parts (`cls.predictions`, `cls.seq_relationship`) may lack some of them.
+    A checkpoint may lack a head, or parts of it (`cls.seq_relationship`), or have another head. A missing or
+    surplus block, or part of a unit, is an error.
     """
     strip = f"{prefix}."
     body = [unit for unit in units if unit.startswith(strip)] or list(units)
@@ -230,7 +231,7 @@ def _refuse_foreign(
 def _without_mismatched(
     names: NameMap, expected: Sequence[TensorSpec], folder: CheckpointFolder, key_of: Mapping[str, str]
 ) -> NameMap:  # fmt: skip
-    """Tensors whose shape differs from the file's count as missing."""
+    """Return the name map with tensors whose shape differs from the file's counted as missing."""
     shapes = {spec.name: spec.shape for spec in expected}
     differ = {n for n, key in names.source.items() if folder.shape(key_of[key]) != shapes[n]}
     source = {name: key for name, key in names.source.items() if name not in differ}
@@ -240,9 +241,9 @@ def _without_mismatched(
 def _refuse_untied(
     doubles: Sequence[tuple[str, ...]], folder: CheckpointFolder, mesh: Mesh
 ) -> None:
-    """WeightsError where a file holds two values for what the config says is one tied tensor.
+    """Raise WeightsError when a file holds two different values for a tensor that the config ties.
 
-    The first rank compares them where they lie in the files; all others wait for its word.
+    Rank 0 compares the values in the files; all ranks get its result.
     """
 
     def check() -> None:
@@ -259,6 +260,6 @@ def _refuse_untied(
 
 
 def _above(name: str) -> list[str]:
-    """The paths of the modules around a tensor: `a.b.weight` --> `a.b`, `a`."""
+    """Return the paths of the modules around a tensor: `a.b.weight` --> `a.b`, `a`."""
     parts = name.split(".")
     return [".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1)]

@@ -1,4 +1,4 @@
-"""A checkpoint folder: which file holds which key, opened one file at a time and only if needed."""
+"""An opened checkpoint folder: which file holds which key; each file is opened when first needed."""
 
 import os
 from pathlib import Path
@@ -19,7 +19,7 @@ PICKLE_SINGLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json
 
 
 class CheckpointFolder:
-    """The tensors of a checkpoint, by key; made by `open_checkpoint`.
+    """The tensors of a checkpoint by key; `open_checkpoint` makes it.
 
     Attributes:
         path: the folder.
@@ -41,7 +41,7 @@ class CheckpointFolder:
 
     @property
     def files_opened(self) -> int:
-        """Number of weight files opened so far."""
+        """Return the number of weight files opened so far."""
         return len(self._files)
 
     def keys(self) -> list[str]:
@@ -49,13 +49,15 @@ class CheckpointFolder:
         return list(self.key_to_file)
 
     def view(self, key: str) -> Tensor:
-        """A tensor over the mapped file, of the file's shape and dtype; no byte is read yet."""
+        """Return a tensor over the mapped file, in the file's shape and dtype; bytes are read on first use."""
         return self._file(self._name(key)).view(key)
 
     def piece(self, key: str, part: Tensor) -> Tensor | None:
-        """Return a contiguous region as a view with a storage of its own, so that a tensor may keep it alive.
+        """Return a copy-on-write tensor over the mapped bytes of `part` with its own storage; None for a pickle.
 
-        None unless the file is privately mapped.
+        Args:
+            key: key of the tensor.
+            part: contiguous part of `view(key)`.
         """
         file = self._file(self._name(key))
         if not isinstance(file, SafetensorsFile):
@@ -63,7 +65,7 @@ class CheckpointFolder:
         return file.piece(key, int(part.storage_offset()), part.shape)
 
     def read_ahead(self, key: str, first: int, count: int) -> None:
-        """Ask the kernel to fetch `count` bytes of a tensor, from its byte `first` on, in time."""
+        """Ask the kernel to prefetch `count` bytes of a tensor, from byte `first` of its data."""
         self._file(self._name(key)).read_ahead(key, first, count)
 
     def shape(self, key: str) -> tuple[int, ...]:
@@ -75,12 +77,12 @@ class CheckpointFolder:
         return self._file(self._name(key)).entries[key].dtype
 
     def nbytes(self, key: str) -> int:
-        """Bytes of the tensor in the file."""
+        """Return the bytes that a tensor takes in the file."""
         entry = self._file(self._name(key)).entries[key]
         return entry.stop - entry.start
 
     def open_all(self) -> "CheckpointFolder":
-        """Open every file now: what is read from here on is of one folder, whatever replaces it."""
+        """Open every file now, so that later reads see one state even if the folder is replaced; return self."""
         try:
             for name in sorted(set(self.key_to_file.values())):
                 self._file(name)
@@ -90,21 +92,21 @@ class CheckpointFolder:
         return self
 
     def saves(self) -> dict[str, str | None]:
-        """File --> the id of the save that wrote it; None where a file has none."""
+        """Return, for each opened file, the id of the save that wrote it; None for a file without id."""
         return {n: file.metadata.get(SAVE_ID) for n, file in self._files.items()}
 
     def digest(self) -> str:
-        """Hash names, dtypes, shapes and places of all tensors, and the save they are of; no values."""
+        """Return a digest of names, dtypes, shapes and offsets of all tensors and the save id, without values."""
         known = {name: (file.metadata, file.entries) for name, file in sorted(self._files.items())}
         return digest(known)
 
     def position(self, key: str) -> tuple[str, int]:
-        """File and offset: tensors are read fastest in this order."""
+        """Return (file, offset) of a tensor; reading in this order is fastest."""
         name = self._name(key)
         return name, self._file(name).entries[key].start
 
     def close(self) -> None:
-        """Close the files; views that are alive stay valid."""
+        """Close the files; existing views stay valid."""
         for file in self._files.values():
             file.close()
 
@@ -134,7 +136,7 @@ class CheckpointFolder:
         return self._files[name]
 
     def _check_index(self, name: str, file: SafetensorsFile | PickleFile) -> None:
-        """The index and the file must agree on what the file holds."""
+        """Raise WeightsError when the index and a file disagree on which keys the file holds."""
         indexed = self._indexed.get(name, set())
         absent = indexed - file.entries.keys()
         twice = (file.entries.keys() & self.key_to_file.keys()) - indexed
@@ -153,13 +155,13 @@ class CheckpointFolder:
 def open_checkpoint(
     folder: str | os.PathLike[str], allow_pickle: bool = False, stem: str = "model"
 ) -> CheckpointFolder:
-    """Open `model.safetensors`, or the files that `model.safetensors.index.json` names.
+    """Open `model.safetensors`, or the files listed in `model.safetensors.index.json`, in a folder.
 
     Args:
-        folder: a local folder; of the Hub cache, the snapshot.
-        allow_pickle: take `pytorch_model.bin` where there is no safetensors file. It is read with
-            `weights_only=True`, and costs memory where it was written by an old torch.
-        stem: how the files are named; "optimizer" opens what `save_checkpoint` put beside the model.
+        folder: local folder; for the Hub cache, the snapshot.
+        allow_pickle: accept `pytorch_model.bin` when there is no safetensors file. It is read with
+        `weights_only=True`, and into memory if an old torch wrote it.
+        stem: begin of the file names; "optimizer" opens the optimizer files of `save_checkpoint`.
     """
     path = Path(folder)
     if not path.is_dir():

@@ -51,7 +51,7 @@ FOREIGN = {
 
 
 class Entry(NamedTuple):
-    """One tensor of a file; `start` and `stop` are offsets from the start of the file."""
+    """One tensor of a safetensors file; `start` and `stop` are byte offsets from the start of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -60,16 +60,16 @@ class Entry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """Return the content of a file: tensor name --> Entry, in the order of the header, and its metadata."""
+    """Content of a safetensors header: tensor name --> Entry in the order of the header, and `__metadata__`."""
 
     entries: dict[str, Entry]
     metadata: dict[str, str]
 
 
 def read_header(file: BinaryIO) -> Header:
-    """Parse and check the header of an open file; whatever is not as it must be is a WeightsError.
+    """Parse and check the header of an open safetensors file; anything malformed raises WeightsError.
 
-    Checked: length, JSON, names, dtypes, shapes, and that the tensors tile the data exactly.
+    Checked: length, JSON, names, dtypes, shapes, and that the tensors cover the data without gap or overlap.
     """
     path, size = str(file.name), os.fstat(file.fileno()).st_size
     length = _length(path, file.read(8), size)
@@ -127,7 +127,7 @@ def _parse(path: str, raw: bytes) -> dict[str, Any]:
 
 
 def _entry(path: str, name: str, spec: Any, data: int) -> Entry:
-    """Check one tensor by itself; the data start at byte `data` of the file."""
+    """Check and return the entry of one tensor; `data` is the offset at which the data of the file start."""
     if not isinstance(spec, dict) or set(spec) != {"dtype", "shape", "data_offsets"}:
         raise _error(path, name, f"found {spec!r:.80}, expected dtype, shape and data_offsets")
     dtype, shape, offsets = spec["dtype"], spec["shape"], spec["data_offsets"]
@@ -146,7 +146,7 @@ def _entry(path: str, name: str, spec: Any, data: int) -> Entry:
 
 
 def _check_layout(path: str, entries: dict[str, Entry], data: int, size: int) -> None:
-    """The tensors must tile the data: no hole, no overlap, nothing beyond the end."""
+    """Raise WeightsError unless the tensors cover the data exactly: no hole, no overlap, nothing beyond the end."""
     end, previous = data, "the header"
     for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
         if entry.stop > size:
@@ -162,7 +162,7 @@ def _check_layout(path: str, entries: dict[str, Entry], data: int, size: int) ->
 
 
 def _is_unicode(name: str) -> bool:
-    """JSON can spell half of a surrogate pair, which no file can hold in UTF-8."""
+    """Return whether a name is valid Unicode; JSON can spell half of a surrogate pair, UTF-8 cannot."""
     try:
         name.encode()
     except UnicodeEncodeError:

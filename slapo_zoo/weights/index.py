@@ -1,6 +1,6 @@
-"""The index of a checkpoint of several files, and which paths it may name.
+"""Read the index of a checkpoint of several files, and restrict the paths that it may name.
 
-An index may come from a stranger: it names files beside itself, and nothing else.
+An index can come from an untrusted source, so it may only name files in its own folder.
 """
 
 import json
@@ -15,7 +15,7 @@ MAX_INDEX = 100_000_000
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Key --> file name, every file present and inside the folder of the index."""
+    """Return key --> file name from an index; every file must exist inside the folder of the index."""
     check_inside(path.parent, path)
     weight_map = _weight_map(path)
     for name in sorted(set(weight_map.values())):
@@ -29,10 +29,10 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def check_inside(folder: Path, path: Path) -> None:
-    """Refuse what is not a regular file, or is linked from outside of the checkpoint.
+    """Raise WeightsError when a path is not a regular file, or a link that leads out of the checkpoint.
 
-    In the Hub cache, `models--org--name/snapshots/<sha>/file` links to `../../blobs/<hash>`: a
-    link may lead to the blobs of the same repository.
+    In the Hub cache, `models--org--name/snapshots/<sha>/file` links to `../../blobs/<hash>`: links to the blobs
+    of the same repository are allowed.
     """
     try:
         real, mode = path.resolve(strict=True), path.stat().st_mode

@@ -1,4 +1,4 @@
-"""All that is wrong with a checkpoint folder, without a model."""
+"""Check a checkpoint folder against its checksums, without a model."""
 
 from pathlib import Path
 
@@ -18,10 +18,10 @@ from slapo_zoo.weights.training_state import read_state
 
 
 def damages_of(folder: Path) -> tuple[int, list[WeightsError]]:
-    """Return the number of tensors of a checkpoint, and every file and tensor that differs from what was saved.
+    """Return (number of tensors, errors): one error for every file and tensor that differs from what was saved.
 
     Raises:
-        WeightsError: it has no checksums, or is no checkpoint.
+        WeightsError: the folder is no checkpoint, or has no checksums.
     """
     return read_whole(folder, lambda: _damages(folder), lambda found: None)
 

@@ -1,7 +1,7 @@
-"""Memory of weights: fresh pages, large ones where the kernel has them, and pages of a mapped file.
+"""Allocate memory for weights with large pages, or use pages of a mapped file.
 
-Measured on one core, warm page cache, 400 MiB: copying into fresh small pages 0.18 s (`readinto`
-too), into fresh large ones 0.06 s; the first write to pages of a private map 0.21 s.
+Measured on one core, warm page cache, 400 MiB: copying into fresh small pages 0.18 s (`readinto` too), into
+fresh large ones 0.06 s; the first write to pages of a private map 0.21 s.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ LEAST_MAPPED = 64 << 10  # of smaller tensors a map saves nothing
 
 
 def fresh_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """An uninitialised tensor of the same shape and dtype, without a gradient.
+    """Return an uninitialised tensor of the same shape and dtype, without a gradient.
 
-    Large ones on the CPU lie in memory of their own, for which the kernel is asked for large pages:
-    it fills them three times as fast, and less of the processor's address cache goes into them.
+    A large one on the CPU gets memory of its own with large pages, which the kernel fills three times as fast
+    and which need fewer TLB entries.
 
     Args:
-        tensor: of any device, meta too.
-        device: where the new one goes; None takes that of `tensor`.
+        tensor: tensor on any device, also meta.
+        device: device of the new tensor; None for that of `tensor`.
     """
     device = device or tensor.device
     if not tensor.is_contiguous():
@@ -48,7 +48,7 @@ def fresh_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 
 
 def can_stay_mapped(part: Tensor, tensor: Tensor) -> bool:
-    """Return whether a part of a mapped file can serve in place of an allocated tensor as it is."""
+    """Return whether a slice of a mapped file can be used unchanged in place of the allocated `tensor`."""
     fits = part.shape == tensor.shape and part.dtype == tensor.dtype
     in_place = tensor.device.type == "cpu" and part.is_contiguous()
     is_aligned = part.data_ptr() % part.itemsize == 0
@@ -56,9 +56,9 @@ def can_stay_mapped(part: Tensor, tensor: Tensor) -> bool:
 
 
 def settle(tensors: Iterable[Tensor]) -> None:
-    """Copy tensors that are pages of a file into memory of their own, each tensor staying itself.
+    """Copy tensors that are pages of a mapped file into memory, in place (`.data`).
 
-    Writing to such pages would do the same one small page at a time, at three times the cost.
+    Writing to such pages would copy them too, but one small page at a time at three times the cost.
     """
     held = list(tensors)
     for tensor, own in [(tensor, fresh_like(tensor)) for tensor in held]:  # neighbours share pages

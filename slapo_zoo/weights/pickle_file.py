@@ -1,4 +1,4 @@
-"""A `pytorch_model.bin`, for those who asked for it; the same face as SafetensorsFile."""
+"""Read a `pytorch_model.bin` (only if allowed by the user), with the interface of SafetensorsFile."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,16 +12,16 @@ from slapo_zoo.weights.header import Entry
 
 
 class PickleFile:
-    """The tensors of a `torch.save`d state dict, read with `weights_only=True`.
+    """Tensors of a `torch.save`d state dict, read with `weights_only=True`.
 
-    Files of torch >= 1.6 are mapped; older ones are read into memory whole.
+    Files of torch >= 1.6 are mapped; older ones are read into memory.
 
     Args:
-        path: the file; anything that is no plain state dict of tensors is a WeightsError.
+        path: the file; anything but a plain state dict of tensors raises WeightsError.
 
     Attributes:
-        entries: as of SafetensorsFile; `start` and `stop` only count up.
-        metadata: none.
+        entries: tensor name --> Entry with dtype and shape; `start` and `stop` are no file offsets.
+        metadata: always empty.
     """
 
     metadata: Mapping[str, str] = MappingProxyType({})
@@ -36,14 +36,14 @@ class PickleFile:
             start = stop
 
     def view(self, name: str) -> Tensor:
-        """Return a tensor as the file has it."""
+        """Return a tensor in the file's shape and dtype."""
         return self._tensors[name]
 
     def read_ahead(self, name: str, first: int, count: int) -> None:
-        """Do nothing: where a tensor's bytes lie in the file is not known."""
+        """Do nothing: the offset of a tensor in a pickle is unknown."""
 
     def close(self) -> None:
-        """Drop the tensors; views that are alive stay valid."""
+        """Drop the tensors; existing views stay valid."""
         self._tensors = {}
 
 

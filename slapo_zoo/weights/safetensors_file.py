@@ -1,4 +1,4 @@
-"""One safetensors file as tensors over its mapped pages."""
+"""Read a safetensors file as tensors over its mapped pages."""
 
 import contextlib
 import math
@@ -15,10 +15,10 @@ from slapo_zoo.weights.header import read_header
 
 
 class SafetensorsFile:
-    """A validated safetensors file; nothing is read but the header until a view is used.
+    """A validated safetensors file; only the header is read until a view is used.
 
     Args:
-        path: the file; anything that is not a well-formed safetensors file is a WeightsError.
+        path: the file; anything that is not a well-formed safetensors file raises WeightsError.
 
     Attributes:
         entries: tensor name --> Entry(dtype, shape, start, stop), offsets from the file's start.
@@ -39,17 +39,17 @@ class SafetensorsFile:
             raise
 
     def view(self, name: str) -> Tensor:
-        """A tensor over the file's pages, of the file's shape and dtype; no byte is read yet.
+        """Return a tensor over the file's pages, in the file's shape and dtype; bytes are read on first use.
 
-        The map is private: writing to the view copies the page and leaves the file as it is. It
-        goes with the last tensor that uses it, also after `close`, and may be larger than memory.
+        The mapping is private: writing to the view copies the page and leaves the file unchanged. It lives
+        until its last tensor is freed, also after `close`, and may be larger than memory.
         """
         return self.piece(name, 0, self.entries[name].shape)
 
     def piece(self, name: str, first: int, shape: Sequence[int]) -> Tensor:
-        """Return a `view` from element `first` on, in a storage that ends with it.
+        """Return a tensor over the file's pages, of the given shape from element `first` on, with its own storage.
 
-        `torch.save` writes whole storages.
+        The storage ends with the tensor, because `torch.save` writes whole storages.
         """
         dtype, _, start, stop = self.entries[name]
         count = math.prod(shape)
@@ -67,7 +67,7 @@ class SafetensorsFile:
         return torch.frombuffer(self._pages, dtype=dtype, count=count, offset=offset).view(shape)
 
     def read_ahead(self, name: str, first: int, count: int) -> None:
-        """Ask the kernel to fetch `count` bytes of a tensor, from its byte `first` on, in time."""
+        """Ask the kernel to prefetch `count` bytes of a tensor, from byte `first` of its data."""
         fileno, start = self._file.fileno(), self.entries[name].start + first
         # For what is there already the kernel would look at every page: 9 ms per GB.
         is_there = _is_cached(fileno, start) and _is_cached(fileno, start + count - 1)
@@ -76,7 +76,7 @@ class SafetensorsFile:
                 os.posix_fadvise(fileno, start, count, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
-        """Close the file; views that are alive stay valid."""
+        """Close the file; existing views stay valid."""
         self._file.close()
         self._pages = None
 
@@ -88,7 +88,7 @@ class SafetensorsFile:
 
 
 def _is_cached(fileno: int, place: int) -> bool:
-    """Return whether a byte could be read without waiting for the disk."""
+    """Return whether the byte at offset `place` is in the page cache."""
     try:
         return os.preadv(fileno, [bytearray(1)], place, os.RWF_NOWAIT) == 1
     except (AttributeError, OSError):  # not on Linux, not in memory, or the file system cannot tell
