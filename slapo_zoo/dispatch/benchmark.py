@@ -1,7 +1,7 @@
-"""Every kernel beside what it replaces: eager, torch.compile, and Liger on a GPU; forward and backward.
+"""Benchmark every kernel against what it replaces: eager, torch.compile, and Liger on a GPU; forward and backward.
 
-All alternatives of a row run in turn in one process, so ratios hold on a busy machine too. It
-writes `<device>.json` into the user's cache folder, from which the dispatch table is read.
+The alternatives of a row run in turn in one process, so that ratios hold on a busy machine too. Results go to
+`<device>.json` in the user's cache folder, from which kernels are chosen.
 """
 
 import json
@@ -58,7 +58,7 @@ OTHERS = ("eager", "expert", "compile", "liger")
 
 
 def arguments(name: str, shape: tuple, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """Random arguments; floating ones require gradients."""
+    """Return random arguments of a kernel for a test shape; floating tensors require gradients."""
     torch.manual_seed(0)
     given = KERNELS[name].inputs(*shape, device=device)  # pyright: ignore[reportOptionalCall]
     given.pop("chunk_bytes", None)  # made small for tests
@@ -78,7 +78,7 @@ def arguments(name: str, shape: tuple, dtype: torch.dtype, device: str) -> dict[
 
 
 def step(function: Any, given: dict[str, Any]) -> Callable[[], None]:
-    """Forward and backward with a gradient that is there already."""
+    """Return a function that runs a forward and backward of `function(**given)`; the output gradient is made once."""
     out = function(**given)
     out = out[0] if isinstance(out, tuple) else out
     gradient = torch.ones_like(out) if out.ndim else None
@@ -93,7 +93,7 @@ def step(function: Any, given: dict[str, Any]) -> Callable[[], None]:
 
 
 def timed(steps: dict[str, Callable[[], None]], device: str) -> dict[str, list[float]]:
-    """Time functions in turn; return the sorted milliseconds of each."""
+    """Time functions in turn, several times each; return the sorted milliseconds of each."""
     found: dict[str, list[float]] = {name: [] for name in steps}
     waste = torch.empty(FLUSH if device == "cuda" else 0, dtype=torch.uint8, device=device)
     begin = time.perf_counter()
@@ -124,7 +124,7 @@ def _once(run: Callable[[], None], waste: Tensor) -> float:
 
 
 def alternatives(name: str, given: dict[str, Any], device: str, compile: bool) -> dict[str, Any]:
-    """Name -> step, or the reason why there is none."""
+    """Return, for each way to compute a kernel's result, its step function, or a text why there is none."""
     kernel: Any = KERNELS[name]
     plain = PLAIN.get(name, kernel.reference)
     found: dict[str, Any] = {"eager": step(plain, given), "ours": step(kernel.entry, given)}
@@ -145,7 +145,7 @@ def alternatives(name: str, given: dict[str, Any], device: str, compile: bool) -
 def measure(
     name: str, shape: tuple, dtype: torch.dtype, device: str, compile: bool
 ) -> dict[str, Any]:
-    """One row: p20/p50/p80 of ours, and how many times as long the others take."""
+    """Measure a kernel at one shape; return a row: p20/p50/p80 in ms, and the time of each alternative over ours."""
     given = arguments(name, shape, dtype, device)
     with force("triton"):
         found = alternatives(name, given, device, compile)
@@ -163,11 +163,10 @@ def measure(
 
 
 def dispatch(rows: list[dict[str, Any]], path: str) -> tuple[dict[str, str], dict[str, float]]:
-    """Bucket -> `path` or "torch", and the least ratio of its rows.
+    """Return two dicts by bucket: the path to take (`path` or "torch"), and the least ratio of alternative to ours.
 
-    A kernel is taken where nothing that could run in its place was faster in any row (eager; Liger), and
-    something was gained in one: what only does as `transformers` does anyway is left out. A compiled
-    operation is no such thing, since the model around it is not compiled; its ratio stands in the rows.
+    A kernel is taken where no alternative (eager, expert, Liger) was faster in any row, and one was slower by
+    GAIN in some row. torch.compile is not compared, since the model around the kernel is not compiled.
     """
     ratios: dict[str, list[float]] = {}
     for row in rows:
@@ -182,12 +181,12 @@ def dispatch(rows: list[dict[str, Any]], path: str) -> tuple[dict[str, str], dic
 
 
 def write(device: str, rows: list[dict[str, Any]], folder: Path | None = None) -> Path:
-    """The file of a device: figures, and the table that follows from them.
+    """Write measured rows and the dispatch table that follows from them to a device's file; return its path.
 
     Args:
-        device: its name.
-        rows: of `measure`; those of other shapes that the file holds stay.
-        folder: None takes the user's cache folder, never the installed package.
+        device: "cpu", or the name of the GPU.
+        rows: rows of `measure`; rows of other shapes in the file are kept.
+        folder: folder of the file; None takes the user's cache folder, never the installed package.
     """
     file = (folder or user_folder()) / f"{slug(device)}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -208,13 +207,13 @@ def write(device: str, rows: list[dict[str, Any]], folder: Path | None = None) -
 
 
 def _of_steps(table: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The entries of kernels that are no row."""
+    """Return the entries of a table whose kernels are not among the measured rows."""
     measured = {row["what"] for row in rows}
     return {key: value for key, value in table.items() if key.partition(":")[0] not in measured}
 
 
 def cases(quick: bool, only: str, device: str) -> list[tuple[str, tuple, torch.dtype]]:
-    """List the cases that a run measures, in order: (kernel, shape, dtype)."""
+    """Return the (kernel, shape, dtype) that a benchmark run measures, in order."""
     found: list[tuple[str, tuple, torch.dtype]] = []
     for name, shapes in SHAPES.items():
         if not name.startswith(tuple(only.split(","))) or (device == "cpu" and name in SAME_ON_CPU):
@@ -227,15 +226,15 @@ def cases(quick: bool, only: str, device: str) -> list[tuple[str, tuple, torch.d
 def run(
     quick: bool, only: str = "", folder: Path | None = None, again: bool = True
 ) -> dict[str, list[dict[str, Any]]]:
-    """All kernels in fp32 and bf16, on the GPU if there is one.
+    """Benchmark all kernels in fp32 and bf16, on the GPU if there is one; return the rows by title.
 
-    A row that fails is reported, and the others go on; each is kept as soon as it is measured.
+    A row that fails is logged and left out. Each row is written to the table as soon as it is measured.
 
     Args:
-        quick: the first shape of each, and nothing is kept.
-        only: beginnings of names.
-        folder: of the table; None takes the user's cache folder.
-        again: measure rows that the table has already.
+        quick: measure only the first shape of each kernel, and write nothing.
+        only: comma-separated beginnings of kernel names.
+        folder: folder of the table; None takes the user's cache folder.
+        again: also measure rows that the table has already.
     """
     load_kernels()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -257,10 +256,10 @@ def run(
 
 
 def quick_table(names: Sequence[str], device: str) -> Table:
-    """The table of this device with at least the second shape of some kernels, each measured once.
+    """Return the device's table, after measuring the second shape of each named kernel that it lacks.
 
     Args:
-        names: of the kernels; those without a benchmark are left out.
+        names: names of kernels; those without a benchmark are ignored.
         device: "cpu", or the name of the GPU.
     """
     kind = "cpu" if device == "cpu" else "cuda"
@@ -276,7 +275,7 @@ def quick_table(names: Sequence[str], device: str) -> Table:
 def _row(
     what: str, shape: tuple, dtype: torch.dtype, device: str, compile: bool
 ) -> dict[str, Any] | None:
-    """Measure one shape of a kernel; return its row of the table, or None where memory runs out or nothing compiles."""
+    """Measure one shape of a kernel; return its row, or None (logged) when memory runs out or nothing compiles."""
     try:
         return measure(what, shape, dtype, device, compile)
     except Exception as error:
@@ -285,7 +284,7 @@ def _row(
 
 
 def _known(device: str, folder: Path | None) -> set[tuple[str, str, str]]:
-    """Return what a device's table already has: (kernel, shape, dtype) of each row."""
+    """Return the (kernel, shape, dtype) of each row in a device's table."""
     file = (folder or user_folder()) / f"{slug(device)}.json"
     found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return {(row["what"], row["shape"], row["dtype"]) for row in found.get("rows", [])}

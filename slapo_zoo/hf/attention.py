@@ -1,4 +1,4 @@
-"""The attention seam: `transformers` calls our function, which calls the child `core_attn`."""
+"""Attention interface: `transformers` calls our function, which calls the child module `core_attn`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ ATTRIBUTE = "core_attn"
 
 
 def register_attention() -> None:
-    """Make our seam known to `transformers`, for attention *and* for masks, once per back end.
+    """Register our attention function and mask function with `transformers`, for each attention back end.
 
-    Without the second registration the mask is silently None and padding is ignored.
+    Without a mask function of the same name `transformers` would pass None as mask and ignore padding.
     """
     from transformers import AttentionInterface, masking_utils
     from transformers.masking_utils import AttentionMaskInterface
@@ -47,7 +47,7 @@ def _attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **
 
 
 def sdpa(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any):
-    """The sdpa function of `transformers`, or ours where it has none; q [B, H, S, d] --> [B, S, H, d]."""
+    """Run `transformers`' sdpa attention, or ours for capped scores; q [B, H, S, d] --> [B, S, H, d]."""
     if kwargs.get("softcap") is not None:  # no schedule has put `core_attn` here
         if attention.training and kwargs.get("dropout"):
             problem = f"dropout={kwargs['dropout']} of capped scores in a module without core_attn"
@@ -60,12 +60,12 @@ def sdpa(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwa
 
 @dataclass(frozen=True)
 class DeviceDropout:
-    """Dropout by seeds, where the mask is hashed as it is used: see kernels/device_dropout.py.
+    """Attention and dropout kernels that compute masks from seeds on the device: see kernels/device_dropout.py.
 
     Args:
-        serves: (q, mask, causal, number of keys) --> whether `attention` can be had.
+        serves: (q, mask, causal, number of keys) --> True when `attention` can run.
         attention: (q, k, v, mask, causal, scaling, seeds, p) --> [B, S, H, d].
-        plain: (x, seeds=, p=) --> x with elements dropped.
+        plain: (x, seeds=, p=) --> x after dropout.
     """
 
     serves: Callable[[Tensor, Tensor | None, bool, int], bool]
@@ -74,14 +74,14 @@ class DeviceDropout:
 
 
 class CoreAttention(nn.Module):
-    """softmax(q k' * scaling + mask) v, with dropout of the probabilities by global head.
+    """softmax(q k^T * scaling + mask) v, with dropout masks that depend on the global head number.
 
     Args:
-        stream: the random stream of the model.
+        stream: random stream of the model.
         site: path of this module.
         heads: global indices of the query heads that this rank holds.
-        backend: of `attention_backends`, where nothing is dropped.
-        device: what drops on other devices than a CPU; without it masks are made in memory.
+        backend: name in `attention_backends` of what runs without dropout.
+        device: kernels for dropout on devices other than a CPU; None makes masks in memory.
     """
 
     def __init__(
@@ -104,7 +104,18 @@ class CoreAttention(nn.Module):
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        """Shapes: q [B, H, S, d], k and v [B, K, T, d], mask broadcasts to [B, 1, S, T]."""
+        """Return (output [B, S, H, d], None or attention weights).
+
+        Args:
+            q: queries [B, H, S, d].
+            k: keys [B, K, T, d]; K KV heads divide H.
+            v: values [B, K, T, d].
+            mask: broadcasts to [B, 1, S, T]; bool (True is visible) or additive; or None.
+            attention: the attention module of `transformers`.
+            dropout: probability that an attention weight becomes 0.
+            scaling: factor of the scores; None is d ** -0.5.
+            **kwargs: `position_bias`, `softcap`, `is_causal` and others of the back end.
+        """
         if self.stream.real_tokens is not None:
             return self._within_rows(q, k, v, attention, dropout, scaling), None
         bias, cap = kwargs.get("position_bias"), kwargs.get("softcap")
@@ -124,7 +135,7 @@ class CoreAttention(nn.Module):
     def _within_rows(
         self, q: Tensor, k: Tensor, v: Tensor, attention: nn.Module, p: float, scaling: float | None
     ) -> Tensor:
-        """All real tokens of the batch stand in one row: each sees those of its own batch row."""
+        """Compute attention over all real tokens of the batch packed in one row; each sees only its batch row."""
         real: Any = self.stream.real_tokens
         p = p if self.training else 0.0
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
@@ -156,7 +167,7 @@ class CoreAttention(nn.Module):
     def _among_padding(
         self, device: DeviceDropout, q: Tensor, k: Tensor, v: Tensor, p: float, scaling: float
     ) -> Tensor:
-        """Attend within rows without asking the device for their lengths: attention alone sees the padding."""
+        """Compute packed attention by unpacking to [B, H, S, d] with padding, so that the host needs no lengths."""
         real: Any = self.stream.real_tokens
         at: Any = self.stream.real_at
 
@@ -173,7 +184,7 @@ class CoreAttention(nn.Module):
         return out.flatten(0, 1).index_select(0, at)[None]
 
     def _dropped(self, q, k, v, mask, bias, p, scaling, causal, cap) -> Tensor:
-        """The explicit form: torch's fused attention offers no way to choose the dropout mask."""
+        """Compute attention with our dropout masks; torch's fused attention cannot be given a mask."""
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
@@ -212,7 +223,7 @@ class CoreAttention(nn.Module):
 
 
 def _draw_some(real: Tensor, draw: Any, like: Tensor, p: float, seeds: list[int]) -> Tensor:
-    """The mask of the real tokens of a row: a part of that of all."""
+    """Return the dropout mask [heads, n, n] of a row's n real tokens, cut out of that of all tokens."""
     S = len(real)
     whole = draw(like.new_empty(()).expand(len(seeds), S, S), p, seeds)
     count = like.shape[-1]
@@ -223,7 +234,7 @@ def _draw_some(real: Tensor, draw: Any, like: Tensor, p: float, seeds: list[int]
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as what is added to the scores; of a bool one, False hides."""
+    """Return a mask as a tensor to add to the scores; False in a bool mask becomes the lowest number."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(

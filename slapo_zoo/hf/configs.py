@@ -1,4 +1,4 @@
-"""A config of `transformers`, read as data: no code of its repository runs, and its sizes are sane."""
+"""Read a config of `transformers` as data: no code of its repository runs, and its sizes are checked."""
 
 from pathlib import Path
 from typing import Any
@@ -8,15 +8,15 @@ MAX_COUNT = 10_000  # of layers or experts: each is a module that is built
 
 
 def read_config(name: str | Path, **options: Any) -> Any:
-    """Read a config with AutoConfig, without running the checkpoint's own code and without asking about it.
+    """Read a config with AutoConfig, without running or offering to run code of the checkpoint.
 
     Args:
-        name: a folder, or a model of the Hub.
-        options: of `AutoConfig.from_pretrained`.
+        name: a folder, or a model on the Hub.
+        options: options of `AutoConfig.from_pretrained`.
 
     Raises:
-        OSError: there is none.
-        ValueError: it is none that `transformers` knows, or one that no model has.
+        OSError: there is no such config.
+        ValueError: `transformers` does not know the config, or its sizes are absurd.
     """
     from transformers import AutoConfig
 

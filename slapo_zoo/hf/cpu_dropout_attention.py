@@ -1,7 +1,7 @@
-"""Attention with dropout on a CPU in O(S) memory: blocks that stay in the cache, made anew in the backward.
+"""Attention with dropout on a CPU in O(S) memory: computed in blocks that fit the cache, recomputed in the backward.
 
-torch's fused attention offers no way to choose the dropout mask, and its form with dropout keeps three
-tensors of the size of the scores. B batch rows, H heads, S queries, T keys, D head size.
+torch's fused attention accepts no dropout mask, and its unfused form keeps three tensors of the size of the
+scores. B batch rows, H heads, S queries, T keys, D head size.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,24 +22,24 @@ def dropped_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, p: float, scaling: float,
     seeds: Sequence[int], draw: Draw,
 ) -> Tensor:  # fmt: skip
-    """dropout(softmax(q k' * scaling + bias)) v, as [B, S, H, D].
+    """Compute dropout(softmax(q k^T * scaling + bias)) v, as [B, S, H, D].
 
     Args:
-        q: [B, H, S, D].
-        k: [B, H, T, D].
-        v: [B, H, T, D].
-        bias: broadcasts to [B, H, S, T], in the dtype of q; it gets no gradient.
-        p: probability that an element becomes 0, below 1.
-        scaling: of the scores.
-        seeds: one per row and head.
-        draw: makes the mask of some cells from their seeds.
+        q: queries [B, H, S, D].
+        k: keys [B, H, T, D].
+        v: values [B, H, T, D].
+        bias: broadcasts to [B, H, S, T], in the dtype of q; it gets no gradient; or None.
+        p: probability that an attention weight becomes 0, below 1.
+        scaling: factor of the scores.
+        seeds: one seed per batch row and head.
+        draw: (like, p, seeds) --> mask of 0 and 1 with the shape of `like`.
     """
     out: Any = _DroppedAttention.apply(q, k, v, bias, p, scaling, list(seeds), draw)
     return out
 
 
 class _Blocks:
-    """Runs of heads of one row; every run makes its weights and its mask."""
+    """Blocks of heads of one batch row; iterating yields (row, heads), `make` computes a block's weights and mask."""
 
     def __init__(self, q: Tensor, k: Tensor, bias: Tensor | None, p: float, scaling: float,
                  seeds: list[int], draw: Draw):  # fmt: skip
@@ -56,7 +56,7 @@ class _Blocks:
                 yield row, slice(first, min(first + step, H))
 
     def make(self, at: tuple[int, slice]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the scaled queries, the attention weights and the dropout mask of one block."""
+        """Return the scaled queries, the attention weights and the dropout mask of one block (row, heads)."""
         row, heads = at
         q = self.q[at] * self.scaling
         scores = q @ self.k[at].transpose(-1, -2)

@@ -1,4 +1,4 @@
-"""Inputs of the right kind and size for any head of the zoo, with and without labels."""
+"""Example batches for every head of the zoo, with and without labels."""
 
 import inspect
 from typing import Any
@@ -12,7 +12,13 @@ CHARACTERS = 96  # of a model that has no vocabulary
 
 
 def example_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor]:
-    """An input of the model's kind: what its forward takes of images, audio features and tokens."""
+    """Return a batch of zeros that the model's forward takes: images, audio features or tokens, without labels.
+
+    Args:
+        model: a model of `transformers`.
+        batch_size: number of rows.
+        seq_len: tokens per row.
+    """
     config, takes = model.config, inspect.signature(model.forward).parameters
     compares = "return_loss" in takes  # images with texts; other models of text take images or not
     images = _images(config, batch_size) if "pixel_values" in takes else {}
@@ -46,7 +52,7 @@ def _images(config: Any, batch_size: int) -> dict[str, Tensor]:
 
 
 def random_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor]:
-    """The same with numbers of a fixed seed, and labels."""
+    """Return an example batch with random content from a fixed seed, and labels."""
     batch, g = example_batch(model, batch_size, seq_len), torch.Generator().manual_seed(0)
     for name, value in batch.items():
         if name.endswith("input_ids"):
@@ -58,12 +64,12 @@ def random_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor]
 
 
 def training_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor]:
-    """Return a batch of example inputs with labels for the model's head."""
+    """Return an example batch of zeros with labels for the model's head."""
     return with_labels(model, example_batch(model, batch_size, seq_len))
 
 
 def with_labels(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Add labels of the kind that the model's head takes to a batch; none for a head without a loss."""
+    """Return the batch with labels of the kind that the model's head takes; unchanged for a head without a loss."""
     first = next(iter(batch.values()))
     rows = torch.zeros(len(first), dtype=torch.int64)
     labels = dict.fromkeys(head_of(type(model).__name__).labels, rows)
