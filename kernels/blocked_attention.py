@@ -1,10 +1,10 @@
-"""The operator behind local_causal_attention and t5_attention: O(S) memory, blocks outside the band skipped.
+"""Operator of local_causal_attention and t5_attention: O(S) memory, blocks without visible keys are skipped.
 
     out_i = sum_j mask_ij * softmax_j(scale * q_i k_j + table[class(j - i)]) v_j
 
-over the keys j that i may see: those within `window` before it if causal, and not hidden by `key_mask`.
-Scores and their softmax are in fp32. A query that sees no key gives 0. B batch rows, S queries, T keys
-(if causal, the queries are the last of them), H heads, D head size, C classes of distances.
+over the keys j that query i sees: if causal, the last `window` up to its own; never those that `key_mask`
+hides. Scores and softmax are in fp32. A query without visible keys gives 0. B batch rows, S queries, T keys
+(if causal, the queries are the last S of them), H heads, D head dim, C classes of distances.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ LARGEST_HEAD = 128  # columns; tiles of more spill
 
 
 class Shape(NamedTuple):
-    """Sizes of the scores that are computed: see the head of the file; window 0 is none."""
+    """Sizes of the scores [S queries, T keys], and which keys are visible; window 0 means no window."""
 
     S: int
     T: int
@@ -29,7 +29,7 @@ class Shape(NamedTuple):
     window: int
 
     def keys(self, start: int, stop: int) -> tuple[int, int]:
-        """The keys that queries start..stop-1 may see."""
+        """Return the range (first, end) of keys that queries start..stop-1 may see."""
         if not self.causal:
             return 0, self.T
         offset = self.T - self.S
@@ -52,22 +52,22 @@ def attention(
     p: float = 0.0,
     wide: bool = True,
 ) -> Tensor:
-    """Out [B, H, S, D]; its memory is [B, S, H, D], as the next linear wants it.
+    """Compute attention, [B, H, S, D], with memory order [B, S, H, D] for the next linear.
 
     Args:
-        q: [B, H, S, D].
-        k: [B, H, T, D].
-        v: [B, H, T, D].
-        scale: of the scores.
+        q: queries [B, H, S, D].
+        k: keys [B, H, T, D].
+        v: values [B, H, T, D].
+        scale: factor of the scores.
         causal: no query sees a later key.
-        window: how many keys a causal query sees, itself included; 0 for all.
-        table: [H, C], a bias per head and class of distance.
-        classes: [S + T - 1], int32, the class of distance d = j - i at d + S - 1; it never falls.
+        window: number of keys that a causal query sees, its own included; 0 for all.
+        table: [H, C], bias per head and class of distance.
+        classes: int32 [S + T - 1], ascending: the class of distance d = j - i at index d + S - 1.
         key_mask: [B, T], False where a key is padding, or [B, S, T], False where a query does not see it.
-        keep: [B, H, S, T], a dropout mask, see dropout_mask.
-        seeds: [B * H], see dropout_mask.
-        p: see dropout_mask.
-        wide: multiply q by k in fp32 on a CPU too, whatever their dtype.
+        keep: dropout mask of 0 and 1/(1-p), [B, H, S, T], or None.
+        seeds: int64 [B * H]; the mask is hashed from them when `keep` is None.
+        p: dropout probability.
+        wide: multiply q by k in fp32 on a CPU, whatever their dtype.
     """
     if q.device.type != "cpu" and cannot(q):
         given = (table, classes, key_mask, keep, seeds, p)
@@ -78,7 +78,7 @@ def attention(
 
 
 def cannot(q: Tensor) -> str:
-    """Return why the Triton kernels cannot serve queries [..., D], or the empty string."""
+    """Return why the Triton kernels cannot serve queries [..., D], or ''."""
     if q.dtype not in TRITON_DTYPES:
         return f"{str(q.dtype)[6:]} has no Triton kernel"
     if q.dtype == torch.float32 and q.device.type != "cpu":
@@ -91,7 +91,7 @@ def in_one_piece(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int, table: Tensor | None,
     classes: Tensor | None, key_mask: Tensor | None, keep: Tensor | None, seeds: Tensor | None, p: float,
 ) -> Tensor:  # fmt: skip
-    """Compute `attention` with all weights kept in memory, so that the backward need not recompute them."""
+    """Compute `attention` with all attention weights in memory, so that the backward recomputes nothing."""
     scores = q @ k.transpose(-1, -2)
     scores = scores if scale == 1.0 else scores * scale
     (S, T), least = scores.shape[-2:], torch.finfo(scores.dtype).min
@@ -142,7 +142,7 @@ def _forward(
     window: int,
     wide: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Tensors are [B, S, H, D] here; also the log-sum-exp of the scores [B, H, S]."""
+    """Compute the output [B, S, H, D] and the log-sum-exp of the scores [B, H, S]; q, k, v are [B, S, H, D]."""
     if in_triton(q):
         from slapo_zoo.kernels import attention_triton
 
@@ -217,12 +217,12 @@ def _backward(
 
 
 def _by_cell(x: Tensor) -> Tensor:
-    """[B, S, H, D] --> [B * H, S, D], contiguous."""
+    """Reorder [B, S, H, D] to [B * H, S, D], contiguous."""
     return x.transpose(1, 2).flatten(0, 1).contiguous()
 
 
 def _by_token(x: Tensor, rows: int, heads: int) -> Tensor:
-    """[B * H, S, D] --> [B, S, H, D], contiguous."""
+    """Reorder [B * H, S, D] to [B, S, H, D], contiguous."""
     return x.view(rows, heads, *x.shape[1:]).transpose(1, 2).contiguous()
 
 
@@ -234,7 +234,7 @@ def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class _Blocks:
-    """The blocks of scores of a CPU: each a run of queries and all keys that they may see."""
+    """Blocks of scores on a CPU; iterating yields (slice of queries, slice of all keys that they may see)."""
 
     def __init__(self, q, k, table, classes, key_mask, keep, seeds, p, scale, causal, window, wide):
         self.shape, self.rows = Shape(q.shape[1], k.shape[1], causal, window), q.shape[0]
@@ -253,7 +253,7 @@ class _Blocks:
             yield slice(start, stop), slice(*self.shape.keys(start, stop))
 
     def weights(self, rows: slice, keys: slice) -> Tensor:
-        """Softmax of the scores [B * H, rows, keys]; 0 for a query that sees no key."""
+        """Return the softmax of the scores [B * H, rows, keys]; 0 for a query without visible keys."""
         s = self.q[:, rows] @ self.k[:, keys].transpose(1, 2)
         s = s if self.scale == 1.0 else s.mul_(self.scale)
         (S, T, causal, window), H = self.shape, len(s) // self.rows
@@ -275,7 +275,7 @@ class _Blocks:
         return found.masked_fill_(found[..., :1].isnan(), 0.0)
 
     def mask(self, rows: slice, keys: slice) -> Tensor | None:
-        """Return the dropout mask of one block of rows and keys, or None."""
+        """Return the dropout mask [B * H, rows, keys] of a block, or None."""
         if self.keep is not None:
             return self.keep[:, :, rows, keys].flatten(0, 1)
         if self.seeds is None or self.p == 0.0:
@@ -287,7 +287,7 @@ class _Blocks:
 
 
 def _add_diagonals_(total: Tensor, ds: Tensor, rows: slice, keys: slice, S: int) -> None:
-    """total[:, j - i + S - 1] += ds[:, i, j], by a skewed view: row i is moved i places."""
+    """Add ds[:, i, j] to total[:, j - i + S - 1] in place, through a view whose row i is shifted by i."""
     H, n, m = ds.shape
     wide = torch.nn.functional.pad(ds.flip(1), (0, n)).flatten(1)[:, : n * (n + m - 1)]
     first = keys.start - (rows.stop - 1) + S - 1

@@ -1,4 +1,4 @@
-"""Attention with dropout by seeds, for `core_attn` on other devices than a CPU: no scores in memory."""
+"""Attention with hashed dropout for `core_attn` on devices other than a CPU, without scores in memory."""
 
 import torch
 from torch import Tensor
@@ -9,9 +9,9 @@ from slapo_zoo.kernels.dropout import dropout
 
 
 def serves(q: Tensor, mask: Tensor | None, causal: bool, keys: int) -> bool:
-    """Return whether the kernel takes a query [B, H, S, D] over so many keys, and a mask of `transformers`.
+    """Return whether the kernel can run for queries [B, H, S, D], a mask of `transformers` and a number of keys.
 
-    A boolean mask that all heads share is taken; one that is added to the scores is not.
+    A boolean mask that all heads share is supported; an additive mask is not.
     """
     if cannot(q):
         return False
@@ -24,17 +24,17 @@ def seeded_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scaling: float,
     seeds: Tensor | None, p: float,
 ) -> Tensor:  # fmt: skip
-    """dropout(softmax(q k' * scaling)) v, as [B, S, H, D].
+    """Compute dropout(softmax(q k^T * scaling)) v, as [B, S, H, D].
 
     Args:
-        q: [B, H, S, D].
-        k: [B, H, T, D].
-        v: [B, H, T, D].
-        mask: [B or 1, 1, S or 1, T or more], True where a query sees a key; it says all, then.
+        q: queries [B, H, S, D].
+        k: keys [B, H, T, D].
+        v: values [B, H, T, D].
+        mask: [B or 1, 1, S or 1, T or more], True where a query sees a key; `causal` is ignored then.
         causal: without a mask, no query sees a later key.
-        scaling: of the scores.
-        seeds: [B * H], see dropout_mask; None where nothing is dropped.
-        p: see dropout_mask.
+        scaling: factor of the scores.
+        seeds: int64 [B * H], from which dropout masks are hashed; None: no dropout.
+        p: dropout probability.
     """
     seen, (B, _, S, _), T = None, q.shape, k.shape[2]
     if mask is not None:

@@ -1,8 +1,8 @@
-"""short_attention: softmax(scale * q k') v without dropout, for scores that fit a CPU's cache.
+"""Kernel short_attention: softmax(scale * q k^T) v without dropout, for scores that fit the cache of a CPU.
 
-torch's fused attention multiplies bf16 on a CPU without tiles (AMX) no faster than fp32. Here every product
-but that of the scores is one of bf16, over as many heads as the cache holds; the scores, their softmax and
-its gradient are in fp32. B batch rows, H heads, S queries and as many keys, D head size.
+On CPUs without AMX torch's fused attention computes bf16 no faster than fp32. Here all products except the
+scores are in bf16, over as many heads as the cache holds; scores, softmax and its gradient are in fp32. B batch
+rows, H heads, S queries and keys, D head dim.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ INERT = ("sliding_window", "position_ids", "use_cache", "output_attentions", "ca
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0, causal: bool = False) -> Tensor:
-    """The definition (Vaswani et al. 2017, arXiv:1706.03762)."""
+    """Compute the definition in torch operations (Vaswani et al. 2017, arXiv:1706.03762)."""
     scores = (q @ k.transpose(-1, -2)) * scale
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -32,20 +32,20 @@ def reference(q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0, causal: bool 
 
 
 def inputs(B: int, H: int, S: int, D: int, causal: bool, **like: Any) -> dict[str, Any]:
-    """Random arguments of one test shape."""
+    """Return random arguments of the kernel for q, k, v [B, H, S, D]."""
     q, k, v = (torch.randn(B, S, H, D, **like).transpose(1, 2) for _ in range(3))
     return {"q": q, "k": k, "v": v, "scale": D**-0.5, "causal": causal}
 
 
 def _is_faster_here() -> bool:
-    """Products of bf16 are fast, and torch's fused attention has no tiles to be faster with."""
+    """Return whether this CPU has fast bf16 products (AVX-512) but no AMX, which torch's attention would use."""
     return bool(products.CPU.get("avx512_bf16")) and not products.CPU.get("amx_bf16")
 
 
 def _forward(
     core: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any
 ) -> Any:
-    """Forward of CoreAttention by this kernel."""
+    """Run CoreAttention.forward with this kernel."""
     if not _serves(core, q, k, v, mask, options):
         return type(core).forward(core, q, k, v, mask, **options)
     causal, scale = options.get("is_causal"), options.get("scaling")
@@ -73,13 +73,13 @@ def _serves(core: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict
 def short_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0, causal: bool = False
 ) -> Tensor:
-    """Out [B, S, H, D].
+    """Compute softmax(scale * q k^T) v, as [B, S, H, D].
 
     Args:
-        q: [B, H, S, D].
-        k: the shape of q.
-        v: the shape of q.
-        scale: of the scores.
+        q: queries [B, H, S, D].
+        k: keys in the shape of q.
+        v: values in the shape of q.
+        scale: factor of the scores.
         causal: no query sees a later key.
     """
     if q.device.type != "cpu":
@@ -142,13 +142,13 @@ def _backward(
 
 
 def _by_token(q: Tensor) -> Tensor:
-    """Memory of the shape of q [B, H, S, D] that lies as [B, S, H, D], as projections want it."""
+    """Allocate a tensor in the shape of q [B, H, S, D] with memory order [B, S, H, D], as projections use."""
     B, H, S, D = q.shape
     return q.new_empty((B, S, H, D)).transpose(1, 2)
 
 
 class _Blocks:
-    """Runs of heads, of queries, and of the keys that they see; two buffers for their scores."""
+    """Blocks of heads, queries and visible keys, with two buffers for their scores; iterating yields slices."""
 
     def __init__(self, q: Tensor, causal: bool):
         _, self.heads, self.length, _ = q.shape
@@ -168,7 +168,7 @@ class _Blocks:
                 yield slice(head, min(head + self.step, self.heads)), slice(start, stop), seen
 
     def weights(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Softmax of the scores [heads, rows, keys], in the buffer."""
+        """Return the softmax of the scores [heads, rows, keys] in fp32, in a shared buffer."""
         shape = (*queries.shape[:2], keys.shape[1])
         out = self.scores[: shape[0] * shape[1] * shape[2]].view(shape)
         torch.bmm(queries, keys.transpose(1, 2), out=out)
@@ -178,12 +178,12 @@ class _Blocks:
         return torch.softmax(out, -1, out=out)
 
     def narrow(self, weights: Tensor) -> Tensor:
-        """The weights in the dtype of the model, in the other buffer."""
+        """Return the weights in the model's dtype, in the other shared buffer."""
         return self.rounded[: weights.numel()].view(weights.shape).copy_(weights)
 
 
 class _Sum:
-    """Accumulator of a gradient of keys or values: in fp32 where more than one run of queries adds to it."""
+    """Accumulator for the gradient of keys or values; in fp32 when several blocks of queries add to it."""
 
     def __init__(self, out: Tensor, blocks: _Blocks):
         self.out, self.total = out, out
