@@ -60,7 +60,7 @@ def _plain(kind: str, x: Tensor, bias: Tensor | None, up: Tensor | None) -> Tens
 
 
 def _through_act(kind: str, dy: Tensor, h: Tensor, ours: bool) -> Tensor:
-    """Return the gradient of h from that of act(h), in torch operations; written over `dy` if `ours`."""
+    """Return the gradient of h from `dy`, that of act(h), in torch operations; overwrite `dy` if `ours`."""
     into = dy if ours else torch.empty_like(dy)
     if kind == "relu":
         return torch.mul(dy, h > 0, out=into)

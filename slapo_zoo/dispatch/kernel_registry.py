@@ -172,7 +172,7 @@ def load_kernels() -> dict[str, Kernel]:
 def _while_as_built(
     forward: Callable[..., Any], module: nn.Module, passes: Sequence[str]
 ) -> Callable[..., Any]:
-    """Wrap a kernel's forward: the class's own runs once somebody patches the class or a child in `passes`."""
+    """Wrap a kernel's forward: once the class or a child in `passes` is patched, the class's own forward runs."""
     own, kinds = type(module).forward, {name: _kind(getattr(module, name, None)) for name in passes}
 
     @wraps(forward)

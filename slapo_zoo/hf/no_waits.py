@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def without_waits(model: nn.Module) -> None:
-    """Replace such methods in a model's modules by ones that do not wait and compute the same.
+    """Replace methods that make the host wait, in a model's modules, by ones that compute the same.
 
     A method that somebody has patched, on the class or on a module, is left alone.
     """

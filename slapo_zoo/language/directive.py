@@ -192,7 +192,7 @@ class Directive:
 
     @classmethod
     def called(cls, path: str, args: tuple, kwargs: dict[str, Any]) -> "Directive":
-        """Construct the directive of such a call at `path`; wrong arguments raise ScheduleError."""
+        """Construct the directive of the call `sch[path].<name>(...)`; wrong arguments raise ScheduleError."""
         try:
             return cls.of(*args, **kwargs)
         except TypeError as error:
@@ -204,7 +204,7 @@ class Directive:
         """Raise ScheduleError when the directive cannot be applied at `site`; change nothing."""
 
     def apply(self, site: Site) -> None:
-        """Change the module at `site`."""
+        """Change the module at `site`; `check` has passed."""
         raise NotImplementedError
 
     def undo(self, site: Site) -> None:

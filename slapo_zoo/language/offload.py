@@ -63,10 +63,10 @@ class Waiting:
         self.here = back
 
     def view(self, like: tuple[torch.dtype, Any, Any, int]) -> Tensor:
-        """Return a tensor over this memory, on its device again.
+        """Return a view of the activation's memory on its device; the computation waits for the copy.
 
         Args:
-            like: dtype, size, stride and storage offset of the returned tensor.
+            like: dtype, size, stride and storage offset of the view.
         """
         self.begin()
         if self._event is not None:
@@ -178,7 +178,7 @@ class Offloads:
 
 
 def unpack(kept: Any) -> Tensor:
-    """Return the tensor for a saved object: unpack hook of `saved_tensors_hooks`."""
+    """Return the activation that autograd saved as `kept`: a tensor, or a handle (Kept) of one."""
     return kept.again() if isinstance(kept, Kept) else kept
 
 

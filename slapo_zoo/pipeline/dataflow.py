@@ -27,7 +27,7 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape and dtype of a tensor; `written` is True when code outside of the units changes it in place."""
+    """Shape and dtype of a tensor in a unit's output; `written`: code between units changes it in place."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

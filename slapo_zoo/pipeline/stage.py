@@ -64,7 +64,7 @@ class Stage(InFlightStage):
         return self._perform(kind, bwd_chunk_id, lambda: run(bwd_chunk_id, *args, **kwargs))
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Compute the weight gradients of one micro-batch."""
+        """Run the second part of a backward for one micro-batch: the weight gradients."""
         run = super().backward_weight_one_chunk
         step = lambda: run(bwd_chunk_id, *args, **kwargs)  # noqa: E731
         return self._perform(BACKWARD_WEIGHT, bwd_chunk_id, step)

@@ -272,7 +272,7 @@ class Foreign(nn.Module):
 
 
 class Part(Foreign):
-    """Replacement of a module inside such a unit; its attributes can be read, but calling it raises."""
+    """Replacement of a module inside another stage's unit: attributes can be read, calling it raises."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise ScheduleError: another stage runs the unit as a whole."""

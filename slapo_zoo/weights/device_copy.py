@@ -53,7 +53,7 @@ class DeviceCopy:
                 event.synchronize()
 
     def _next(self) -> Tensor:
-        """Return the next buffer, after waiting for the last copy from it."""
+        """Return the pinned buffer to fill next, after waiting for the last transfer from it."""
         self._turn = 1 - self._turn
         if self._sent[self._turn] is not None:
             self._sent[self._turn].synchronize()

@@ -44,7 +44,7 @@ class TrainingFolder:
         return digest(json.dumps([self.state, digests]))
 
     def close(self) -> None:
-        """Close all files."""
+        """Close the files of the model and of the optimizer."""
         for one in (self.model, self.optimizer):
             if one is not None:
                 one.close()

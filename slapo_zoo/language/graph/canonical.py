@@ -1,7 +1,7 @@
-"""One name and one argument list for the many ways to write an operation.
+"""Canonical name and argument list of an operation, which can be written in many ways.
 
-`x + y`, `torch.add(x, y)`, `x.add(y)` and `x += y` are one "add"; `nn.GELU()(x)` and `F.gelu(x)`
-are one "gelu". So the matcher compares what is computed, not how it is spelt.
+`x + y`, `torch.add(x, y)`, `x.add(y)` and `x += y` are all "add"; `nn.GELU()(x)` and `F.gelu(x)` are "gelu". So
+patterns match what is computed, not how it is spelt.
 """
 
 from collections.abc import Callable

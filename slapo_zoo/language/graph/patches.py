@@ -19,7 +19,7 @@ RANDOM = ("rand", "randn", "randint", "randperm")  # drawn anew in every call of
 
 @contextmanager
 def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
-    """Set `owner.name` to `new` within the context."""
+    """Context in which the attribute `name` of `owner` has the value `new`."""
     old = owner.__dict__[name]
     setattr(owner, name, new)
     try:
@@ -46,9 +46,9 @@ _isinstance = isinstance
 
 
 def _is_instance(value: Any, classes: Any) -> bool:
-    """Stand in for `isinstance` during a trace: a proxy answers as its value would.
+    """Replacement of `isinstance` during a trace: a proxy is tested by its example value.
 
-    Giving proxies a false `__class__` is no way out, because torch's C code would take them for tensors.
+    A false `__class__` would not do, because torch's C code would take the proxy for a tensor.
     """
     if type(value) is ValueProxy and not _isinstance(value, classes):
         value = value.node.meta["value"]

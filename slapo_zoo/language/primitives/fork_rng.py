@@ -222,7 +222,7 @@ class OwnDropout(TorchFunctionMode):
         return out.squeeze(1) if query.ndim == 3 else out
 
     def _rows(self, x: Tensor) -> Tensor:
-        """Replace a `torch.rand` result whose axis 0 is the batch by numbers drawn by global row."""
+        """Replace the result of `torch.rand` for a batch: each row gets numbers of its index in the global batch."""
         stream = self.site.state.random
         num_rows = stream.position()[2]
         if not (x.ndim and num_rows and x.shape[0] % num_rows == 0):

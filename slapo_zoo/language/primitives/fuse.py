@@ -92,7 +92,7 @@ class Fuse(Directive):
 
 
 def _script(child: GroupModule) -> None:
-    """Compile a group with torch.jit.script, or with inductor where that is not possible."""
+    """Compile a group of nodes with torch.jit.script, or with inductor (logged) where that is impossible."""
     reason = "it calls modules of the model"
     if not any(called(child, n) or n.op == "get_attr" for n in child.graph.nodes):
         try:
