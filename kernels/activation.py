@@ -37,7 +37,7 @@ def activation(
         seeds: int64, one per batch row; the mask is hashed from them when `keep` is None.
         p: dropout probability.
     """
-    recomputes = kind == "silu" and not x.is_cuda  # as fast on a CPU, and act(x) is not kept
+    recomputes = kind == "silu" and not x.is_cuda  # as fast on a CPU, and act(x) is not saved
     if not runs_triton(name, x) and not recomputes:
         return dropout(_plain(kind, x, bias, up), keep, seeds, p)
     rows = (None if t is None else t.reshape(-1, x.shape[-1]) for t in (x, up, keep))

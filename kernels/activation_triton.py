@@ -1,7 +1,7 @@
 """Triton kernels of activation.py: tiles of [BLOCK_M, BLOCK_N], all arithmetic in fp32."""
 
 # pyright: reportCallIssue=false, reportArgumentType=false
-# A launch takes options that the signature of the kernel has not, and plain numbers as constants.
+# Launches pass options that are not in the kernel's signature, and numbers for constexpr.
 
 import torch
 import triton
@@ -42,7 +42,7 @@ def _mask(m, n, M, N, ok, keep, seeds, cell, threshold, scale, MASK: tl.constexp
     if MASK == "keep":
         at = m[:, None].to(tl.int64) * N + n[None, :]
         found = tl.load(keep + at, mask=ok, other=0.0).to(tl.float32)
-    else:  # no `return` above: what follows one is compiled too, without seeds
+    else:  # `else`, since code after a `return` is compiled too, without seeds
         key = tl.load(seeds + m // cell, mask=m < M, other=0)
         counter = (m % cell)[:, None].to(tl.int64) * N + n[None, :]
         found = scaled_keep(counter, key[:, None], threshold, scale)

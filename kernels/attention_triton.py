@@ -6,7 +6,7 @@ tile, one partial sum per head, row and block of queries, added in a fixed order
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
-# A launch takes options that the signature of the kernel has not, and plain numbers as constants.
+# Launches pass options that are not in the kernel's signature, and numbers for constexpr.
 
 from typing import Any
 
@@ -67,7 +67,7 @@ def _keep(i, j, cell, keep, seeds, S, T, threshold, scale, MASK: tl.constexpr):
     if MASK == "keep":
         ok = (i[:, None] < S) & (j[None, :] < T)
         found = tl.load(keep + cell.to(tl.int64) * S * T + at, mask=ok, other=0.0).to(tl.float32)
-    else:  # no `return` above: what follows one is compiled too, without seeds
+    else:  # `else`, since code after a `return` is compiled too, without seeds
         found = scaled_keep(at, tl.load(seeds + cell), threshold, scale)
     return found
 
@@ -80,7 +80,7 @@ def _forward_kernel(
     MASK: tl.constexpr, PRECISION: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    cell = tl.program_id(0)  # the axis that may be longer than 65,535
+    cell = tl.program_id(0)  # grid axis 0: the only one that may exceed 65,535
     row, head = cell // H, cell % H
     stride = H * HEAD
     start = tl.program_id(1) * BM
@@ -141,7 +141,7 @@ def _query_kernel(
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Compute dq of a block of queries, and the block's part of the bias table's gradient."""
-    cell = tl.program_id(0)  # the axis that may be longer than 65,535
+    cell = tl.program_id(0)  # grid axis 0: the only one that may exceed 65,535
     row, head = cell // H, cell % H
     stride = H * HEAD
     start = tl.program_id(1) * BM
@@ -172,7 +172,7 @@ def _query_kernel(
             dp *= _keep(i, j, cell, keep, seeds, S, T, threshold, keep_scale, MASK)
         ds = p * (dp - d[:, None])
         acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision=PRECISION)
-        if TABLE:  # a tile far from the diagonal holds one class, one near it a few
+        if TABLE:  # tiles near the diagonal hold a few classes, others one
             low = tl.load(classes + tl.maximum(j0 - (start + BM - 1), 1 - S) + S - 1)
             high = tl.load(classes + tl.minimum(j0 + BN - 1 - start, T - 1) + S - 1)
             for at in range(low, high + 1):
@@ -193,7 +193,7 @@ def _key_kernel(
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of a block of keys."""
-    cell = tl.program_id(0)  # the axis that may be longer than 65,535
+    cell = tl.program_id(0)  # grid axis 0: the only one that may exceed 65,535
     row, head = cell // H, cell % H
     stride = H * HEAD
     start = tl.program_id(1) * BN

@@ -86,7 +86,7 @@ def _multiplies_faster(rows: Tensor, weight: Tensor) -> bool:
 
 
 def _norm(bn: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
-    if bn._forward_hooks or bn._forward_pre_hooks:  # somebody looks at what it returns
+    if bn._forward_hooks or bn._forward_pre_hooks:  # hooks need its output
         y = bn(x)
         return (y if residual is None else y + residual).relu()
     if not _is_plain(bn) or not runs_triton("batch_norm_relu_add", x):

@@ -1,7 +1,7 @@
 """Triton kernels of batch_norm_relu_add.py: rows [M, C], tiles of rows by channels, fp32 statistics."""
 
 # pyright: reportCallIssue=false, reportArgumentType=false
-# A launch takes options that the signature of the kernel has not, and plain numbers as constants.
+# Launches pass options that are not in the kernel's signature, and numbers for constexpr.
 
 import torch
 import triton
@@ -144,7 +144,7 @@ def forward(
     y = torch.empty_like(x)
     if mean is None or var is None:
         mean, var = _mean_var(x) if x.numel() else (x.new_zeros(C).float(), x.new_zeros(C).float())
-    mean, var = (t.to(torch.float32, copy=True) for t in (mean, var))  # an output is no input
+    mean, var = (t.to(torch.float32, copy=True) for t in (mean, var))  # outputs must be new tensors
     rstd = torch.rsqrt(var + eps)
     if x.numel():
         options = _blocks(C)

@@ -17,7 +17,7 @@ from slapo_zoo.kernels.dropout import dropout
 from slapo_zoo.parallel.rng.device_seeds import is_kept
 
 CACHE = 1 << 23  # bytes of scores at a time on a CPU
-LARGEST_HEAD = 128  # columns; tiles of more spill
+LARGEST_HEAD = 128  # columns; larger tiles spill registers
 
 
 class Shape(NamedTuple):
@@ -158,7 +158,7 @@ def _forward(
         weights = weights if mask is None else weights.mul_(mask)
         got = weights.to(v.dtype) @ v[:, keys]
         out[:, rows] = got.unflatten(0, (B, H)).transpose(1, 2)
-    return out, q.new_zeros((B, H, S), dtype=_wide_dtype(q))  # the blocks are made anew instead
+    return out, q.new_zeros((B, H, S), dtype=_wide_dtype(q))  # unused: backward recomputes
 
 
 def _fake_backward(d_out, out, log_sum, q, k, v, table, *rest):
@@ -230,7 +230,7 @@ def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     if total.dtype == a.dtype:
         total.baddbmm_(a, b)
     else:
-        total += (a @ b).to(total.dtype)  # a sum of two dtypes is not vectorised
+        total += (a @ b).to(total.dtype)  # mixed dtypes are not vectorised
 
 
 class _Blocks:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slapo_zoo.dispatch.kernel_registry import in_triton, operator
 
-CACHED = 1 << 21  # bytes of logits in fp32 that a CPU goes over several times
+CACHED = 1 << 21  # bytes of fp32 logits per block on a CPU, for several passes in cache
 
 
 def _fake(logits: Tensor, target: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def _gradient_into(
         return out
     d, at = d_statistics[:, :, None], target.clamp(min=0)[:, None]
     d_picked = d[1].masked_fill(target[:, None] < 0, 0.0)
-    smoothed = logits.is_cuda or bool(d[2].any())  # to ask a GPU would be to wait
+    smoothed = logits.is_cuda or bool(d[2].any())  # reading it from a GPU would wait
     for part in row_blocks(logits):
         into = out[part] if out.dtype == wide_dtype(out) else None
         wide = torch.sub(logits[part].to(wide_dtype(out)), log_sum[part, None], out=into)

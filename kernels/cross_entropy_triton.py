@@ -1,7 +1,7 @@
 """Triton kernels of cross_entropy.py: one row per program, in blocks of columns; online softmax."""
 
 # pyright: reportCallIssue=false, reportArgumentType=false
-# A launch takes options that the signature of the kernel has not, and plain numbers as constants.
+# Launches pass options that are not in the kernel's signature, and numbers for constexpr.
 
 import torch
 import triton
@@ -16,7 +16,7 @@ LANES = tl.constexpr(16)  # columns that one aligned load or store of a thread m
 def _statistics_kernel(out, logits, target, N, C, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * stride
-    whole = C // LANES * LANES  # a mask by C itself would load one column at a time
+    whole = C // LANES * LANES  # a mask by C would load single columns
     highest = tl.full((BLOCK,), float("-inf"), tl.float32)  # per lane: one reduction at the end
     sums = tl.zeros((BLOCK,), tl.float32)
     plain = tl.zeros((BLOCK,), tl.float32)

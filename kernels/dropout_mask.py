@@ -87,7 +87,7 @@ def hides_only_padding(mask: Tensor | None, queries: int, size: int, causal: boo
     """
     if mask is None or mask.shape[2] == 1 or mask.is_meta or isinstance(mask, FakeTensor):
         return True
-    if torch.compiler.is_compiling():  # an answer would be a break in the graph
+    if torch.compiler.is_compiling():  # reading data would break the graph
         return False
     known: dict[Any, bool] = mask.__dict__.setdefault("hides_only_padding", {})  # pyright: ignore[reportAttributeAccessIssue]
     if (queries, size, causal) not in known:

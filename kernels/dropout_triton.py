@@ -1,7 +1,7 @@
 """Triton kernel of dropout.py: one block of one cell per program."""
 
 # pyright: reportCallIssue=false, reportArgumentType=false
-# A launch takes options that the signature of the kernel has not, and plain numbers as constants.
+# Launches pass options that are not in the kernel's signature, and numbers for constexpr.
 
 import torch
 import triton

@@ -53,7 +53,7 @@ def inputs(B: int, H: int, S: int, D: int, window: int, **like: Any) -> dict[str
     """Return random arguments of the kernel for q, k, v [B, H, S, D], with dropout; without window, some padding."""
     q, k, v = (torch.randn(B, H, S, D, **like) for _ in range(3))
     real = torch.full((B, 1), S)
-    if window == 0:  # with one, a query could see padding alone, which has no defined result
+    if window == 0:  # with a window, a query could see padding only: undefined
         real[:1] = S - S // 4
     key_mask = (torch.arange(S) < real).to(q.device)
     seeds = torch.randint(2**63 - 1, (B * H,), device=like.get("device"))
@@ -84,7 +84,7 @@ def _forward(
     if output_attentions or S != T or not hides_only_padding(attention_mask, S, T, causal=True):
         out, weights = module._attn(q, k, v, attention_mask)
         return module.resid_dropout(module.out_proj(out.transpose(1, 2).flatten(2))), weights
-    weights = q.detach().new_empty(()).expand(*q.shape[:3], T)  # their shape is what counts
+    weights = q.detach().new_empty(()).expand(*q.shape[:3], T)  # only the shape is used
     dropped = dropout_of(module.attn_dropout, weights, q.shape[0] * q.shape[1])
     window = module.config.window_size if module.attention_type == "local" else 0
     args = (window, 1.0, keys_of(attention_mask, T))

@@ -14,7 +14,7 @@ from torch import Tensor
 from slapo_zoo.dispatch.kernel_registry import in_triton, operator
 from slapo_zoo.kernels.dropout_mask import mask_like
 
-MOST_COLUMNS = 8192  # a row is held in registers: of longer ones they spill
+MOST_COLUMNS = 8192  # longer rows spill registers
 
 
 def fits_registers(columns: int, x_bias: bool) -> bool:
@@ -182,7 +182,7 @@ def _backward(
         dy.contiguous(), z.contiguous(), [n], about, rstd[:, None], w, torch.zeros_like(w),
         [True, True, not rms],
     )  # fmt: skip
-    if rms:  # torch subtracts the mean of dy * weight as well, for the mean that we have not
+    if rms:  # LayerNorm's backward also subtracts the mean of dy * weight: add it back
         average = torch.mv(dy, weight.to(dy.dtype)).to(wide).mul_(rstd / n)
         d_sum.add_(average[:, None])
     if dz is not None:

@@ -1,7 +1,7 @@
 """Triton kernels of norm.py: whole rows in registers, ROWS of them at a time."""
 
 # pyright: reportCallIssue=false, reportArgumentType=false
-# A launch takes options that the signature of the kernel has not, and plain numbers as constants.
+# Launches pass options that are not in the kernel's signature, and numbers for constexpr.
 
 import torch
 import triton
@@ -10,9 +10,7 @@ from torch import Tensor
 
 from slapo_zoo.kernels.triton_dropout import scaled_keep, threshold_and_scale
 
-PROGRAMS = (
-    264  # in the backward: two per multiprocessor of an H100; also the number of partial sums
-)
+PROGRAMS = 264  # of the backward: two per multiprocessor of an H100; each has partial sums
 
 
 @triton.jit
@@ -20,7 +18,7 @@ def _mask(m, n, at, ok, M, N, keep, seeds, cell, threshold, scale, MASK: tl.cons
     """Return the dropout mask of a tile: loaded from `keep`, or hashed from the seed of each `cell` rows."""
     if MASK == "keep":
         found = tl.load(keep + at, mask=ok, other=0.0).to(tl.float32)
-    else:  # no `return` above: what follows one is compiled too, without seeds
+    else:  # `else`, since code after a `return` is compiled too, without seeds
         key = tl.load(seeds + m // cell, mask=m < M, other=0)
         counter = (m % cell)[:, None].to(tl.int64) * N + n[None, :]
         found = scaled_keep(counter, key[:, None], threshold, scale)

@@ -36,7 +36,7 @@ def _llama(module: Any, hidden_states: Tensor) -> Tensor:
     x, weight = hidden_states, module.weight
     if torch.promote_types(x.dtype, weight.dtype) == x.dtype:
         return rms_norm(x, weight, module.variance_epsilon)
-    one = torch.ones_like(weight, dtype=x.dtype)  # x is rounded before the weight widens it
+    one = torch.ones_like(weight, dtype=x.dtype)  # round before multiplying by weight
     return weight * rms_norm(x, one, module.variance_epsilon)
 
 

@@ -16,9 +16,9 @@ from slapo_zoo.dispatch import cpu_matmul as products
 from slapo_zoo.dispatch.kernel_registry import kernel, operator
 
 SHAPES = [(1, 3, 7, 8, False), (2, 3, 150, 16, True), (3, 5, 33, 10, True), (0, 2, 5, 8, False)]
-LONGEST = 512  # beyond it, torch takes larger blocks and was measured to be faster
-ROWS = 128  # queries at a time where later keys are hidden
-SCORES = 1 << 19  # at a time
+LONGEST = 512  # keys; beyond it torch was measured to be faster
+ROWS = 128  # queries per block if causal
+SCORES = 1 << 19  # per block
 INERT = ("sliding_window", "position_ids", "use_cache", "output_attentions", "cache_position")
 
 
@@ -172,7 +172,7 @@ class _Blocks:
         shape = (*queries.shape[:2], keys.shape[1])
         out = self.scores[: shape[0] * shape[1] * shape[2]].view(shape)
         torch.bmm(queries, keys.transpose(1, 2), out=out)
-        if self.causal:  # the last keys are those of the rows themselves
+        if self.causal:  # the last keys have the positions of the queries
             rows = shape[1]
             out[..., shape[2] - rows :].masked_fill_(self.later[:rows, :rows], -torch.inf)
         return torch.softmax(out, -1, out=out)

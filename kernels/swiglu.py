@@ -12,7 +12,7 @@ from slapo_zoo.kernels.activation import activation
 from slapo_zoo.kernels.linear import is_plain
 
 SHAPES = [(7, 64), (15, 100), (32, 257), (0, 32)]
-ROWS = 512  # at a time in the backward: little memory, and they stay in the cache
+ROWS = 512  # per block of the backward, to stay in the cache
 SILU = ("SiLU", "SiLUActivation")
 SERVED = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "GraniteMLP", "Olmo2MLP")
 

@@ -18,7 +18,7 @@ SHAPES = [(1, 2, 5, 5, 16, False), (2, 3, 37, 37, 8, True), (1, 2, 150, 150, 16,
           (2, 2, 9, 21, 16, False), (0, 2, 8, 8, 16, True)]  # fmt: skip
 
 
-MATERIALISED = 1 << 25  # bytes of weights up to which a CPU keeps them; beyond, memory is O(S + T)
+MATERIALISED = 1 << 25  # bytes of attention weights that a CPU keeps; beyond, memory is O(S + T)
 
 
 def relative_buckets(
@@ -28,7 +28,7 @@ def relative_buckets(
     half = num_buckets // 2 if bidirectional else num_buckets
     exact = half // 2
     far = distance.abs() if bidirectional else -distance.clamp(max=0)
-    # in fp32 and in this order of operations: the borders fall where those of transformers do
+    # in fp32 and in this order of operations, so that buckets are those of transformers
     log = torch.log(far.float() / exact) / math.log(max_distance / exact) * (half - exact)
     large = (exact + log.clamp(min=0).long()).clamp(max=half - 1)
     bucket = torch.where(far < exact, far, large)
@@ -99,7 +99,7 @@ def _forward(
     S, T = hidden_states.shape[1], source.shape[1]
     table = position_bias
     if table is None and module.has_relative_attention_bias:
-        # a copy: an engine may take the weight back before the next layer reads it
+        # a copy: an engine may free a gathered weight before the next layer reads it
         table = module.relative_attention_bias.weight.clone()
     made = position_bias is not None and position_bias.ndim == 4
     if made or held or not hides_only_padding(mask, S, T, causal):

@@ -41,7 +41,7 @@ def unpadded(x: Tensor, real: Tensor, layers: Callable[[Tensor], Tensor]) -> Ten
         real: bool [B, S], True at real tokens.
         layers: maps [1, N, D] to [1, N, D'].
     """
-    if torch.compiler.is_compiling():  # no shape may depend on data
+    if torch.compiler.is_compiling():  # shapes must not depend on data
         return reference(x, real, layers)
     counts = known().real
     at = places(real.flatten(), None if counts is None else sum(counts))

@@ -132,7 +132,7 @@ def bias_dropout_residual_layer_norm(
     return functional.layer_norm(z, x.shape[-1:], weight, bias)
 
 
-# Kernels that are not here are weighed against their reference.
+# Kernels without an entry are compared with their reference.
 PLAIN: dict[str, Callable[..., Any]] = {
     "bias_gelu": gelu,
     "geglu": geglu,
@@ -153,7 +153,7 @@ PLAIN: dict[str, Callable[..., Any]] = {
     "local_causal_attention": eager_local_attention,
     "batch_norm_relu_add": batch_norm,
 }
-# Beside it, what an expert would put in its place.
+# A faster implementation that an expert would use, where there is one.
 EXPERT: dict[str, Callable[..., Any]] = {"local_causal_attention": local_causal_attention}
 
 

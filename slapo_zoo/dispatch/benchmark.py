@@ -28,10 +28,10 @@ from slapo_zoo.dispatch.tables import (
     user_folder,
 )
 
-GAIN = 1.02  # and it must beat what transformers runs: a kernel that changes nothing is no default
+GAIN = 1.02  # least speed-up in some row for a kernel to become a default
 REPEATS, SECONDS = 15, 1.5
 FLUSH = 256 << 20  # bytes written between two runs on a GPU, more than its L2
-# kernel -> test shapes of its `inputs`, as in the models that it serves; the first is the quick one
+# kernel -> shapes for its `inputs`, as in the models it serves; the first is for quick runs
 SHAPES: dict[str, list[tuple]] = {
     "bias_gelu": [(512, 1024), (2048, 3072, "tanh"), (8192, 4096, "tanh"), (2048, 3072), (8192, 4096)],
     "bias_relu": [(512, 1024), (2048, 3072), (8192, 4096)],
@@ -61,7 +61,7 @@ def arguments(name: str, shape: tuple, dtype: torch.dtype, device: str) -> dict[
     """Return random arguments of a kernel for a test shape; floating tensors require gradients."""
     torch.manual_seed(0)
     given = KERNELS[name].inputs(*shape, device=device)  # pyright: ignore[reportOptionalCall]
-    given.pop("chunk_bytes", None)  # made small for tests
+    given.pop("chunk_bytes", None)  # small, for tests
     if device == "cpu":  # a CPU draws its masks with torch's generator, not with ours
         given = {k: v for k, v in given.items() if k not in ("seeds", "p")}
     if "labels" in given:  # 15 % of the tokens, as BERT masks them
@@ -109,7 +109,7 @@ def timed(steps: dict[str, Callable[[], None]], device: str) -> dict[str, list[f
 
 def _once(run: Callable[[], None], waste: Tensor) -> float:
     if not waste.is_cuda:
-        # one thread: its own time, which work beside it does not lengthen
+        # one thread: its CPU time, which other processes do not change
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         begin = clock()
         run()
@@ -134,7 +134,7 @@ def alternatives(name: str, given: dict[str, Any], device: str, compile: bool) -
         torch._dynamo.reset()
         try:
             found["compile"] = step(torch.compile(plain, dynamic=False), given)
-        except Exception as error:  # what does not compile is no rival; the row stands
+        except Exception as error:  # no alternative; the row is kept
             found["compile"] = f"{type(error).__name__}: {str(error)[:200]}"
     function: Any = liger().get(name) if device == "cuda" else None
     liger_has_none = NO_LIGER if device == "cuda" else UNMEASURED
@@ -191,15 +191,15 @@ def write(device: str, rows: list[dict[str, Any]], folder: Path | None = None) -
     file = (folder or user_folder()) / f"{slug(device)}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     about = {"torch": torch.__version__, "command": "slapo-zoo bench kernels"}
-    kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}  # whole steps too
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}  # and whole steps
     new = {(row["what"], row["shape"], row["dtype"]) for row in rows}
     older = (r for r in kept.get("rows", []) if (r["what"], r["shape"], r["dtype"]) not in new)
     rows = sorted([*older, *rows], key=lambda row: (row["what"], row["dtype"], row["shape"]))
     table, least = dispatch(rows, "ours" if device == "cpu" else "triton")
     content = kept | {"device": device, "capability": capability(device), **about, "rows": rows}
-    for title, found in (("dispatch", table), ("ratios", least)):  # whole steps weigh kernels too
+    for title, found in (("dispatch", table), ("ratios", least)):  # kept entries: from whole steps
         content[title] = _of_steps(kept.get(title, {}), rows) | found
-    whole = file.with_suffix(f".{os.getpid()}")  # a run that is cut short leaves what was there
+    whole = file.with_suffix(f".{os.getpid()}")  # atomic: an interrupted run changes nothing
     whole.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     whole.replace(file)
     forget()
@@ -248,7 +248,7 @@ def run(
         if row is None:
             continue
         rows.append(row)
-        if not quick:  # a run that is cut short keeps what it has
+        if not quick:  # an interrupted run keeps its rows
             write(name, [row], folder)
     for row in rows:
         row["beyond"] = []

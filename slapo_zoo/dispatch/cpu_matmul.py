@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 LEAST = 1 << 22  # multiplications below which a call of oneDNN costs more than it saves
-NARROW = 8  # below it, reading the operands is all there is to do
-LARGE = 1 << 24  # elements of an operand that is not copied as a whole
-BLOCK = 1 << 21  # elements of a result that is made piece by piece
-# What the CPU has, by names of torch (none before 2.11); asked now, since a compiler cannot look into it.
+NARROW = 8  # smallest size; below it the product is bound by memory
+LARGE = 1 << 24  # elements; larger operands are copied piece by piece
+BLOCK = 1 << 21  # elements of a result computed at a time
+# CPU features by torch's names (none before 2.11); read at import, since compilers cannot trace it.
 CPU: dict[str, Any] = dict(getattr(torch.cpu, "get_capabilities", dict)())
 CPU["mkl"] = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
 AS_CLASS: set[Any] = set()  # forwards of kernels that compute what Linear and Conv1D do
@@ -42,7 +42,7 @@ def mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return a b + bias, [M, N], by the faster library; the result carries no autograd graph."""
     if suits(a, b):
         if bias is None and a.numel() >= LARGE and not a.is_contiguous():
-            return mm_into(a.new_empty((a.shape[0], b.shape[1])), a, b)  # it would be copied
+            return mm_into(a.new_empty((a.shape[0], b.shape[1])), a, b)  # avoids a copy of a
         return _onednn(a, b, bias)
     return a @ b if bias is None else torch.addmm(bias, a, b)
 
@@ -51,7 +51,7 @@ def mm_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Compute a b into `out` [M, N] without a temporary of that size."""
     if not suits(a, b):
         return torch.mm(a, b, out=out)
-    if b.is_contiguous():  # a run of its columns has gaps
+    if b.is_contiguous():  # slices of its columns would not be contiguous
         for part in _blocks(a.shape[0], b.shape[1]):
             out[part] = _onednn(a[part], b)
         return out

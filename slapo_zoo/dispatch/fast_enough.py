@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from slapo_zoo.dispatch.tables import UNMEASURED, Table, capability, table_of
 
-KEPT = 0.98  # a kernel is a default where the best alternative takes at least so many times as long
-FAR = 2.0  # powers of two beyond the measured sizes up to which the last one still speaks
+KEPT = 0.98  # least ratio of the best alternative's time to the kernel's
+FAR = 2.0  # powers of two: how far a measured size may be from the asked one
 OLDEST = (7, 0)  # compute capability that Triton serves
-# Kernel -> why it needs no timing, on any GPU that Triton serves.
+# Kernel -> why it is faster on any GPU without being timed.
 PRIOR = {
     "sparse_mlm_head_loss": "rows without a label do not pass the head",
     "unpadded_encoder": "padding does not pass the layers",

@@ -18,12 +18,12 @@ from slapo_zoo.dispatch.tables import UNMEASURED, changes, table_of
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.parallel.once import once
 
-NAMESPACE = "slapo_zoo"  # of the operators, in torch.ops
-KNOWN = ("transformers", "torch", NAMESPACE)  # packages whose classes kernels stand for
+NAMESPACE = "slapo_zoo"  # of operators in torch.ops
+KNOWN = ("transformers", "torch", NAMESPACE)  # packages whose classes kernels serve
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton runs on the CPU, slowly
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # sums are fp32: too coarse for fp64
+TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # sums are in fp32, so no fp64
 
 
 @dataclass(frozen=True)

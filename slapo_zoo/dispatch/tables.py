@@ -15,7 +15,7 @@ import torch
 
 MEASURED = Path(__file__).parents[1] / "hub_cards" / "bench"
 UNMEASURED = "unmeasured"
-# Where no device is at hand to ask, e.g. for a plan: beginnings of words in product names.
+# Compute capability by a word of the product name, for plans without the device.
 CAPABILITIES = {
     "h100": "9.0", "h200": "9.0", "h800": "9.0", "h20": "9.0", "gh200": "9.0", "a100": "8.0",
     "a800": "8.0", "a30": "8.0", "a10": "8.6", "a40": "8.6", "a6000": "8.6", "3090": "8.6",

@@ -48,7 +48,7 @@ def _attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **
 
 def sdpa(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any):
     """Run `transformers`' sdpa attention, or ours for capped scores; q [B, H, S, d] --> [B, S, H, d]."""
-    if kwargs.get("softcap") is not None:  # no schedule has put `core_attn` here
+    if kwargs.get("softcap") is not None:  # capped scores without a core_attn
         if attention.training and kwargs.get("dropout"):
             problem = f"dropout={kwargs['dropout']} of capped scores in a module without core_attn"
             hint = "set the config's attention dropout to 0, or schedule the module's attention"
@@ -120,7 +120,7 @@ class CoreAttention(nn.Module):
             return self._within_rows(q, k, v, attention, dropout, scaling), None
         bias, cap = kwargs.get("position_bias"), kwargs.get("softcap")
         dropout = dropout if self.training else 0.0
-        if not dropout and (cap is None or self.name != "sdpa"):  # torch's knows no cap (Gemma 2)
+        if not dropout and (cap is None or self.name != "sdpa"):  # sdpa cannot cap (Gemma 2)
             run = self.backend.run
             return run(attention, q, k, v, mask, dropout=0.0, scaling=scaling, **kwargs)
         if not self.backend.drops:

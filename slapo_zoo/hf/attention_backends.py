@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from slapo_zoo.errors import ArchitectureError, SlapoError
 from slapo_zoo.parallel.paths import nearest
 
-NAME = "slapo_zoo"  # of our seam, as config._attn_implementation; a back end adds its own name
+NAME = "slapo_zoo"  # value of config._attn_implementation; a back end adds its name
 
 
 @dataclass(frozen=True)

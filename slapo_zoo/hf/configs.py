@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_BYTES = 2**24
-MAX_COUNT = 10_000  # of layers or experts: each is a module that is built
+MAX_COUNT = 10_000  # layers or experts
 
 
 def read_config(name: str | Path, **options: Any) -> Any:
@@ -29,7 +29,7 @@ def read_config(name: str | Path, **options: Any) -> Any:
         found = AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
     except (OSError, ValueError):
         raise
-    except Exception as error:  # whatever a strange value makes a config class stumble over
+    except Exception as error:  # config classes raise many types on absurd values
         raise ValueError(f"{type(error).__name__}: {error}") from error
     config = found[0] if isinstance(found, tuple) else found
     for field, value in vars(config).items():

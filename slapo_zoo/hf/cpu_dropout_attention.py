@@ -13,7 +13,7 @@ from torch import Tensor
 from slapo_zoo.parallel.once import once
 
 BLOCK = 1 << 19  # scores at a time
-SMALL = 1 << 24  # scores up to which the explicit form is taken: it is faster
+SMALL = 1 << 24  # scores; up to here the unblocked form is faster
 
 Draw = Callable[[Tensor, float, list[int]], Tensor]  # (like, p, seeds of its cells) --> 0 or 1
 

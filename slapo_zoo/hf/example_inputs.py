@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slapo_zoo.parallel.losses.heads import FLAG, TAG, TOKEN, head_of
 
-CHARACTERS = 96  # of a model that has no vocabulary
+CHARACTERS = 96  # vocabulary of a model without `vocab_size`
 
 
 def example_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor]:
@@ -20,7 +20,7 @@ def example_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor
         seq_len: tokens per row.
     """
     config, takes = model.config, inspect.signature(model.forward).parameters
-    compares = "return_loss" in takes  # images with texts; other models of text take images or not
+    compares = "return_loss" in takes  # images with texts
     images = _images(config, batch_size) if "pixel_values" in takes else {}
     if model.main_input_name == "pixel_values":
         return images

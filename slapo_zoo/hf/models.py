@@ -70,7 +70,7 @@ def _no_model(what: str, problem: str) -> ArchitectureError:
     return ArchitectureError("from_pretrained", what, problem, hint)
 
 
-_BUILDING = threading.RLock()  # torch's default dtype and what transformers patches are global
+_BUILDING = threading.RLock()  # default dtype and transformers' patches are global
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def build_on_meta(cls: Any, config: Any, dtype: torch.dtype, own_attention: bool
     attention.register_attention()
     if own_attention:
         config._attn_implementation = NAME
-    config.dtype = dtype  # a head that builds its base model by an Auto class asks the config
+    config.dtype = dtype  # read by heads that build their base by an Auto class
     try:
         with torch.device("meta"), default_dtype(dtype), no_init_weights(), _Numbers():
             model = cls(config)
@@ -122,7 +122,7 @@ def build_on_meta(cls: Any, config: Any, dtype: torch.dtype, own_attention: bool
         model.tie_weights()
     except SlapoError:
         raise
-    except Exception as error:  # whatever a value of config.json makes the class stumble over
+    except Exception as error:  # classes raise many types on bad values
         what = str(error).strip().partition("\n")[0]
         problem = f"it cannot be built from this config: {type(error).__name__}: {what:.200}"
         hint = "check the values of config.json against those of a model that works"
@@ -137,9 +137,7 @@ class _Numbers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        is_tensor = (
-            getattr(func, "__name__", "") == "tensor"
-        )  # torch's own, or one wrapped around it
+        is_tensor = getattr(func, "__name__", "") == "tensor"  # torch.tensor, or a wrapper of it
         if is_tensor and args and isinstance(args[0], int | float):
             kwargs["device"] = kwargs.get("device") or "cpu"
         return func(*args, **kwargs)
@@ -153,7 +151,7 @@ def _keep_numbers(model: Any) -> None:
             for name, tensor in held.items():
                 if tensor is not None and not tensor.is_meta:
                     found[f"{path}.{name}".lstrip(".")] = tensor.detach()
-                    if id(tensor) not in made:  # a shared one stays shared
+                    if id(tensor) not in made:  # shared tensors stay shared
                         meta, is_parameter = (
                             tensor.detach().to("meta"),
                             isinstance(tensor, nn.Parameter),
@@ -198,10 +196,10 @@ def build_fake(cls: Any, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
 
     mode, config = FakeTensorMode(), copy.deepcopy(config)
     if str(config._attn_implementation).startswith(NAME):
-        config._attn_implementation = NAME  # masks of other back ends look at data
+        config._attn_implementation = NAME  # other back ends' masks branch on data
     config.dtype = dtype
     with torch.device("meta"), default_dtype(dtype), no_init_weights():
-        model = cls(config)  # beside the mode: some constructors look at numbers that they made
+        model = cls(config)  # outside of the mode: some constructors read data
         model.loss_type = model.loss_type or "ForCausalLM"
         model.tie_weights()
     with mode, default_dtype(dtype):

@@ -61,7 +61,7 @@ def _deberta_positions(
 def _in_buckets(distance: Tensor, mid: int, most: int) -> Tensor:
     """Return distances up to `mid` unchanged and longer ones, up to `most`, in logarithmic buckets."""
     far = torch.where(distance.abs() < mid, mid - 1, distance.abs())
-    whole = torch.log(torch.tensor((most - 1) / mid))  # of the CPU: one number is no copy
+    whole = torch.log(torch.tensor((most - 1) / mid))  # on the CPU: a scalar needs no copy
     buckets = torch.ceil(torch.log(far / mid) / whole * (mid - 1)) + mid
     return torch.where(far <= mid, distance.to(buckets.dtype), buckets * distance.sign())
 

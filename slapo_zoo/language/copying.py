@@ -28,7 +28,7 @@ def independent_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
     new = module.__class__.__new__(module.__class__)
     memo[id(module)] = new
     new.__dict__.update(copy.deepcopy(module.__dict__, memo))
-    for part in chain([module], memo[id(memo)]):  # modules that stand in for others hold some, too
+    for part in chain([module], memo[id(memo)]):  # replaced modules have hooks too
         own = memo.get(id(part))
         if own is None or own is part or not isinstance(part, nn.Module):
             continue
@@ -43,7 +43,7 @@ def independent_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
 
 def rebound(value: Any, memo: dict[int, Any]) -> Any:
     """Copy a function of slapo_zoo with everything that its closure holds; return foreign functions unchanged."""
-    if isinstance(value, MethodType):  # in a memo of `copy.deepcopy` its function is the original's
+    if isinstance(value, MethodType):  # copy.deepcopy would keep the original's function
         return MethodType(rebound(value.__func__, memo), rebound(value.__self__, memo))
     if isinstance(value, functools.partial):
         arguments = (rebound(each, memo) for each in value.args)

@@ -59,16 +59,16 @@ class State:
     checkpointed: list[str] = field(default_factory=list)
     applied: dict[str, set[str]] = field(default_factory=dict)
     shared: dict[Any, Any] = field(default_factory=dict)
-    overlap: dict[str, bool] = field(default_factory=dict)  # path of a sync --> as told
+    overlap: dict[str, bool] = field(default_factory=dict)  # path of a sync --> overlap() on or off
     sequence_gradients: set[str] = field(default_factory=set)
-    sequence_parallel: bool = False  # some directive divides tokens
-    unpads: bool = False  # some kernel leaves padding out
-    compute_dtype: torch.dtype | None = None  # where it is not that of the parameters
-    forward: ForwardContext = ForwardContext()  # of the current one
+    sequence_parallel: bool = False  # some directive shards tokens
+    unpads: bool = False  # some kernel skips padding
+    compute_dtype: torch.dtype | None = None  # None: that of the parameters
+    forward: ForwardContext = ForwardContext()  # of the running forward
     offloads: Offloads = field(default_factory=Offloads)
-    keeps: list[Pack] = field(default_factory=list)  # of what runs now: see Offloads.call
-    plan: RankPlan | None = None  # of the rank, once the whole program has run: see `plan_of`
-    # at a forward: what makes contexts around its recomputation
+    keeps: list[Pack] = field(default_factory=list)  # pack functions of the running contexts
+    plan: RankPlan | None = None  # set by the zoo's loader: see `plan_of`
+    # called in a forward; returns a function that makes the contexts of its recomputation
     recomputing: Callable[[], Callable[[], AbstractContextManager]] = lambda: nullcontext
 
     def __post_init__(self):
@@ -98,7 +98,7 @@ class State:
         """Return the paths of the modules that a pattern such as `h.*.mlp` or `*:Linear` matches, in model order."""
         glob, _, class_name = pattern.partition(":")
         size, found = self._selected.get(glob, (-1, []))
-        if size != len(self.modules):  # new, or a directive has added a module since
+        if size != len(self.modules):  # not cached, or a directive has added modules
             found = select_paths(glob, self.modules)
             self._selected[glob] = len(self.modules), found
         if not class_name:
@@ -164,7 +164,7 @@ class Site:
         return self.state.placed.get(self.name(tensor_name))
 
 
-# Type of a field --> what it certainly is not, whoever wrote it: a person, or a JSON file.
+# Declared type of a field --> types that its value must not have (bool passes as int).
 UNLIKE: dict[Any, tuple[type, ...]] = {
     int: (str, float, list, tuple, dict, type(None)),
     str: (int, float, list, tuple, dict, type(None)),
@@ -232,7 +232,7 @@ class Directive:
 
     def __str__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in self.arguments().items())
-        return f"{type(self).name}({arguments})"  # an argument may be called name
+        return f"{type(self).name}({arguments})"  # self.name may be an argument of the primitive
 
 
 PRIMITIVES: dict[str, type[Directive]] = {}

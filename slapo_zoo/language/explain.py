@@ -126,7 +126,7 @@ def _dry_run(state: State, batch: Mapping[str, Any]) -> list[Transfer]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     model: Any = state.model
-    runtime = getattr(model, "_slapo", None)  # of AutoScheduledModel: its step runs this forward
+    runtime = getattr(model, "_slapo", None)  # of an AutoScheduledModel
     if runtime is not None and runtime.pipeline is not None:
         if any(call for _, call in state.cuts):
             hint = "explain it with pp=1, or see `slapo-zoo show NAME --pp ...`"
@@ -137,7 +137,7 @@ def _dry_run(state: State, batch: Mapping[str, Any]) -> list[Transfer]:
         return [found for found in _dry_run(whole, batch) if mine(found.path)]
     forward = partial(runtime.own_forward, model) if runtime else model
     parameters = signature(runtime.own_forward if runtime else model.forward).parameters
-    if "use_cache" in parameters:  # as in a training step: a recomputation would fill it again
+    if "use_cache" in parameters:  # as in a training step
         batch = {**batch, "use_cache": False}
     mode, tape = FakeTensorMode(allow_non_fake_inputs=True), Tape()
     with in_dry_run(state, tape), mode, torch.enable_grad():
@@ -190,7 +190,7 @@ def after_backward(
     sums = plan.sums_of(parameters, REPLICAS, PARTIAL, DATA, tokens_sharded=tokens_sharded)
     return [
         Transfer("all_reduce", one.mesh_dim, "after backward",
-                 sum(p.nbytes + p.itemsize for p in run),  # one more says whether there is a gradient
+                 sum(p.nbytes + p.itemsize for p in run),  # a flag per gradient: present or not
                  directive="sums of gradients")
         for one, names in sums.items()
         for run in buckets([parameters[name] for name in names])

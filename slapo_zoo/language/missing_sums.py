@@ -13,10 +13,7 @@ from slapo_zoo.language.schedule import Schedule
 
 FORWARD = 'its output is a part of a sum on each rank, and nothing sums it: sync("fwd_post", "all_reduce") there'
 BACKWARD = 'the gradient of its input is a part of a sum on each rank, and nothing sums it: sync("bwd_post", "all_reduce") there'
-INPUTS = {
-    "Linear": 1,
-    "Conv1D": 0,
-}  # class --> axis of its weight that meets the features of its input
+INPUTS = {"Linear": 1, "Conv1D": 0}  # class --> axis of the weight with the input features
 
 
 class ScheduleWarning(UserWarning):

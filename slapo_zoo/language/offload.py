@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-LEAST = 64 << 10  # bytes of what is worth a copy
-Pack = Callable[[Tensor], Any]  # a tensor that autograd keeps --> itself, or a Kept
+LEAST = 64 << 10  # bytes; smaller activations stay on the device
+Pack = Callable[[Tensor], Any]  # saved tensor --> itself, or a handle (Kept)
 
 
 class Kept:
@@ -118,7 +118,7 @@ class Call:
         if key not in found:
             found[key] = Waiting(tensor)
             self.waiting.append(found[key])
-            weakref.finalize(storage, found.pop, key, None)  # another one may get its place
+            weakref.finalize(storage, found.pop, key, None)  # its address may be reused
         return Offloaded(self, found[key], tensor)
 
     def bring_back(self) -> None:

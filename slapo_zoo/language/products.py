@@ -47,7 +47,7 @@ def product_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Pro
     found = next(t for t in tree_leaves(out) if isinstance(t, Tensor))
     if found.ndim == 3:
         batch, m, n = found.shape
-    else:  # a convolution is a product of as many rows as it has places
+    else:  # a convolution: one row per output position
         batch, n = 1, found.shape[1] if found.ndim > 1 else 1
         m = found.numel() / max(n, 1)
     k = flops / (2.0 * batch * m * n) if flops else 0.0

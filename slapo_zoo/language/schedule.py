@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
         def __get__(self, at: Any, owner: Any = None) -> Callable[P, "Selection"]: ...
 
-    class _Methods:  # a primitive that is missing here works too, untyped
+    class _Methods:  # primitives of third parties work too, untyped
         annotate = _Method(ps.Annotate)
         checkpoint = _Method(ps.Checkpoint)
         cut_pipeline_stage = _Method(ps.CutPipelineStage)
@@ -151,7 +151,7 @@ class Schedule(Selection):
         self.state = State(model, mesh or Mesh(), RandomStream(seed))
         self.history: list[Step] = []
         self.landed: list[tuple[str, ...]] = []  # the modules that each step was applied to
-        self.kernels: list[Any] = []  # Choice: which kernels were considered, and why (not)
+        self.kernels: list[Any] = []  # Choice: kernels considered, and why (not) used
 
     @property
     def model(self) -> nn.Module:

@@ -22,12 +22,12 @@ from slapo_zoo.hf.models import accepts
 from slapo_zoo.language.products import Product, product_of
 from slapo_zoo.parallel.mesh import ShapeOnlyGroup
 
-# What a row may be beside an operator of torch, a collective and what another module notes:
-ENTER, LEAVE = "enter", "leave"  # a call of a watched module begins (of a unit: no row), ends
+# Values of Row.op besides operators of torch and kinds of collectives:
+ENTER, LEAVE = "enter", "leave"  # begin and end of a watched call (begin: not of units)
 LOSS = "loss"  # the forward has ended, the backward begins
-GRADIENT = "gradient"  # the first one of what the call number `amount` of a unit returned
-SUMMED = "summed"  # the gradient of a parameter stays in `.grad`
-FREE = "free"  # nothing uses the storage number `amount` any more
+GRADIENT = "gradient"  # first gradient of an output of unit call `amount`
+SUMMED = "summed"  # a parameter's gradient was accumulated in `.grad`
+FREE = "free"  # storage number `amount` was freed
 
 
 class Ref(NamedTuple):
@@ -192,7 +192,7 @@ class Tape(TorchDispatchMode):
         with mode:
             inputs = self._inputs(model, batch)
         try:
-            with mode, self, torch.enable_grad():  # in an evaluation too: its plan serves training
+            with mode, self, torch.enable_grad():  # also in an evaluation: training uses the plan
                 loss = self._forward(model, inputs, loss_of)
                 self.note(LOSS)
                 if loss is not None:
@@ -213,7 +213,7 @@ class Tape(TorchDispatchMode):
         try:
             return loss_of(model(**inputs))
         except _Done:
-            pass  # what it holds is given up before the loss is made
+            pass  # drop the exception's references before the loss
         return loss_of(None)
 
     def sum_of(self, output: Any) -> Tensor | None:

@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.tape import LEAVE, Ref, Row
 
-GUESS = "guess"  # a module looked at data: its output is taken to be like its input
+GUESS = "guess"  # row: a module branched on data; its output is assumed like its input
 
 
 class Value(NamedTuple):

@@ -42,7 +42,7 @@ def dry_run(
     try:
         return calls_of(Tape(model, units).run(model, fake, batch).rows), False
     except DEPENDS:
-        pass  # once more, with the data
+        pass  # again, with the data
     looking = LookingTape(model, units)
     with refused(model):
         return calls_of(looking.run(model, fake, batch).rows), looking.looked

@@ -103,8 +103,8 @@ class InFlightStage(PipelineStage):
         in_turn: the order is 1F1B, whose runtime waits for each send before the next but one.
     """
 
-    sends: Sends | None = None  # None: the runtime waits for all of them before a backward
-    in_turn = False  # and for each before it begins the next but one
+    sends: Sends | None = None
+    in_turn = False
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._on_meta():
@@ -158,7 +158,7 @@ class InFlightStage(PipelineStage):
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self._give_up_inputs(fwd_chunk_id)
         self._forget(self.args_recv_info[fwd_chunk_id])
-        if self.is_last and self.output_chunks:  # nobody reads them; they would keep the graph
+        if self.is_last and self.output_chunks:  # unread, but would keep the graph alive
             self.output_chunks[-1] = tuple(x.detach() for x in self.output_chunks[-1])
         return output
 
@@ -188,7 +188,7 @@ class InFlightStage(PipelineStage):
         for chunk in chunks if following != self.group_rank else ():
             outputs, _ = self.fwd_cache.get(chunk, ((), None))
             for tensor in outputs:
-                tensor.data = tensor.new_empty(()).expand_as(tensor)  # one number
+                tensor.data = tensor.new_empty(()).expand_as(tensor)  # 1 element
 
     def _give_up_inputs(self, chunk: int) -> None:
         """Drop this stage's reference to a micro-batch's received tensors; autograd may still keep them alive."""
@@ -196,7 +196,7 @@ class InFlightStage(PipelineStage):
         for info in self.args_recv_info[chunk] if from_rank != self.group_rank else ():
             tensor = getattr(info, "buffer", None)
             if tensor is not None and tensor.requires_grad:
-                tensor.data = tensor.new_empty(()).expand_as(tensor)  # one number
+                tensor.data = tensor.new_empty(()).expand_as(tensor)  # 1 element
 
     def _release(self, action: Action) -> None:
         if self.sends is not None:

@@ -126,7 +126,7 @@ class StageMap:
             raise MeshError("pipeline", "micro_batches", problem, hint)
         need = self.num_stages if self.order.fewest == "stages" else 1
         if self.order.name == "1F1B":
-            return  # with fewer, GPipe does the same
+            return  # with fewer, GPipe runs instead
         if count < need:
             problem = f"found {count} micro-batches, {self.order.name} needs at least {need}"
             raise MeshError("pipeline", "micro_batches", problem, "pass more, or more rows")
@@ -159,7 +159,7 @@ class StageMap:
             return csv_runtime(self.custom, stages, micro_batches, **options)
         name = self.order.name
         if name == "1F1B" and micro_batches < self.num_stages:
-            name = "GPipe"  # 1F1B wants a micro-batch in flight per stage; with fewer both are one
+            name = "GPipe"  # torch's 1F1B needs one per stage; with fewer both are equal
         cls: Any = get_schedule_class(name)
         given = stages[0] if self.per_rank == 1 else list(stages)
         return cls(given, micro_batches, **options)
@@ -248,7 +248,7 @@ def balanced_cuts(costs: Sequence[float], may_cut: Sequence[int], num_stages: in
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)
-    # best[i]: (largest stage so far, cuts) when the last stage so far ends after may_cut[i].
+    # best[i]: (largest cost of a stage, cuts) when the last stage ends after may_cut[i].
     best = {i: (total[at + 1], [at]) for i, at in enumerate(may_cut)}
     for _ in range(num_stages - 2):
         best = {

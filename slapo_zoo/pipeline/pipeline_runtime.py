@@ -20,15 +20,11 @@ from slapo_zoo.pipeline.orders import StageMap
 from slapo_zoo.pipeline.stages import Cursor, Foreign, StageDone, StagePlan
 from slapo_zoo.pipeline.timeline import Span
 
-ROWS = "_global_rows"  # of a micro-batch, cut beside its tensors; on the CPU, where the host reads them
-MAIN_INPUTS = (
-    "input_ids",
-    "inputs_embeds",
-    "pixel_values",
-    "input_features",
-)  # their rows are those of the batch
+ROWS = "_global_rows"  # key of a micro-batch: global row indices, on the CPU
+# inputs whose axis 0 is the batch
+MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_features")
 CHANGE_NO_SHAPE = ("cut_pipeline_stage", "checkpoint", "fork_rng")
-FOR_LOSS = "_for_loss:"  # begins the names of what only a loss of one's own is given
+FOR_LOSS = "_for_loss:"  # prefix of inputs for the user's loss only
 
 
 class Pipeline:
@@ -49,12 +45,12 @@ class Pipeline:
         self.places = places
         self.mine = places.stages_of(schedule.mesh.coord("pp"))
         self._plans: dict[Any, dict[int, StagePlan]] = {}
-        self.looks = False  # at its data: a plan holds for one batch
+        self.looks = False  # the forward branches on data: a plan holds for one batch
         self._arrivals: dict[int, Any] = {}
         self._fake: Any = None
         self.spans: list[Span] | None = None
         self.busy: Busy | None = None
-        self.clock: Callable[[], float] = time.monotonic  # one that processes share
+        self.clock: Callable[[], float] = time.monotonic  # the same for all processes of a machine
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy, without plans and the fake model, which the copy makes anew."""
@@ -65,7 +61,7 @@ class Pipeline:
         divided = self.schedule.state.forward.tokens_divided
         key = (divided, self._dtype(), *sorted((k, _signature(v)) for k, v in batch.items()))
         if self.looks or key not in self._plans:
-            with torch.inference_mode(False):  # what an evaluation makes, a step uses
+            with torch.inference_mode(False):  # training reuses plans of an evaluation
                 mode, fake = self.prepare()
                 fake.state.forward = ForwardContext(divided)
                 calls, looked = dry_run(fake.model, self.units, mode, batch)

@@ -50,7 +50,7 @@ class Stage(InFlightStage):
         super().__init__(*args, **kwargs)
         self.before_last = before_last
         self.units, self.spans, self.clock, self.busy = units, spans, clock, busy
-        self._whole: bool | None = None  # the same for all micro-batches of a step
+        self._whole: bool | None = None  # backward in one part; same for all micro-batches
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of one micro-batch on this stage."""
@@ -90,7 +90,7 @@ class Stage(InFlightStage):
                 loss = outputs[0] if self.is_last else outputs
                 return run("full", {**bwd_kwargs, "stage_output": loss}, last_backward)
             found, groups = run(backward_type, bwd_kwargs, last_backward)
-            dense = (g if g is None else g.contiguous() for g in found)  # a convolution's is not
+            dense = (g if g is None else g.contiguous() for g in found)  # some are strided
             return tuple(dense), groups
         if backward_type == "weight" and self._whole:
             return (), None
@@ -188,7 +188,7 @@ def failed_module(model: nn.Module, error: BaseException) -> str:
     while traceback is not None:
         values = traceback.tb_frame.f_locals
         own = values.get("self")
-        for value in (own, getattr(own, "module", None), *values.values()):  # a hook has a module
+        for value in (own, getattr(own, "module", None), *values.values()):  # `module` of a hook
             if id(value) in names:
                 found = names[id(value)]
                 break

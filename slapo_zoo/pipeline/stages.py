@@ -23,7 +23,7 @@ from slapo_zoo.language.directive import join
 from slapo_zoo.parallel.paths import compile_pattern
 from slapo_zoo.pipeline.dataflow import Call, Shape, Value
 
-Cut = tuple[str, int]  # unit, and after which of its calls (0 unless a shared block)
+Cut = tuple[str, int]  # (unit, call after which a stage ends: 0 unless shared)
 
 
 class StageDone(Exception):  # noqa: N818 - not an error: it ends the forward of a stage
@@ -56,7 +56,7 @@ def leaf_units(
             module.named_children(), key=lambda c: _rank(join(path, c[0]), ranks)
         ):
             at = join(path, name)
-            if at in containers or type(child).forward is nn.Module.forward:  # a list is not called
+            if at in containers or type(child).forward is nn.Module.forward:  # ModuleList
                 found += below(at, child)
             elif next(child.parameters(), None) is not None:
                 found.append(at)
@@ -176,7 +176,7 @@ class Cursor:
         """Start the forward of a stage with the tensors that the previous stage sent."""
         self.plan, self.index, self.device = plan, -1, device
         incoming = plan.crossing(plan.stage)
-        # A view: what only passes through must not be the received leaf itself.
+        # A view: a value that is only passed on must not be the received leaf itself.
         self.values = {v: x.view_as(x) for v, x in zip(incoming, received, strict=True)}
         self.wanted = set(plan.crossing(plan.stage + 1))
 
@@ -242,7 +242,7 @@ class Foreign(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.unit, self.original_name, self.cursor = unit, type(original).__name__, cursor
-        self.__dict__["_original"] = original  # on meta, and no child: only its sizes and dtypes
+        self.__dict__["_original"] = original  # not registered as a child; on meta
         self._parameters.update({n: p for n, p in original._parameters.items() if id(p) in held})
         for name, child in original.named_children():
             if any(id(p) in held for p in child.parameters()):
@@ -337,7 +337,7 @@ def keep_stages(
             continue
         parent, _, name = unit.rpartition(".")
         model.get_submodule(parent)._modules[name] = found = Foreign(unit, module, cursor, held)
-        computed = module._non_persistent_buffers_set  # on each stage (LayoutLMv3's positions)
+        computed = module._non_persistent_buffers_set  # computed on each stage (LayoutLMv3)
         found._buffers.update({name: module._buffers[name] for name in computed})
         found._non_persistent_buffers_set.update(computed)
     return cursor
@@ -350,7 +350,7 @@ def _follow(unit: str, module: nn.Module, cursor: Cursor) -> None:
     is all-reduced by then), and replaced units run no hooks.
     """
     cls: Any = type(module)
-    module.__dict__["_cursor"] = cursor  # a deep copy of the model has one of its own
+    module.__dict__["_cursor"] = cursor  # replaced in a deep copy of the model
 
     def followed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         cursor: Cursor = self.__dict__["_cursor"]

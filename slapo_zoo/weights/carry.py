@@ -6,14 +6,14 @@ import re
 import shutil
 from pathlib import Path
 
-# The files that a save replaces: the weights of the model and what belongs to just these weights.
+# Files that a save replaces: weights, and state that belongs to exactly these weights.
 WEIGHT_FILE = re.compile(
     r"(model|pytorch_model|optimizer|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
     r"|(training_state|checksums)\.json"
 )
 
 
-# What a tokenizer or an image processor of transformers is made of.
+# Files of a tokenizer or an image processor of transformers.
 TOKENIZER_FILE = re.compile(
     r"(tokenizer|spiece|sentencepiece|vocab|merges|added_tokens|special_tokens_map|chat_template"
     r"|source|target)[\w.-]*\.(json|txt|model|jinja|spm)"

@@ -12,7 +12,7 @@ from functools import cache
 
 import numpy as np
 
-POLYNOMIAL = 0xEDB88320  # of zlib, reflected: bit 31 is x^0
+POLYNOMIAL = 0xEDB88320  # zlib's, reflected: bit 31 is x^0
 ONES = 0xFFFFFFFF
 
 
@@ -72,7 +72,7 @@ def _fold(sums: np.ndarray, factor: int) -> int:
     """Return the sum over i of sums[i] * factor^(last - i), by Horner's rule in a binary tree."""
     while len(sums) > 1:
         if len(sums) % 2:
-            sums = np.concatenate([np.zeros(1, np.uint32), sums])  # zeros in front count nothing
+            sums = np.concatenate([np.zeros(1, np.uint32), sums])  # leading zeros do not change L
         sums = _times_each(sums[0::2], factor) ^ sums[1::2]
         factor = times(factor, factor)
     return int(sums[0])

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
 
-OF_OTHERS = ("$like", "$by_dp")  # marks that records and training states have of their own
-MOST_ELEMENTS = 4096  # a larger tensor belongs into a safetensors file
+OF_OTHERS = ("$like", "$by_dp")  # other marks in records and training states
+MOST_ELEMENTS = 4096  # larger tensors go to a safetensors file
 
 
 def encode(value: Any, where: str) -> Any:

@@ -14,7 +14,7 @@ from slapo_zoo.weights.index import check_inside, read_index
 from slapo_zoo.weights.pickle_file import PickleFile
 from slapo_zoo.weights.safetensors_file import SafetensorsFile
 
-# Taken, where it is allowed, only if there are no safetensors files.
+# Read only if allowed, and without safetensors files.
 PICKLE_SINGLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 

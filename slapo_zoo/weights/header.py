@@ -16,7 +16,7 @@ MAX_HEADER = 100_000_000
 SAVE_ID = "slapo_zoo_save"  # key of `__metadata__`: which save wrote the file
 MAX_ELEMENTS = 2**63 - 1
 
-# In the order of the format's own enumeration, by growing alignment: writers sort by it.
+# In the order of the format's own enumeration, by which writers sort tensors.
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -39,7 +39,7 @@ DTYPES = {
     "U64": torch.uint64,
 }
 
-# What people hand over instead of a safetensors file, by its first bytes.
+# Files often passed by mistake: first bytes --> hint.
 FOREIGN = {
     b"version ": "it is a Git LFS pointer: run `git lfs pull` in the repository",
     b"PK\x03\x04": "it is a PyTorch pickle under another name: convert it to safetensors",

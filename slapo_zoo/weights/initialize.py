@@ -56,9 +56,7 @@ def initialize_weights(
     for unit in units:
         draw(unit, whole=True)
     for path in sorted({name.rpartition(".")[0] for name in left}):
-        draw(
-            path, whole=False
-        )  # what a module holds itself around the units (BART's final_logits_bias)
+        draw(path, whole=False)  # tensors outside of units (BART's final_logits_bias)
     for name in sorted(left):
         _check_finite(name, torch.tensor(torch.nan))
 
@@ -118,7 +116,7 @@ def fill_buffers(model: Any, device: torch.device) -> None:
         own = hf.initialized_as(module)
         for name in names:
             own._buffers[name] = module._buffers[name] = _poisoned(module._buffers[name], device)
-        for parameter in own.parameters():  # some draw those of their children anew (CLIP)
+        for parameter in own.parameters():  # CLIP would draw its children's weights again
             hf.mark_initialized(parameter)
         with torch.no_grad():
             hf.init_own(model, path)

@@ -38,7 +38,7 @@ def _damages(folder: Path) -> tuple[int, list[WeightsError]]:
     try:
         found += _damages_inside(folder, kept, opened)
     except WeightsError as error:
-        found = found or [error]  # what follows from a damaged header or index says nothing new
+        found = found or [error]  # a consequence of damage already found
     finally:
         for one in opened:
             one.close()

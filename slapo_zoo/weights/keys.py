@@ -75,12 +75,12 @@ class Piece:
 class KeyMap:
     """Renames between the tensors of a model and the keys of its files.
 
-    rewrite:  vit.encoder.layer.0.intermediate.dense.bias  <->  vit.layers.0.mlp.fc1.bias
+    rewrite: vit.encoder.layer.0.intermediate.dense.bias <-> vit.layers.0.mlp.fc1.bias
 
     Args:
-        renames: pairs (in files, in the model), applied in order; each is a substring to replace, or a
-        whole key such as "^model.llm.layers.{}.wq.weight". A `*` on the file side stands for any
-        layer number, when all layers hold the same tensor.
+        renames: pairs (in files, in the model), applied in order; each is a substring to replace, or a whole
+            key such as "^model.llm.layers.{}.wq.weight". A `*` on the file side stands for any layer number,
+            when all layers hold the same tensor.
         pieces: rules for tensors that files store in pieces.
     """
 

@@ -77,7 +77,7 @@ class AnonymousPeak:
 
     def _glance(self) -> None:
         grown = self._now() - self._counted
-        with self._lock:  # two threads glance; the smaller figure must not come last
+        with self._lock:  # two threads poll
             self.growth = max(self.growth, grown)
 
 

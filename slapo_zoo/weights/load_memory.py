@@ -14,8 +14,8 @@ from torch import Tensor
 from slapo_zoo.errors import WeightsError
 
 LARGE_PAGE = 2 << 20
-MOST_UNUSED = 0.03  # of a tensor's bytes, behind it in a last large page
-LEAST_MAPPED = 64 << 10  # of smaller tensors a map saves nothing
+MOST_UNUSED = 0.03  # of a tensor's bytes, unused in its last large page
+LEAST_MAPPED = 64 << 10  # bytes; mapping smaller tensors saves nothing
 
 
 def fresh_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
@@ -34,7 +34,7 @@ def fresh_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     is_large = device.type == "cpu" and tensor.nbytes >= LARGE_PAGE
     if not is_large or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    whole = -(-tensor.nbytes // LARGE_PAGE) * LARGE_PAGE  # else the kernel may not align the map
+    whole = -(-tensor.nbytes // LARGE_PAGE) * LARGE_PAGE  # so that the kernel aligns the mapping
     try:
         pages = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -42,7 +42,7 @@ def fresh_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
         hint = "more tp or pp, or a smaller model; is config.json right?"
         raise WeightsError("memory", "", problem, hint) from error
     is_full = whole - tensor.nbytes <= MOST_UNUSED * tensor.nbytes
-    with contextlib.suppress(OSError):  # a kernel that was built without
+    with contextlib.suppress(OSError):  # a kernel without large pages
         pages.madvise(mmap.MADV_HUGEPAGE, 0, whole if is_full else whole - LARGE_PAGE)
     return torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)
 

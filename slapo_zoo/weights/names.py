@@ -4,13 +4,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-# Older spellings, tried only where a key has no place as it is.  (pattern, replacement)
+# Older spellings, tried when a key matches no name: (pattern, replacement)
 LEGACY = (
     (r"([^.]*LayerNorm[^.]*)\.gamma$", r"\1.weight"),
     (r"([^.]*LayerNorm[^.]*)\.beta$", r"\1.bias"),
 )
 
-# Buffers that older releases saved and that the model computes by itself.
+# Buffers that older releases saved, and that the model now computes.
 LEFTOVERS = (
     r"(^|\.)h\.\d+\.attn\.(attention\.)?(bias|masked_bias)$",  # causal masks of GPT-2 and GPT-Neo
     r"(^|\.)position_ids$",

@@ -17,9 +17,9 @@ from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.weights.encode import decode, encode
 from slapo_zoo.weights.load import Target
 
-# Options that say how to compute, not what: the given optimizer keeps its own.
+# Options about the implementation, not the result: the optimizer keeps its own.
 OWN_OPTIONS = {"params", "foreach", "fused", "capturable", "differentiable"}
-# what Megatron keeps in a group for itself; another engine has no use for it
+# Megatron's own options in a group, unknown to other engines
 OF_MEGATRON = {"is_expert_parallel", "default_config", "wd_mult", "lr_mult", "is_decoupled_lr"}
 OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
 SAVE, LOAD = "save_checkpoint", "load_checkpoint"

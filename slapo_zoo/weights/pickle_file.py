@@ -52,7 +52,7 @@ def _load(path: Path) -> dict[str, Tensor]:
         with path.open("rb") as file:
             is_zip = file.read(4) == b"PK\x03\x04"
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except Exception as error:  # damaged bytes: torch raises whatever they make it stumble over
+    except Exception as error:  # torch raises many types on damaged bytes
         problem = f"found no plain state dict: {str(error).partition(chr(10))[0]:.200}"
         hint = "fetch the file again; a pickle that holds more than tensors is never loaded"
         raise WeightsError(str(path), "", problem, hint) from error

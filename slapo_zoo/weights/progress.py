@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 OnBytes = Callable[[int], None]
-LEAST = 256 << 20  # less is there before a person has seen the bar
+LEAST = 256 << 20  # bytes; less is loaded too fast to see a bar
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from typing import Any
 
 from slapo_zoo.errors import WeightsError
 
-# What a save writes; other files of the folder are nobody's business.
+# Files that a save writes; other files of the folder are not uploaded.
 PATTERNS = ["model*.safetensors", "model.safetensors.index.json", "*config.json", "README.md",
             "schedule.json", "checksums.json"]  # fmt: skip
 

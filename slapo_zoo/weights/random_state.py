@@ -77,7 +77,7 @@ def restore_states(packed: dict[str, Any], saved: Mesh, mesh: Mesh, device: torc
 
 def _take_cpu(text: str, device: torch.device | None) -> None:
     state = _tensor(text)
-    torch.Generator().set_state(state)  # raises for what is none
+    torch.Generator().set_state(state)  # raises for an invalid state
     if device is not None:
         torch.set_rng_state(state)
 

@@ -56,11 +56,11 @@ class SafetensorsFile:
         if not count:
             return torch.empty(shape, dtype=dtype)
         size = os.fstat(self._file.fileno()).st_size
-        if size < stop:  # a page beyond the end would kill the process
+        if size < stop:  # reading a page beyond the end kills the process
             problem = f"found {size} bytes, expected {stop}: it was cut after it had been opened"
             hint = "does another process write it? fetch the file again"
             raise WeightsError(str(self.path), f"tensor {name!r}", problem, hint)
-        if self._pages is None:  # one for all: each would keep a file descriptor
+        if self._pages is None:  # shared: each mapping keeps a file descriptor
             # The default advice measured best: MADV_RANDOM is 6 to 25 times slower on a cold file.
             self._pages = mmap.mmap(self._file.fileno(), size, access=mmap.ACCESS_COPY)
         offset = start + first * dtype.itemsize
@@ -69,10 +69,10 @@ class SafetensorsFile:
     def read_ahead(self, name: str, first: int, count: int) -> None:
         """Ask the kernel to prefetch `count` bytes of a tensor, from byte `first` of its data."""
         fileno, start = self._file.fileno(), self.entries[name].start + first
-        # For what is there already the kernel would look at every page: 9 ms per GB.
+        # For cached data the kernel would still visit every page: 9 ms per GB.
         is_there = _is_cached(fileno, start) and _is_cached(fileno, start + count - 1)
         if not is_there and hasattr(os, "posix_fadvise"):
-            with contextlib.suppress(OSError):  # advice: a file system may not know it
+            with contextlib.suppress(OSError):  # only advice: not every file system supports it
                 os.posix_fadvise(fileno, start, count, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:

@@ -103,7 +103,7 @@ class _Save:
         self.target, self.sets, self.local, self.mesh, self.rows = target, sets, local, mesh, rows
         self.specs = [spec for specs in sets.values() for spec in specs]
         self.staging, self.layout = Staging(target), Layout()
-        self.finite: list[str] = []  # of these tensors none may hold NaN where it replaces another
+        self.finite: list[str] = []  # tensors that may not be NaN in place of an older checkpoint
 
     def prepare(self, max_shard_size: int | str, metadata: Mapping[str, str]) -> str:
         """Plan the files and check this rank's tensors; return a digest that must be equal on all ranks."""

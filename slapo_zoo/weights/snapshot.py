@@ -33,7 +33,7 @@ def read_whole(folder: Path, read: Callable[[], T], close: Callable[[T], None]) 
             held = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
         except OSError:
             if is_missing(folder):
-                return read()  # whatever it says
+                return read()  # raises its own error
             continue
         try:
             found = read()

@@ -18,8 +18,8 @@ from slapo_zoo.errors import WeightsError
 from slapo_zoo.weights.carry import TOKENIZER_FILE, carry_over
 
 BLINK_S = 0.5
-TURN_S = 60.0  # another save's turn takes a moment; one that hangs is not waited for
-LEFT_S = 86400.0  # without locks, what is older was left by a save that was killed
+TURN_S = 60.0  # longest wait for another save to publish
+LEFT_S = 86400.0  # without locks, older folders are remains of killed saves
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
@@ -42,7 +42,7 @@ class Staging:
     def create(self) -> None:
         """Check the target, remove the remains of killed saves, and create the temporary folder."""
         self.target.parent.mkdir(parents=True, exist_ok=True)
-        with _turn(self.target.parent):  # or another's sweep takes it before it has its lock
+        with _turn(self.target.parent):  # else another save may sweep it before it is locked
             _sweep(self.target)
             check_target(self.target, self._mark)
             self.path.mkdir()
@@ -54,8 +54,8 @@ class Staging:
 
         At every moment a reader finds either the whole old folder or the whole new one.
         """
-        _sync_tree(self.path)  # what is large, before others wait for us
-        with _turn(self.target.parent):  # or another's publication takes the old folder away
+        _sync_tree(self.path)  # before taking the lock
+        with _turn(self.target.parent):  # one publication at a time
             if not self.target.exists():
                 os.rename(self.path, self.target)
             else:
@@ -130,7 +130,7 @@ def check_target(target: Path, mark: str | None = None, option: str = "") -> Non
     is_model = (target / "config.json").exists() or any(target.glob("model*.safetensors"))
     is_same_kind = is_model if mark is None else (target / mark).exists() and not is_model
     others = [item for item in target.iterdir() if not TOKENIZER_FILE.fullmatch(item.name)]
-    if others and not is_same_kind:  # a tokenizer is often saved first
+    if others and not is_same_kind:  # a tokenizer alone is often saved first
         names = ", ".join(sorted(os.listdir(target))[:5])
         problem = f"found a folder that is no checkpoint ({names}), expected none or an empty one"
         raise WeightsError(str(target), option, problem, hint)
@@ -140,7 +140,7 @@ def bring_back(target: Path) -> None:
     """Undo a save that was killed between its two renames, on systems that cannot swap folders."""
     if os.path.lexists(target) or not _moved_away(target):
         return
-    time.sleep(BLINK_S)  # a save that lives is between them for a moment only
+    time.sleep(BLINK_S)  # a running save is between its renames only briefly
     found = _moved_away(target)
     if found and not os.path.lexists(target):
         with suppress(OSError):  # another rank was faster

@@ -14,7 +14,7 @@ from slapo_zoo.weights.random_state import check_states
 FILE, FORMAT = "training_state.json", "slapo-zoo-training-state/1"
 MAX_BYTES = 100_000_000
 AGAIN = "pass the folder that save_checkpoint wrote"
-OF_COPY = ("data_position", "extra")  # each data-parallel rank has its own
+OF_COPY = ("data_position", "extra")  # one value per data-parallel rank
 BY_DP = "$by_dp"
 
 
@@ -169,5 +169,5 @@ def of_copies(state: Mapping[str, Any], name: str) -> list[Any]:
     kept = state[name]
     if isinstance(kept, dict) and BY_DP in kept:
         return [decode(one) for one in kept[BY_DP]]
-    # equal places in the data are still each rank's own: rows are dealt anew at another dp
+    # an equal data position is still per rank: rows are redistributed at another dp
     return [decode(kept)] * (1 if name == "extra" else state["mesh"]["dp"])

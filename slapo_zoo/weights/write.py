@@ -71,7 +71,7 @@ def write_tensors(
                 )
                 written += count
                 del tensor  # before the next one is copied
-    for name in sorted({slots[spec.name].file for spec in mine}):  # not one by one: no disk idles
+    for name in sorted({slots[spec.name].file for spec in mine}):  # after all writes
         with (path / name).open("r+b", buffering=0) as file:
             os.fsync(file.fileno())
     return Written(written, sums)
@@ -125,7 +125,7 @@ def _write(
     shape = (1, *spec.shape) if is_piece else spec.shape
     tensor = tensor.unsqueeze(0) if is_piece else tensor
     inner = math.prod(shape[axis + 1 :]) * tensor.itemsize
-    above = math.prod(shape[1:axis]) if axis else 1  # rows of the file in a row of the tensor
+    above = math.prod(shape[1:axis]) if axis else 1  # file rows per index of axis 0
     first, count = (own.first, own.count) if own and axis else (0, shape[0] if axis else 1)
     whole = math.prod(shape) * tensor.itemsize
     start += (skipped := first * above * shape[axis] * inner)
@@ -135,7 +135,7 @@ def _write(
         piece = _bytes(tensor.narrow(axis, share.offset, width))
         rows, chunk = count * above, width * inner
         if width == shape[axis]:
-            rows, chunk = 1, rows * chunk  # rows that lie side by side in the file: one write
+            rows, chunk = 1, rows * chunk  # rows are contiguous in the file: one write
         for row in range(rows if chunk else 0):
             place = start + row * shape[axis] * inner + share.start * inner
             _pwrite(file, piece[row * chunk : (row + 1) * chunk], place)

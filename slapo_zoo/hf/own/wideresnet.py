@@ -29,7 +29,7 @@ __all__ = [
     "WideResNetPreTrainedModel",
 ]
 
-EXPANSION = 4  # channels of a block's output, in planes
+EXPANSION = 4  # output channels of a block per plane
 # name -> (blocks of the four stages, width_per_group); the paper's model is the deep one.
 SIZES = {
     "wide_resnet50_2": ((3, 4, 6, 3), 128),  # 68.9 M
@@ -111,7 +111,7 @@ class WideResNetBottleneck(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [B, C, H, W] to [B, 4 planes, H / stride, W / stride]."""
-        x = x.contiguous(memory_format=self.format)  # what a pipeline received is not
+        x = x.contiguous(memory_format=self.format)  # received tensors are contiguous
         y = self.relu(self.bn1(self.conv1(x)))
         y = self.relu(self.bn2(self.conv2(y)))
         y = self.bn3(self.conv3(y))

@@ -19,7 +19,7 @@ ALIASES = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "true
            "true_divide": "div", "iand": "and_", "ior": "or_", "ipow": "pow"}  # fmt: skip
 TORCH = ("torch", "_operator", "math")
 
-# name -> parameters with defaults; those named in IGNORED change nothing in what is computed.
+# name -> parameters with defaults; the result does not depend on those in IGNORED.
 REQUIRED = object()
 SIGNATURES: dict[str, dict[str, Any]] = {
     "add": {"input": REQUIRED, "other": REQUIRED, "alpha": 1},
@@ -94,7 +94,7 @@ MODULES: dict[type, Callable[[str, Any], Operation]] = {
     nn.Softmax: lambda _, m: Operation("softmax", {"dim": m.dim, "dtype": None}),
     nn.Dropout: lambda _, m: Operation("dropout", {"p": m.p}),
 }
-# Sizes and rates of a pattern's own submodules are not compared: they come with the module.
+# Sizes and rates of submodules of a pattern are not compared.
 FREE = {"weight", "bias", "normalized_shape", "eps", "p"}
 
 
@@ -117,7 +117,7 @@ def describe(node: fx.Node, owner: nn.Module, in_pattern: bool = False) -> Opera
     if signature is None:
         return Operation(name, {**dict(enumerate(_flat(name, node.args))), **kwargs})
     given = {**dict(zip(signature, node.args, strict=False)), **kwargs}
-    complete = {**signature, **given}  # in the order of the signature: add swaps the first two
+    complete = {**signature, **given}  # in signature order: the first two of add may swap
     return Operation(name, {k: v for k, v in complete.items() if v is not REQUIRED})
 
 
@@ -141,7 +141,7 @@ def _describe_module(node: fx.Node, owner: nn.Module, in_pattern: bool) -> Opera
     kind = original_class(module)
     values = [*node.args, *node.kwargs.values()]
     if kind not in MODULES or module._forward_hooks or module._forward_pre_hooks:
-        # Literals such as use_cache=False are no edges; a hook does more than the operation.
+        # Literals such as use_cache=False are not compared; with hooks it is no plain operation.
         edges = [v for v in values if isinstance(v, (fx.Node, tuple, list))]
         return Operation(kind, dict(enumerate(edges)))
     found = MODULES[kind](target, module)

@@ -12,7 +12,7 @@ from slapo_zoo.language.graph.proxy import UNKNOWN
 from slapo_zoo.language.graph.trace import calls_of
 from slapo_zoo.language.graph.tracer import EXAMPLE_HINT
 
-ROWS, TOKENS, OTHER_TOKENS = 2, 7, 5  # unlike each other, and unlike any width of a real model
+ROWS, TOKENS, OTHER_TOKENS = 2, 7, 5  # all different, and no width of a real model
 
 
 class _Captured(Exception):  # noqa: N818 - not an error: it ends the call once the module is reached
@@ -37,7 +37,7 @@ def capture(model: Any, path: str, padded: bool = True) -> tuple[tuple, dict[str
     if not path:
         return (), inputs
 
-    if next(model.parameters()).is_meta:  # masks ask for elements, unless they are traced
+    if next(model.parameters()).is_meta:  # computing masks reads data, which meta tensors lack
         return _from_trace(model, path, inputs)
 
     def stop(_module: nn.Module, args: tuple, kwargs: dict) -> None:

@@ -23,7 +23,7 @@ class GroupModule(TracedModule):
     def around(cls, owner: fx.GraphModule, graph: fx.Graph, name: str) -> "GroupModule":
         """Construct a group that runs `graph`, whose targets start with `owner.`; `name` is its class name."""
         new = cls(name)
-        new.__dict__["owner"] = owner  # no child: it would be its own grandchild
+        new.__dict__["owner"] = owner  # not registered as a child: that would be a cycle
         new.graph = graph
         return new
 

@@ -41,7 +41,7 @@ def arguments(
     target = new.function if isinstance(new, Function) else target
     try:
         parameters = list(inspect.signature(target).parameters.values())
-    except ValueError:  # a builtin of torch tells no signature
+    except ValueError:  # builtins of torch have no signature
         return tuple(inputs.values()), constants
     varies = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     plain = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

@@ -76,9 +76,7 @@ class Matcher:
     found: Matches = field(default_factory=Matches)
 
     def __post_init__(self):
-        made = (
-            n for n in self.module.graph.nodes if n.op != "get_attr"
-        )  # a parameter always has one
+        made = (n for n in self.module.graph.nodes if n.op != "get_attr")
         self.shapes_known = any(shape_of(n) is not None for n in made)
 
     def search(self) -> Matches:
@@ -156,7 +154,7 @@ class Matcher:
                 yield binding
         elif p.op == "placeholder":
             yield {**binding, p: v}
-        elif p.op == "get_attr":  # a parameter of the pattern stands for any tensor of a module
+        elif p.op == "get_attr":  # a pattern's parameter matches any parameter
             if isinstance(v, ModuleTensor) or (isinstance(v, fx.Node) and v.op == "get_attr"):
                 yield {**binding, p: v}
         elif isinstance(v, fx.Node) and v.op.startswith("call") and self._free(v, binding):

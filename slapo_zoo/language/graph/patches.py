@@ -11,10 +11,10 @@ from torch import nn
 from slapo_zoo.language.graph.proxy import ValueProxy, has_proxy
 from slapo_zoo.language.graph.tracer import ValueTracer, recorded
 
-# They make a tensor, or read a dtype, without a tensor among their arguments.
+# Functions that create a tensor, or read a dtype, without a tensor among their arguments.
 FACTORIES = ("ones", "zeros", "full", "arange", "empty", "tensor", "linspace", "eye")
 FACTORIES += ("finfo", "iinfo", "promote_types", "broadcast_shapes")
-RANDOM = ("rand", "randn", "randint", "randperm")  # drawn anew in every call of the graph
+RANDOM = ("rand", "randn", "randint", "randperm")  # drawn anew in each call of the graph
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def _apply(tracer: ValueTracer) -> Any:
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if not tracer.evaluating and has_proxy(args, kwargs):
-            # Recording what its forward does would lose its backward.
+            # A graph of its forward would lose its custom backward.
             problem = f"it calls the autograd function {cls.__name__}"
             raise tracer.fail(problem, tracer.leaf_hint())
         return original(cls, *args, **kwargs)
@@ -92,7 +92,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
         finally:
             for m, training in flags:
                 m.training = training
-            for name in set(module.__dict__) - attributes:  # constants that fx puts there
+            for name in set(module.__dict__) - attributes:  # constants that fx added
                 del module.__dict__[name]
             with torch.no_grad():
                 for buffer, before in buffers:

@@ -68,7 +68,7 @@ class ValueProxy(Proxy):
             return operator.index(self.shape[0])
         if value is UNKNOWN:
             return _tracer(self).read(self)
-        if isinstance(value, torch.Size):  # the rank of a tensor; other lengths are structure
+        if isinstance(value, torch.Size):  # a branch on the rank of a tensor
             _tracer(self).check_length(self)
         return len(value)
 

@@ -135,7 +135,7 @@ def _trace(call: Call, leaves: tuple[Leaf, ...], flatten: bool) -> tuple[TracedM
     graph, constants, tracer = _record(call, leaves, flatten, mode)
     try:
         other, others, _ = _record(call, leaves, flatten, not mode)
-    except ScheduleError:  # then the graph checks that it runs in its own mode only
+    except ScheduleError:  # then the graph runs in one mode only
         other, others = None, constants
     if not _same_tensors(constants, others):
         other = None

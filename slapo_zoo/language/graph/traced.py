@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.directive import join
 
-# What a GraphModule keeps about its own code; all else is the module's.
+# Attributes of a GraphModule about its generated code; all others are the original module's.
 _CODE = {"_graph", "_code", "_lineno_map", "_prologue_start", "_tracer_cls", "_co_fields"}
 
 
@@ -39,7 +39,7 @@ class TracedModule(GraphModule):
         for name, value in module.__dict__.items():
             if name != "forward":
                 new.__dict__[name] = value
-        if constants:  # the original must not grow buffers of our making
+        if constants:  # the original module must not get these buffers
             new._buffers = dict(new._buffers)
             new._non_persistent_buffers_set = set(new._non_persistent_buffers_set)
         for name, tensor in constants.items():

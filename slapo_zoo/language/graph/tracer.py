@@ -39,7 +39,7 @@ class ValueTracer(fx.Tracer):
     ):
         super().__init__(autowrap_modules=(math,))
         self.where, self.inputs, self.is_leaf = where, inputs, is_leaf
-        self.calls: dict[str, tuple[tuple, dict]] = {}  # of leaves, with the values they got
+        self.calls: dict[str, tuple[tuple, dict]] = {}  # arguments of each leaf
         self.inlined: set[str] = set()
         self.evaluating = 0
         self.checked: set[fx.Node] = set()
@@ -74,7 +74,7 @@ class ValueTracer(fx.Tracer):
         name: str | None = None,
         type_expr: Any = None,
     ) -> fx.Node:
-        if name is None and target == "self":  # BertAttention.self: the code would rebind self
+        if name is None and target == "self":  # BertAttention.self: code would rebind self
             name = "self_module"
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
         if kind == "output":

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from slapo_zoo.language.graph.proxy import ValueProxy
 
-# Their result has a size, or is a number, that depends on the elements of a tensor.
+# Functions whose result is a number, or has a size, that depends on a tensor's elements.
 DATA_DEPENDENT = {"item", "tolist", "numpy", "nonzero", "unique", "unique_consecutive", "argwhere"}
 DATA_DEPENDENT |= {"masked_select", "bincount"}
 NOT_THE_MODEL = (str(Path(__file__).parent), str(Path(torch.__file__).parent), "<")

@@ -21,7 +21,7 @@ from slapo_zoo.parallel.rng.seeds import get_cuda_rng_tracker
 
 ATEN = torch.ops.aten
 OFFLOAD = "offload"
-# What a policy keeps; all else is recomputed.
+# Policy --> operators whose results are saved; all others are recomputed.
 POLICIES: dict[str, set[Any]] = {
     "save_matmuls": {
         ATEN.mm.default, ATEN.bmm.default, ATEN.addmm.default, ATEN.baddbmm.default,
@@ -152,7 +152,7 @@ def restoring(
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     first, second = create_selective_checkpoint_contexts(choose)
-    return first, again(second)  # what is gathered anew is none of the operations
+    return first, again(second)  # a gather of weights is no saved operation
 
 
 def as_now(
@@ -165,7 +165,7 @@ def as_now(
         state: state of the schedule, or None.
     """
     tracker, position = get_cuda_rng_tracker(), None
-    if stream is not None and (stream.is_open or stream.again):  # else torch's generator tells it
+    if stream is not None and (stream.is_open or stream.again):  # else torch restores its generator
         position = stream.position()
     forked = dict(tracker.states)
     forward = state and state.forward

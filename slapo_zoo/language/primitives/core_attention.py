@@ -44,7 +44,7 @@ class CoreAttentionSeam(Directive):
     def apply(self, site: Site) -> None:
         n, r = site.mesh.size(self.mesh_dim), site.mesh.coord(self.mesh_dim)
         (run,) = Placement(0, together=self.together).runs(self.num_heads, n, r)
-        # A dry run looks at shapes, which are those of sdpa; its masks come from sdpa too.
+        # A dry run needs shapes only, and sdpa has the same.
         backend = "sdpa" if site.mesh.dry_run else self.backend
         if backend != "sdpa":
             config: Any = site.module.config

@@ -52,7 +52,7 @@ class ExpertParallel(Directive):
         (run,) = Placement(0).runs(getattr(module, self.count), n, r)
         setattr(module, self.count, run.stop - run.start)
         if n > 1:
-            module._is_expert_parallel = True  # the experts of transformers skip indices beyond
+            module._is_expert_parallel = True  # transformers' experts then skip others' indices
             module.forward = _own_experts(site, run, self)
         elif site.mesh.dry_run:
             module.forward = shapes_only
@@ -75,7 +75,7 @@ def _own_experts(site: Site, run: Run, directive: ExpertParallel) -> Callable[..
         x = collectives.reduce_backward(hidden_states, group)
         compute = shapes_only if isinstance(group, ShapeOnlyGroup) else forward
         own = compute(x, index, weights)
-        if torch.is_grad_enabled() and not own.requires_grad:  # nobody chose an expert of ours
+        if torch.is_grad_enabled() and not own.requires_grad:  # no token for these experts
             own = own + _nothing_of(x, weights, *module.parameters())
         return collectives.reduce_forward(own, group)
 

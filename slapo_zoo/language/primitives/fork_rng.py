@@ -74,11 +74,11 @@ class ForkRng(Directive):
     def apply(self, site: Site) -> None:
         applied = site.state.applied.setdefault(site.path, set())
         if self.name in applied:
-            return  # a row for all dropouts leaves one that was named before as it is
+            return  # an earlier row that names this dropout wins
         applied.add(self.name)
         module: Any = site.module
         if type(site.module) is nn.Identity:
-            return  # a dropout or a stochastic depth of 0, as some classes write it
+            return  # some classes use Identity for a rate of 0
         if isinstance(site.module, nn.Dropout):
             module.forward = _dropout(site, site.module, self, self._run(site), self._child(site))
         else:
@@ -86,7 +86,7 @@ class ForkRng(Directive):
 
     def _made(self, site: Site) -> str:
         """Return the path of the module that `after` names: a child, or for a Dropout a sibling."""
-        drops = isinstance(site.module, nn.Dropout | nn.Identity)  # of 0 it may be an Identity
+        drops = isinstance(site.module, nn.Dropout | nn.Identity)  # Identity: a rate of 0
         inside = site.path.rpartition(".")[0] if drops else site.path
         return join(inside, self.after)
 
@@ -118,12 +118,12 @@ class ForkRng(Directive):
             if not site.module.training:
                 return forward(*args, **kwargs)
             own = OwnDropout(site, self.tokens, name, child)
-            if torch.compiler.is_compiling():  # no graph holds a generator of torch
+            if torch.compiler.is_compiling():  # graphs hold no torch generator
                 with own:
                     return forward(*args, **kwargs)
             place = stream.place(name, 1)
             seed = rng.mix(stream.seed, *place, rng.hash_of(site.path), rank)
-            if ranks_are_threads():  # they share the generator: each has it for one call at a time
+            if ranks_are_threads():  # they share one generator
                 own.state = seed
                 with own:
                     return forward(*args, **kwargs)
@@ -184,7 +184,7 @@ class OwnDropout(TorchFunctionMode):
         columns = child.run if child and child.ran else None
         if child:
             child.ran = False
-        if not training or p == 0.0:  # as torch: no mask of ones is made
+        if not training or p == 0.0:  # no mask, as in torch
             return x
         if child and columns:
             stream = self.site.state.random
@@ -264,7 +264,7 @@ def _dropout(
     site: Site, module: nn.Dropout, directive: ForkRng, run: Run | None, child: _Child | None
 ) -> Callable[[Tensor], Tensor]:
     stream, path = site.state.random, rng.SiteName(site.path)
-    size = directive._size(site)  # a plain one, for graphs
+    size = directive._size(site)  # a plain integer, for graphs
 
     def draws(input: Tensor) -> dict[str, Any]:
         """Return the mask arguments of `dropout` for an input: `keep`, or `seeds` and `p`."""

@@ -48,8 +48,8 @@ class Fuse(Directive):
         super().__post_init__()
         first, second = self.subgraph, self.compiler
         if isinstance(first, str) and first in COMPILERS and second not in COMPILERS:
-            object.__setattr__(self, "subgraph", second)  # fuse(compiler, subgraph), as Slapo's
-            object.__setattr__(self, "compiler", first)  # table of primitives has it
+            object.__setattr__(self, "subgraph", second)  # fuse(compiler, subgraph): Slapo's order
+            object.__setattr__(self, "compiler", first)
 
     def check(self, site: Site) -> None:
         if self.compiler not in COMPILERS:

@@ -14,8 +14,8 @@ from slapo_zoo.parallel import collectives
 from slapo_zoo.parallel.async_reduce import ColumnForward, enter, possible
 from slapo_zoo.parallel.mesh import ShapeOnlyGroup
 
-# Where it is on without the directive: where it was measured to win (`ci/run.py bench overlap`). With
-# gloo on two cores it takes 0.98 to 1.02 of the time: the sum needs the cores too. nccl: unmeasured.
+# Back ends with overlap by default: those where it was measured to win (`ci/run.py bench overlap`). With
+# gloo on two cores a step takes 0.98 to 1.02 of the time: the all-reduce needs the cores too. nccl: unmeasured.
 DEFAULT_BACKENDS: tuple[str, ...] = ()
 
 

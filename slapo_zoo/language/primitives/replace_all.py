@@ -77,7 +77,7 @@ class ReplaceAll(Directive):
         made: dict[str, nn.Module] = {}
         for path, module in self._found(site):
             if any(path.startswith(f"{outer}.") for outer in made):
-                continue  # it goes with the module around it
+                continue  # inside a module that is replaced
             new = self.make_mod_fn(path, module, **dict(self.options))
             if not isinstance(new, nn.Module):
                 raise self.fail(site, f"the factory made {new!r} for {path}", "return a module")

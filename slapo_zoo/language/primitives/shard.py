@@ -156,7 +156,7 @@ class Shard(Directive):
         site.state.applied.setdefault(site.path, set()).add(self.param_name)
         old = site.tensor(self.param_name)
         if old is None or site.placed(self.param_name):
-            self._adjust(site)  # divided through its tie: only the module's own sizes remain
+            self._adjust(site)  # sharded through a tie: only sizes are left to adjust
             return
         n, r = site.mesh.size(self.mesh_dim), site.mesh.coord(self.mesh_dim)
         names = [site.name(self.param_name)]

@@ -28,7 +28,7 @@ def _convolution(module: Any, x: Tensor) -> Tensor:
     return module._conv_forward(x, module.weight, None)
 
 
-# class name -> (forward without its bias, number of axes behind that of the bias)
+# class name -> (forward without bias, number of axes after the output's channel axis)
 WITHOUT_BIAS = {"Linear": (_linear, 0), "Conv1D": (_conv1d, 0), "Conv2d": (_convolution, 2)}
 # class name -> (input axis, output axis) of the weight
 WEIGHT_AXES = {
@@ -66,7 +66,7 @@ def sum_before_bias(module: Any, collective: Callable[[Tensor], Tensor]) -> bool
 
     def forward(x: Tensor) -> Tensor:
         y = collective(product(module, x))
-        return y + module.bias.view(shape).to(y.dtype)  # under autocast the product is smaller
+        return y + module.bias.view(shape).to(y.dtype)  # under autocast y has fewer bits
 
     module.forward = forward
     return True

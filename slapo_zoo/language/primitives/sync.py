@@ -39,7 +39,7 @@ def require_divisible(x: Tensor, axis: int, sync: "Sync", site: Site) -> None:
         raise sync.fail(site, problem, "pad the axis, or change the mesh")
 
 
-OF_COLUMNS = ("vocab_logits", "join_columns")  # what they make depends on the whole weight
+OF_COLUMNS = ("vocab_logits", "join_columns")  # need a sharded weight, for the global size
 SUMS = ("all_reduce", "all_reduce_twice", "reduce_scatter")
 
 
@@ -109,7 +109,7 @@ class Sync(Directive):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "mode", OLDER.get(self.mode, self.mode))
-        if self.sync_op_or_fn is None:  # written out, so that a program shows it
+        if self.sync_op_or_fn is None:  # explicit, so that the history shows it
             object.__setattr__(self, "sync_op_or_fn", "all_reduce")
 
     def _halves(self) -> "list[Sync]":
@@ -137,7 +137,7 @@ class Sync(Directive):
         if self.mode not in modes:
             problem = f"{op!r} has no meaning as {self.mode!r}"
             hint = f"use one of {modes}"
-            if "->" in op:  # a gradient has the shape of its input, in and out of the module
+            if "->" in op:  # a gradient must keep the shape of its input
                 hint += f"; the backward of fwd_pre {'->'.join(op.split('->')[::-1])!r} is this"
             raise self.fail(site, problem, hint)
         if op in OF_COLUMNS and site.placed("weight") is None:
@@ -211,12 +211,12 @@ class Sync(Directive):
         if key not in site.state.shared:
             results = site.state.shared[key] = []
             module = site.state.modules[parent]
-            module.register_forward_pre_hook(lambda *_: results.clear())  # of a forward that failed
+            module.register_forward_pre_hook(lambda *_: results.clear())  # left by a failed forward
             module.register_forward_hook(lambda *_: results.clear())
         results = site.state.shared[key]
 
         def enter(x: Tensor) -> Tensor:
-            for given, y in results:  # by identity, which a compiler can tell too
+            for given, y in results:  # by identity, which compilers support
                 if given is x and y.requires_grad == x.requires_grad:
                     return y
             results.append((x, y := run(x)))
@@ -227,6 +227,6 @@ class Sync(Directive):
     def _before_bias(self, site: Site, run: Callable[[Tensor], Tensor]) -> bool:
         """Insert the collective between product and bias of a row-parallel module; False if it has no bias."""
         partial = site.tensor("bias") is not None and output_of(site) == "partial"
-        if not partial or not self._is_first(site):  # or the bias was added before this op
+        if not partial or not self._is_first(site):  # an earlier op has added the bias
             return False
         return sum_before_bias(site.module, run)

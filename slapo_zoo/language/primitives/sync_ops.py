@@ -94,7 +94,7 @@ def _vocab_logits(x: Tensor, sync: Sync, site: Site) -> Tensor:
     group, size, tape = site.group(sync), placed.shape[0], site.state.forward.tape
     if isinstance(x, LogitsOnDemand):
         return x.divided(size, group, loss_of_sharded_head)
-    if tape is not None:  # fake tensors cannot be VocabLogits: the loss is noted here
+    if tape is not None:  # fake tensors cannot be VocabLogits: record the loss here
         rows = x.flatten(0, -2)
         target = torch.zeros(len(rows), dtype=torch.int64, device=x.device)
         tape.losses.append(vocab_parallel_cross_entropy(rows, target, size, group))

@@ -10,7 +10,7 @@ from slapo_zoo.language.directive import Directive, Site, primitive
 from slapo_zoo.language.graph.examples import capture
 from slapo_zoo.language.graph.trace import install, trace_module, trace_tree
 
-# What check() traced, until apply() puts it into the tree.
+# Traced modules that check() made and apply() will install.
 _traced: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 
 
