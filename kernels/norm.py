@@ -18,7 +18,7 @@ MOST_COLUMNS = 8192  # longer rows spill registers
 
 
 def fits_registers(columns: int, x_bias: bool) -> bool:
-    """Return whether the backward can hold its column sums in registers; with a bias of x there is a third sum."""
+    """Return whether the backward's column sums (dw, db and, with `x_bias`, a third one) fit into registers."""
     return columns <= (MOST_COLUMNS // 2 if x_bias else MOST_COLUMNS)
 
 

@@ -34,8 +34,8 @@ class Kernel:
         name: name for `replace(name)`.
         install: installs the kernel in the module of a site; adds no key to the state dict.
         refuses: returns why the kernel cannot serve a module, or "".
-        serves: class name --> forward that modules of the class get; classes with a forward of their own
-        are excluded, whatever their name.
+        serves: class name --> forward that modules of the class get; classes with a forward of their own are
+            excluded, whatever their name.
         entry: the public function.
         reference: definition of the result in plain torch operations.
         inputs: maps a test shape to keyword arguments of `entry` and `reference`.
@@ -139,8 +139,8 @@ def kernel(
         cpu: what the function runs on a CPU, in a word or two.
         sites: returns the paths of a model's modules that the kernel is for; None takes all it serves.
         limits: returns why the Triton path cannot serve a tensor of this dtype and last axis, or "".
-        passes: names of children whose work the kernel does itself. When one is replaced, patched or
-        hooked later, the class's own forward runs instead.
+        passes: names of children whose work the kernel does itself. When one is replaced, patched or hooked
+            later, the class's own forward runs instead.
     """
     forwards = dict(serves or {})
 

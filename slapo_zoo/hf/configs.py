@@ -8,7 +8,7 @@ MAX_COUNT = 10_000  # layers or experts
 
 
 def read_config(name: str | Path, **options: Any) -> Any:
-    """Read a config with AutoConfig, without running or offering to run code of the checkpoint.
+    """Read a config with AutoConfig; code of the checkpoint is never run.
 
     Args:
         name: a folder, or a model on the Hub.

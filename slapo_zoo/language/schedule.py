@@ -229,12 +229,12 @@ class Schedule(Selection):
         rank, without the sends between stages.
 
         Args:
-            batch: keyword arguments of the model's forward, of which only shapes and dtypes matter; None
-            makes a tiny batch for a model of `transformers`.
+            batch: keyword arguments of the model's forward, of which only shapes and dtypes matter; None makes
+                a tiny batch for a model of `transformers`.
 
         Raises:
             ScheduleError: several stages of a pipeline share a block (ALBERT), or `batch` is None for a model
-            that is not of `transformers`.
+                that is not of `transformers`.
         """
         alone = self.mesh.world_size == 1
         example = batch or ({} if alone else tiny_batch(self.model))

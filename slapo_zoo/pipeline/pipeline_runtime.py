@@ -208,7 +208,7 @@ def pipeline_step(
         others: arguments that every micro-batch gets unsplit.
         micro_batches: number of micro-batches.
         before_last: called with a stage's outputs before its last backward, where an engine may start its
-        gradient all-reduce.
+            gradient all-reduce.
 
     Returns:
         The sum of the micro-batch losses on the rank of the last stage, 0 elsewhere.

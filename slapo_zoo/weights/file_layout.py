@@ -32,8 +32,8 @@ class Layout:
         headers: file name --> its first bytes: length field and JSON header.
         sizes: file name --> its size in bytes.
         slots: tensor name --> Slot.
-        indexes: name of an index (`model.safetensors.index.json`) --> its text; empty when the tensors
-        fit into a single file.
+        indexes: name of an index (`model.safetensors.index.json`) --> its text; empty when the tensors fit into
+            a single file.
     """
 
     headers: dict[str, bytes] = field(default_factory=dict)
@@ -112,9 +112,7 @@ def plan_layout(
 
 
 def index_name(stem: str) -> str:
-    """Return the name of an index: `model.safetensors.index.json`, or of a variant
-    `model.safetensors.index.fp16.json`.
-    """
+    """Return an index's file name: "model" --> model.safetensors.index.json, "model.fp16" --> ....index.fp16.json."""
     base, _, variant = stem.partition(".")
     return (
         f"{base}.safetensors.index.{variant}.json" if variant else f"{base}.safetensors.index.json"

@@ -160,7 +160,7 @@ def open_checkpoint(
     Args:
         folder: local folder; for the Hub cache, the snapshot.
         allow_pickle: accept `pytorch_model.bin` when there is no safetensors file. It is read with
-        `weights_only=True`, and into memory if an old torch wrote it.
+            `weights_only=True`, and into memory if an old torch wrote it.
         stem: begin of the file names; "optimizer" opens the optimizer files of `save_checkpoint`.
     """
     path = Path(folder)

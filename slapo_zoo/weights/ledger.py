@@ -87,8 +87,8 @@ class Ledger:
 
     Args:
         tensors: number of local tensors filled from files.
-        bytes_read: bytes of the slices read, in the dtype of the files; includes `mapped` tensors,
-        although the kernel fetches them on first use.
+        bytes_read: bytes of the slices read, in the dtype of the files; includes `mapped` tensors, although the
+            kernel fetches them on first use.
         shard_bytes: bytes of this rank's tensors, in the dtype of the model.
         files_opened: number of weight files opened.
         seconds: wall time.

@@ -53,8 +53,8 @@ def match_names(
         found: keys of the checkpoint.
         base_model_prefix: the model's `base_model_prefix`, or "".
         ignore: regular expressions (`re.search`) of keys that may stay unused.
-        tied: tied name --> the name it shares memory with. Whichever of them the file has fills the
-        others; several in the file become `doubles`.
+        tied: tied name --> the name it shares memory with. Whichever of them the file has fills the others;
+            several in the file become `doubles`.
     """
     expected, found, tied = list(expected), list(found), tied or {}
     known = {*expected, *tied, *tied.values()}

@@ -63,8 +63,8 @@ def save_folder(
         metadata: `__metadata__` of the files; {"format": "pt"} by default.
         beside: specs of more tensors that get files of their own: {"optimizer": specs}.
         stem: begin of the file names for `specs`.
-        stamp: text that identifies the content of `write_extras`, for the id of the save that every
-        file carries (see checksums.py).
+        stamp: text that identifies the content of `write_extras`, for the id of the save that every file
+            carries (see checksums.py).
         rows: name --> rows of the rank's shard that its local tensor has, when sharded over dp.
         check_finite: raise when NaN or infinite weights would replace an older checkpoint.
     """

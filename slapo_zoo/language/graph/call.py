@@ -25,8 +25,8 @@ class Argument:
         name: name of the placeholder; the n-th extra positional argument of `*args` is `args_n`.
         value: value in the example call.
         default: default in the signature of the forward, or NO_DEFAULT.
-        how: "positional", "keyword", or "default" when the example leaves the argument out. Then the
-        forward is called without it, because decorators of `transformers` fill some from the config.
+        how: "positional", "keyword", or "default" when the example leaves the argument out. Then the forward is
+            called without it, because decorators of `transformers` fill some from the config.
     """
 
     name: str

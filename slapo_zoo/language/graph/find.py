@@ -20,8 +20,8 @@ def find(module: nn.Module, path: str, what: Any) -> list[Found] | Matches:
     Args:
         module: a traced module.
         path: path of the module.
-        what: a regex for the path of a called module (the whole path, or its last segments), a predicate
-        whose only argument is named `node`, a pattern function, or a Pattern.
+        what: a regex for the path of a called module (the whole path, or its last segments), a predicate whose
+            only argument is named `node`, a pattern function, or a Pattern.
 
     Returns:
         A list of (path of the traced module, node); for patterns a list of subgraphs.

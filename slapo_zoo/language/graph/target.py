@@ -17,8 +17,8 @@ def resolve(site: Site, directive: Directive, spec: Any) -> list[Subgraph]:
     Args:
         site: site of a traced module.
         directive: the directive, for errors.
-        spec: a regex (each called module of that name is a subgraph), a pattern function or Pattern, a
-        subgraph or list of subgraphs from `find`, or a list of (path, node), which is one subgraph.
+        spec: a regex (each called module of that name is a subgraph), a pattern function or Pattern, a subgraph
+            or list of subgraphs from `find`, or a list of (path, node), which is one subgraph.
     """
     if not any(isinstance(m, fx.GraphModule) for m in site.module.modules()):
         raise directive.fail(site, "it has no graph", "trace() it first, or find() in it")

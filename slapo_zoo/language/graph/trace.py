@@ -39,9 +39,9 @@ def trace_module(
         module: module to trace; it is left unchanged, also after an error.
         example_args: positional arguments of the example call, or all arguments by name.
         example_kwargs: keyword arguments of the example call.
-        leaves: modules that stay a single node even with `flatten`: paths, class names, classes or
-        predicates (module, path). Always leaves: modules of torch.nn, `core_attn`, Conv1D, and
-        modules with hooks or a replaced forward.
+        leaves: modules that stay a single node even with `flatten`: paths, class names, classes or predicates
+            (module, path). Always leaves: modules of torch.nn, `core_attn`, Conv1D, and modules with hooks or a
+            replaced forward.
         flatten: trace into the children, too.
         where: path of the module in its model, for errors.
 
@@ -105,8 +105,8 @@ def trace(model: nn.Module, **kwargs: Any) -> TracedModule:
 
     Args:
         model: model to trace; its children are replaced by their traces when `recursive`.
-        **kwargs: `recursive` (default True), `flatten` (default False), `leaf_modules` or `leaves`,
-        and the example call as `example_args` and `example_kwargs`.
+        **kwargs: `recursive` (default True), `flatten` (default False), `leaf_modules` or `leaves`, and the
+            example call as `example_args` and `example_kwargs`.
     """
     leaves = tuple(kwargs.pop("leaf_modules", ())) + tuple(kwargs.pop("leaves", ()))
     recursive, flatten = kwargs.pop("recursive", True), kwargs.pop("flatten", False)

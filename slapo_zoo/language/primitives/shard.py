@@ -19,8 +19,8 @@ class ShardRule:
 
     Args:
         sizes: tensor name -> {axis: attribute that holds the size of that axis}.
-        divided: called after sharding with (site, tensor name, directive, ranges that this rank holds);
-        may replace the module's forward.
+        divided: called after sharding with (site, tensor name, directive, ranges that this rank holds); may
+            replace the module's forward.
     """
 
     sizes: dict[str, dict[int, str]]
