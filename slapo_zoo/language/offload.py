@@ -29,7 +29,7 @@ class Kept:
         raise NotImplementedError
 
 
-class Waiting:
+class HostCopy:
     """The memory of one activation, copied to the host until its backward needs it.
 
     Args:
@@ -84,14 +84,14 @@ def _side(device: torch.device) -> Any:
 class Offloaded(Kept):
     """Handle for one saved activation that was copied to the host."""
 
-    def __init__(self, call: "Call", waiting: Waiting, tensor: Tensor):
-        self.call, self.waiting = call, waiting
+    def __init__(self, call: "Call", host: HostCopy, tensor: Tensor):
+        self.call, self.host = call, host
         self.like = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def again(self) -> Tensor:
         """Return the activation on its device, and start to copy back the other activations of its module."""
         self.call.bring_back()
-        return self.waiting.view(self.like)
+        return self.host.view(self.like)
 
 
 class Call:
@@ -105,19 +105,19 @@ class Call:
 
     def __init__(self, path: str, before: "Call | None", notes: list[tuple[str, str]] | None):
         self.path, self.before, self.notes = path, before, notes
-        self.waiting: list[Waiting] = []
-        self._of_storage: dict[int, Waiting] = {}
+        self.copies: list[HostCopy] = []
+        self._of_storage: dict[int, HostCopy] = {}
         self.is_back = False
 
     def take(self, tensor: Tensor) -> Offloaded:
         """Copy the memory of a tensor to the host, once for all views of it, and return the handle."""
         storage = tensor.untyped_storage()
         key, found = storage._cdata, self._of_storage
-        if not self.waiting:
+        if not self.copies:
             self._note("out")
         if key not in found:
-            found[key] = Waiting(tensor)
-            self.waiting.append(found[key])
+            found[key] = HostCopy(tensor)
+            self.copies.append(found[key])
             weakref.finalize(storage, found.pop, key, None)  # its address may be reused
         return Offloaded(self, found[key], tensor)
 
@@ -129,10 +129,10 @@ class Call:
             self.before = None
 
     def _begin(self) -> None:
-        if self.waiting and not self.is_back:
+        if self.copies and not self.is_back:
             self.is_back = True
             self._note("back")
-            for one in self.waiting:
+            for one in self.copies:
                 one.begin()
 
     def _note(self, what: str) -> None:

@@ -43,9 +43,9 @@ def dry_run(
         return calls_of(Tape(model, units).run(model, fake, batch).rows), False
     except DEPENDS:
         pass  # again, with the data
-    looking = LookingTape(model, units)
+    tape = DataTape(model, units)
     with refused(model):
-        return calls_of(looking.run(model, fake, batch).rows), looking.looked
+        return calls_of(tape.run(model, fake, batch).rows), tape.used_data
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def refused(model: nn.Module) -> Iterator[None]:
         raise ScheduleError("pipeline", "dry run", problem, hint) from None
 
 
-class LookingTape(Tape):
+class DataTape(Tape):
     """Tape of a forward that branches on data: computes with real data wherever they follow from the inputs.
 
     Args:
@@ -69,12 +69,12 @@ class LookingTape(Tape):
 
     def __init__(self, model: nn.Module, units: Sequence[str]):
         super().__init__(model, units)
-        self.looked, self.guesses = False, 0
+        self.used_data, self.guesses = False, 0
         self._known: Any = WeakIdKeyDictionary()
         for module in {m: None for unit in units for m in model.get_submodule(unit).modules()}:
             own = vars(module).get("forward")
-            module.forward = self._or_alike(module)
-            self._ends.append(partial(_give_back, module, own))
+            module.forward = self._or_like_input(module)
+            self._ends.append(partial(_restore_forward, module, own))
 
     def _inputs(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
         inputs = super()._inputs(model, batch)
@@ -86,13 +86,13 @@ class LookingTape(Tape):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator on fake tensors, and also on real data when those of all its arguments are known."""
         kwargs = kwargs or {}
-        found = self._of_inputs(func, args, kwargs)
+        found = self._on_real_data(func, args, kwargs)
         try:
             out = super().__torch_dispatch__(func, types, args, kwargs)
         except DEPENDS:
-            self.looked = True
+            self.used_data = True
             if func is torch.ops.aten.index.Tensor and isinstance(args[0], Tensor):
-                numbers = self._numbers(args[1])
+                numbers = self._without_masks(args[1])
                 return super().__torch_dispatch__(func, types, (args[0], numbers), kwargs)
             if found is None:
                 raise
@@ -102,7 +102,7 @@ class LookingTape(Tape):
                 self._known[fake] = real
         return out
 
-    def _of_inputs(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _on_real_data(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the operator's result on real data, or None when some argument's data are unknown."""
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if RANDOM in func.tags or not all(x in self._known for x in tensors):
@@ -113,7 +113,7 @@ class LookingTape(Tape):
         with unset_fake_temporarily():
             return func(*args, **kwargs)
 
-    def _numbers(self, indices: Sequence[Any]) -> list[Any]:
+    def _without_masks(self, indices: Sequence[Any]) -> list[Any]:
         """Return the indices of an indexing operator, with integer tensors of the true length for boolean masks."""
         found: list[Any] = []
         for index in indices:
@@ -127,7 +127,7 @@ class LookingTape(Tape):
                 found.append(index)
         return found
 
-    def _or_alike(self, module: nn.Module) -> Callable[..., Any]:
+    def _or_like_input(self, module: nn.Module) -> Callable[..., Any]:
         original = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -149,7 +149,7 @@ class LookingTape(Tape):
         return forward
 
 
-def _give_back(module: nn.Module, forward: Any) -> None:
+def _restore_forward(module: nn.Module, forward: Any) -> None:
     del module.forward
     if forward is not None:
         module.forward = forward

@@ -45,7 +45,7 @@ class Pipeline:
         self.places = places
         self.mine = places.stages_of(schedule.mesh.coord("pp"))
         self._plans: dict[Any, dict[int, StagePlan]] = {}
-        self.looks = False  # the forward branches on data: a plan holds for one batch
+        self.depends_on_data = False  # the forward branches on data: a plan holds for one batch
         self._arrivals: dict[int, Any] = {}
         self._fake: Any = None
         self.spans: list[Span] | None = None
@@ -60,12 +60,12 @@ class Pipeline:
         """Return the plan of each stage on this rank for a batch of these shapes; a dry run makes new ones."""
         divided = self.schedule.state.forward.tokens_divided
         key = (divided, self._dtype(), *sorted((k, _signature(v)) for k, v in batch.items()))
-        if self.looks or key not in self._plans:
+        if self.depends_on_data or key not in self._plans:
             with torch.inference_mode(False):  # training reuses plans of an evaluation
                 mode, fake = self.prepare()
                 fake.state.forward = ForwardContext(divided)
-                calls, looked = dry_run(fake.model, self.units, mode, batch)
-            self.looks = self.looks or looked
+                calls, used_data = dry_run(fake.model, self.units, mode, batch)
+            self.depends_on_data = self.depends_on_data or used_data
             cuts = self.schedule.state.cuts
             self._plans[key] = {stage: StagePlan.make(calls, cuts, stage) for stage in self.mine}
         return self._plans[key]
@@ -77,7 +77,7 @@ class Pipeline:
             ScheduleError: the forward branches on data, and another micro-batch would send other values.
         """
         plans = self.plans(parts[0])
-        if self.looks and any(self.plans(part) != plans for part in parts[1:]):
+        if self.depends_on_data and any(self.plans(part) != plans for part in parts[1:]):
             problem = "what crosses a cut depends on the data, and differs between micro-batches"
             raise ScheduleError(
                 "pipeline", "micro_batches", problem, "use pp=1, or one micro-batch"

@@ -102,7 +102,7 @@ class Stage(InFlightStage):
             with self.busy.action() if self.busy else nullcontext():
                 return step()
         except Exception as error:
-            raise self._named(error, kind, micro_batch)  # noqa: B904 - it has its cause
+            raise self._with_place(error, kind, micro_batch)  # noqa: B904 - it has its cause
         finally:
             if self.spans is not None:
                 action = Action(self.stage_index, kind, micro_batch)
@@ -113,7 +113,7 @@ class Stage(InFlightStage):
             torch.cuda.synchronize(self.device)
         return self.clock()
 
-    def _named(self, error: Exception, kind: str, micro_batch: int) -> Exception:
+    def _with_place(self, error: Exception, kind: str, micro_batch: int) -> Exception:
         """Return a StageError that names stage, module and micro-batch; keep errors of slapo_zoo and lost peers."""
         cause = error.__cause__ if "failed to run" in str(error).lower() else error
         cause = cause if isinstance(cause, Exception) else error
@@ -142,20 +142,20 @@ def used_in_several_places(
     """
     weights = list(weights)
     roots = {x.grad_fn for x in outputs if x.grad_fn is not None}
-    above = _above(roots)
+    above = _consumers(roots)
     ends = [get_gradient_edge(x).node for x in inputs if isinstance(x, Tensor) and x.requires_grad]
-    way = _climb([node for node in ends if node in above], above, set())
+    way = _reaching([node for node in ends if node in above], above, set())
     for weight in weights:
         node = get_gradient_edge(weight).node if weight.requires_grad else None
         if node in above:
-            met = _climb([node], above, way)
+            met = _reaching([node], above, way)
             if len(met & way) + len(met & (roots - way)) > 1:
                 return True
     own, leaves = {id(weight) for weight in weights}, [getattr(n, "variable", None) for n in above]
     return any(isinstance(x, nn.Parameter) and id(x) not in own for x in leaves)
 
 
-def _above(roots: set[Any]) -> dict[Any, list[Any]]:
+def _consumers(roots: set[Any]) -> dict[Any, list[Any]]:
     """Return all autograd nodes reachable from `roots`, each with the nodes that consume its result."""
     above: dict[Any, list[Any]] = {node: [] for node in roots}
     todo = list(roots)
@@ -170,7 +170,7 @@ def _above(roots: set[Any]) -> dict[Any, list[Any]]:
     return above
 
 
-def _climb(nodes: list[Any], above: dict[Any, list[Any]], ends: set[Any]) -> set[Any]:
+def _reaching(nodes: list[Any], above: dict[Any, list[Any]], ends: set[Any]) -> set[Any]:
     """Return all autograd nodes from which a backward reaches `nodes`; the search stops at `ends`."""
     seen, todo = set(nodes), list(nodes)
     while todo:

@@ -246,7 +246,7 @@ class Foreign(nn.Module):
         self._parameters.update({n: p for n, p in original._parameters.items() if id(p) in held})
         for name, child in original.named_children():
             if any(id(p) in held for p in child.parameters()):
-                self._modules[name] = Part(f"{unit}.{name}", child, cursor, held)
+                self._modules[name] = ForeignPart(f"{unit}.{name}", child, cursor, held)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the unit, such as a size; its parameters have shape and dtype but no data."""
@@ -256,7 +256,7 @@ class Foreign(nn.Module):
         original = self.__dict__.get("_original")
         if original is None:
             raise AttributeError(name)
-        return _elsewhere(self.unit, name, getattr(original, name))
+        return _readable(self.unit, name, getattr(original, name))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the unit's output without running hooks, which run once, on the stage that holds the unit."""
@@ -271,15 +271,15 @@ class Foreign(nn.Module):
         return self.original_name
 
 
-class Part(Foreign):
+class ForeignPart(Foreign):
     """Replacement of a module inside another stage's unit: attributes can be read, calling it raises."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise ScheduleError: another stage runs the unit as a whole."""
-        raise _computed_with(self.unit, "is called")
+        raise _used_elsewhere(self.unit, "is called")
 
 
-class Numbers(Tensor):
+class ForeignParameter(Tensor):
     """A parameter of another stage's unit: shape, dtype and device without data; computing with it raises."""
 
     def register_hook(self, hook: Any) -> RemovableHandle:
@@ -289,30 +289,30 @@ class Numbers(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raise ScheduleError for operations with real tensors; `copy_` into the parameter does nothing."""
-        if func is Tensor.copy_ and isinstance(args[0], Numbers):
+        if func is Tensor.copy_ and isinstance(args[0], ForeignParameter):
             return args[0]
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        unit = next(x.unit for x in given if isinstance(x, Numbers))
-        if any(not isinstance(x, Numbers) and not x.is_meta and x.ndim for x in given):
-            raise _computed_with(unit, "is computed with")
+        unit = next(x.unit for x in given if isinstance(x, ForeignParameter))
+        if any(not isinstance(x, ForeignParameter) and not x.is_meta and x.ndim for x in given):
+            raise _used_elsewhere(unit, "is computed with")
         found = super().__torch_function__(func, types, args, kwargs)
         for x in tree_leaves(found):
-            if isinstance(x, Numbers):
+            if isinstance(x, ForeignParameter):
                 x.unit = unit
         return found
 
 
-def _elsewhere(unit: str, name: str, found: Any) -> Any:
-    """Return an attribute of another stage's unit: modules become `Part`, meta tensors become `Numbers`."""
+def _readable(unit: str, name: str, found: Any) -> Any:
+    """Return what a forward may read of another stage's unit: a ForeignPart, ForeignParameter, or plain value."""
     if isinstance(found, nn.Module):
-        return Part(f"{unit}.{name}", found, Cursor())
+        return ForeignPart(f"{unit}.{name}", found, Cursor())
     if isinstance(found, Tensor) and found.is_meta:
-        found = found.detach().as_subclass(Numbers)
+        found = found.detach().as_subclass(ForeignParameter)
         found.unit = f"{unit}.{name}"
     return found
 
 
-def _computed_with(path: str, what: str) -> ScheduleError:
+def _used_elsewhere(path: str, what: str) -> ScheduleError:
     problem = f"it {what} beside its own module's call, and another stage holds it"
     return ScheduleError(path, "pipeline", problem, "use pp=1")
 
@@ -333,7 +333,7 @@ def keep_stages(
     for unit in stages:
         module = model.get_submodule(unit)
         if unit in here:
-            _follow(unit, module, cursor)
+            _track_calls(unit, module, cursor)
             continue
         parent, _, name = unit.rpartition(".")
         model.get_submodule(parent)._modules[name] = found = Foreign(unit, module, cursor, held)
@@ -343,7 +343,7 @@ def keep_stages(
     return cursor
 
 
-def _follow(unit: str, module: nn.Module, cursor: Cursor) -> None:
+def _track_calls(unit: str, module: nn.Module, cursor: Cursor) -> None:
     """Make calls of a unit that this stage holds pass through the cursor.
 
     The call is wrapped, not the forward: outputs are stored after the schedule's hooks have run (an embedding

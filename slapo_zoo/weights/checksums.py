@@ -79,7 +79,7 @@ def save_in(folder: Path) -> str:
         return file.metadata[SAVE_ID]
 
 
-def stamped(header: bytes, save: str) -> bytes:
+def with_save_id(header: bytes, save: str) -> bytes:
     """Return a safetensors header with the placeholder BLANK replaced by the id of the save."""
     return header.replace(f'"{SAVE_ID}":"{BLANK}"'.encode(), f'"{SAVE_ID}":"{save}"'.encode(), 1)
 
@@ -189,7 +189,7 @@ def _end_of_header(path: Path) -> int:
         return 8 + min(int.from_bytes(file.read(8), "little"), MAX_HEADER)
 
 
-def same_save(folders: Sequence[CheckpointFolder], kept: Checksums | None) -> None:
+def require_same_save(folders: Sequence[CheckpointFolder], kept: Checksums | None) -> None:
     """Raise WeightsError unless all opened files carry the id of the checksums (None: carry no id)."""
     for folder in folders:
         for name, found in folder.saves().items():

@@ -86,7 +86,7 @@ def _times_each(sums: np.ndarray, factor: int) -> np.ndarray:
     return found
 
 
-def joined(sums: Sequence[int], size: int) -> int:
+def combined(sums: Sequence[int], size: int) -> int:
     """Return the CRC-32 of `size` bytes from the sums L of all ranks that wrote a part of them."""
     total = 0
     for one in sums:

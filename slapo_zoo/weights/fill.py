@@ -200,20 +200,20 @@ def _refuse_foreign(
     strip = f"{prefix}."
     body = [unit for unit in units if unit.startswith(strip)] or list(units)
     lists = {child.rpartition(".")[0] for child in body if child.rpartition(".")[2].isdigit()}
-    held = {path for name in names.source for path in _above(name)}
+    held = {path for name in names.source for path in _modules_around(name)}
     parts = {*(unit for unit in body if unit in held), *lists}
     known = {unit.removeprefix(strip) for unit in (*body, *lists)}
     modules = {name.rpartition(".")[0] for name in (*names.source, *names.missing)}
     missing = [
         name
         for name in names.missing
-        if name.rpartition(".")[0] in held or not parts.isdisjoint(_above(name))
+        if name.rpartition(".")[0] in held or not parts.isdisjoint(_modules_around(name))
     ]
     unexpected = [
         key
         for key in names.unexpected
         if key.rpartition(".")[0] in modules
-        or not known.isdisjoint(_above(key.removeprefix(strip)))
+        or not known.isdisjoint(_modules_around(key.removeprefix(strip)))
     ]
     if not missing and not unexpected:
         return
@@ -259,7 +259,7 @@ def _refuse_untied(
         together(mesh, "from_pretrained", check)
 
 
-def _above(name: str) -> list[str]:
+def _modules_around(name: str) -> list[str]:
     """Return the paths of the modules around a tensor: `a.b.weight` --> `a.b`, `a`."""
     parts = name.split(".")
     return [".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1)]

@@ -9,7 +9,7 @@ from slapo_zoo.weights.checksums import (
     damaged_files,
     damaged_tensors,
     read_checksums,
-    same_save,
+    require_same_save,
 )
 from slapo_zoo.weights.folder import CheckpointFolder
 from slapo_zoo.weights.snapshot import read_whole
@@ -50,7 +50,7 @@ def _damages_inside(
 ) -> list[WeightsError]:
     for name in sorted(kept.tensors):
         opened.append(CheckpointFolder(folder, name))
-    same_save(opened, kept)
+    require_same_save(opened, kept)
     if (folder / STATE).exists():
         read_state(folder)
     return [damage for one in opened for damage in damaged_tensors(one, kept)]

@@ -27,7 +27,7 @@ from slapo_zoo.weights.checksums import (
     damaged_tensors,
     raise_first,
     read_checksums,
-    same_save,
+    require_same_save,
     save_in,
 )
 from slapo_zoo.weights.folder import CheckpointFolder, open_checkpoint
@@ -96,7 +96,7 @@ def _open(source: Path, allow_pickle: bool) -> tuple[list[CheckpointFolder], Che
     if any(source.glob("optimizer*.safetensors*")):
         found.append(open_checkpoint(source, stem="optimizer").open_all())
     if kept is not None:
-        same_save(found, kept)
+        require_same_save(found, kept)
         raise_first(damaged_files(source, kept, WEIGHT_FILE))
     return found, kept
 

@@ -176,14 +176,14 @@ class _Save:
     def _stamp(self, written: Sequence[Written], stamp: str) -> Checksums:
         """Write the id of the save into the header of every file; return the checksums of headers and tensors."""
         sums = {
-            spec.name: crc.joined(
+            spec.name: crc.combined(
                 [one.sums.get(spec.name, 0) for one in written], tensor_bytes(spec)
             )
             for spec in self.specs
         }
         kept = Checksums(checksums.save_id(sums, stamp))
         for name, blank in self.layout.headers.items():
-            header = checksums.stamped(blank, kept.save)
+            header = checksums.with_save_id(blank, kept.save)
             with (self.staging.path / name).open("r+b", buffering=0) as file:
                 file.write(header)
             kept.files[f"{name}#header"] = zlib.crc32(header)

@@ -14,7 +14,7 @@ from slapo_zoo.weights.checksums import (
     damaged_files,
     raise_first,
     read_checksums,
-    same_save,
+    require_same_save,
 )
 from slapo_zoo.weights.folder import CheckpointFolder, open_checkpoint
 from slapo_zoo.weights.training_state import FILE, read_state
@@ -80,7 +80,7 @@ def open_training(path: Path, with_optimizer: bool = True) -> TrainingFolder:
         if with_optimizer and any(path.glob("optimizer*.safetensors*")):
             opened.append(open_checkpoint(path, stem="optimizer").open_all())
         if kept is not None:
-            same_save(opened, kept)
+            require_same_save(opened, kept)
     except BaseException:
         for one in opened:
             one.close()

@@ -71,7 +71,7 @@ def test_an_output_that_is_not_as_guessed_is_refused():
 
 
 def test_micro_batches_that_would_be_cut_differently_are_refused():
-    looking = SimpleNamespace(looks=True, plans=lambda part: part["n"])
+    looking = SimpleNamespace(depends_on_data=True, plans=lambda part: part["n"])
     assert Pipeline.plans_of_all(looking, [{"n": 1}, {"n": 1}]) == 1
     with pytest.raises(ScheduleError, match="differs between micro-batches"):
         Pipeline.plans_of_all(looking, [{"n": 1}, {"n": 2}])

@@ -56,7 +56,7 @@ class ForkRng(Directive):
     rows: bool = True
 
     def check(self, site: Site) -> None:
-        if self.after and (self.axis != -1 or self._made(site) not in site.state.modules):
+        if self.after and (self.axis != -1 or self._after_path(site) not in site.state.modules):
             problem = f"after={self.after!r}, axis={self.axis}: found no child of that name, or another axis"
             hint = "name a child of this module, or of that which holds a Dropout, and axis=-1"
             raise self.fail(site, problem, hint)
@@ -84,21 +84,21 @@ class ForkRng(Directive):
         else:
             module.forward = self._forked(site, module.forward)
 
-    def _made(self, site: Site) -> str:
+    def _after_path(self, site: Site) -> str:
         """Return the path of the module that `after` names: a child, or for a Dropout a sibling."""
         drops = isinstance(site.module, nn.Dropout | nn.Identity)  # Identity: a rate of 0
         inside = site.path.rpartition(".")[0] if drops else site.path
         return join(inside, self.after)
 
-    def _child(self, site: Site) -> "_Child | None":
-        made = site.state.modules[self._made(site)] if self.after else None
-        return made and _Child(made, self._run(site), self._size(site))
+    def _child(self, site: Site) -> "_AfterChild | None":
+        made = site.state.modules[self._after_path(site)] if self.after else None
+        return made and _AfterChild(made, self._run(site), self._size(site))
 
     def _size(self, site: Site) -> int:
         """Return the global size of the sharded axis; 0 when no axis is sharded."""
         if self.size or not self.after:
             return int(self.size)
-        placed = site.state.placed.get(join(self._made(site), "weight"))
+        placed = site.state.placed.get(join(self._after_path(site), "weight"))
         return placed.shape[placed.placement.axis] if placed else 0
 
     def _run(self, site: Site) -> Run | None:
@@ -134,7 +134,7 @@ class ForkRng(Directive):
         return forked
 
 
-class _Child:
+class _AfterChild:
     """Watch the child that `after` names: its columns on this rank, their global number, and if it has just run."""
 
     def __init__(self, module: nn.Module, run: Run | None, size: int):
@@ -162,7 +162,7 @@ class OwnDropout(TorchFunctionMode):
         site: Site,
         tokens: bool,
         name: rng.SiteName | None = None,
-        child: _Child | None = None,
+        child: _AfterChild | None = None,
     ):
         super().__init__()
         self.site, self.tokens, self.count, self.child = site, tokens, 0, child
@@ -246,7 +246,7 @@ def _drawn(site: Site, x: Tensor, p: float, name: rng.SiteName, tokens: bool) ->
     return stream.drawn(x, p, name)
 
 
-def _is_whole(x: Tensor, child: _Child | None, size: int) -> bool:
+def _is_whole(x: Tensor, child: _AfterChild | None, size: int) -> bool:
     """Return whether the input of a Dropout is unsharded in this call.
 
     Args:
@@ -261,7 +261,7 @@ def _is_whole(x: Tensor, child: _Child | None, size: int) -> bool:
 
 
 def _dropout(
-    site: Site, module: nn.Dropout, directive: ForkRng, run: Run | None, child: _Child | None
+    site: Site, module: nn.Dropout, directive: ForkRng, run: Run | None, child: _AfterChild | None
 ) -> Callable[[Tensor], Tensor]:
     stream, path = site.state.random, rng.SiteName(site.path)
     size = directive._size(site)  # a plain integer, for graphs

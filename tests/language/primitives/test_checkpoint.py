@@ -74,7 +74,7 @@ def test_views_of_a_tensor_are_one_copy(monkeypatch):
         )
         made.append(tensor.untyped_storage()._cdata)
 
-    monkeypatch.setattr(offload.Waiting, "__init__", away)
+    monkeypatch.setattr(offload.HostCopy, "__init__", away)
     sch, plain = Schedule(tiny_model("bert")), tiny_model("bert")
     sch[BLOCKS].checkpoint(policy="offload")
     sch.state.offloads.notes = []
