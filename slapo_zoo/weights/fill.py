@@ -25,7 +25,7 @@ from slapo_zoo.weights.load import LoadOptions, Target, load_tensors
 from slapo_zoo.weights.load_memory import fresh_like
 from slapo_zoo.weights.names import NameMap, match_names
 
-# What stands beside a quantized weight in the files of bitsandbytes, GPTQ, AWQ and fp8.
+# Keys beside a quantized weight in files of bitsandbytes, GPTQ, AWQ and fp8.
 QUANTIZED = r"\.(SCB|weight_format|qweight|qzeros|scales|g_idx|absmax|quant_map|quant_state\..*|.*_scale(_inv)?)$"
 
 
@@ -78,14 +78,14 @@ def fill_from_folder(
                 known[plan.saved_as(name)].shape,
                 known[plan.saved_as(name)].placement,
                 rows_of(tensor),
-                may_map=options.map_weights and held.get(name) is tensor,  # no view of another one
+                may_map=options.map_weights and held.get(name) is tensor,  # not a view
             )
             for name, tensor in local.items()
             if plan.saved_as(name) in names.source
         }
         source = {name: key_of[names.source[plan.saved_as(name)]] for name in targets}
         load = functools.partial(load_tensors, targets, folder, source, mesh, options.check_finite)
-        loaded = together(mesh, "from_pretrained", load)[mesh.rank]  # one cannot read: none goes on
+        loaded = together(mesh, "from_pretrained", load)[mesh.rank]  # raises on all ranks or none
         missing = {name: local[name] for name in local if name not in targets}
         _draw(skeleton, units, missing, plan, seed)
         fill_buffers(model, device)

@@ -12,11 +12,11 @@ from slapo_zoo.parallel.local_tensors import marked_as, rows_of
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import HeldBy, TensorSpec
 
-# Spellings of old files (BERT of 2018) that `transformers` keeps when it saves.  (in files, in the model)
+# Spellings of old files (BERT of 2018), which `transformers` keeps in a save: (in files, in the model)
 OLDER = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias"))
-NUMBER = "{}"  # in the names of pieces: the index on axis 0; in whole keys: any number
-ANY = "*"  # in a part of a file's key: the number of any layer; it is written as it is (ESM-2)
-WHOLE = "^"  # begins both sides of a pair that are whole keys, not parts of one
+NUMBER = "{}"  # in names of pieces: index on axis 0; in whole keys: any number
+ANY = "*"  # in a substring of a file's key: any layer number; saved as `*` (ESM-2)
+WHOLE = "^"  # prefix of both sides of a rename of whole keys
 
 
 @dataclass(frozen=True)
