@@ -73,7 +73,7 @@ class Sends:
         self._given_up: dict[Action, Callable[[], None]] = {}
 
     def post(self, action: Action, operations: list[Any], give_up: Callable[[], None]) -> None:
-        """Start the sends of an action's results; `give_up` is called when they have arrived, to free the memory."""
+        """Start the sends of an action's results; `give_up` frees their memory and is called on arrival."""
         from torch.distributed.pipelining.schedules import _batch_p2p
 
         self._works[action], self._given_up[action] = _batch_p2p(operations), give_up

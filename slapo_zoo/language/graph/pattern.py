@@ -44,7 +44,7 @@ class ModulePattern(nn.Module):
 
 
 def call_module(regex: str, *args: Any) -> Any:
-    """In a pattern function: stand for the call of a module whose path, or its last segments, match `regex`."""
+    """Match, in a pattern function, the call of a module whose path, or its last segments, match `regex`."""
     proxies = [a for a in args if isinstance(a, fx.Proxy)]
     if not proxies:
         problem = "it stands for a call inside a pattern, and needs an argument of the pattern"

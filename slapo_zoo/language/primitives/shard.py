@@ -54,8 +54,7 @@ def register_shard_rule(class_name: str, rule: ShardRule) -> ShardRule:
 def shard_rule(
     divided: Callable[[Site, str, "Shard", list[Run]], None] | None = None, **sizes: dict[int, str]
 ) -> Callable[[type], type]:
-    """Return a decorator that registers a shard rule for a module class, as `@shard_rule(weight={0:
-    "out_features"})`.
+    """Return a decorator that registers a shard rule for a module class: `@shard_rule(weight={0: "out_features"})`.
 
     Args:
         divided: called after sharding, see `ShardRule`; may replace the module's forward.
