@@ -1,7 +1,8 @@
 """Estimate the cost of each unit (block, embedding, head) in a training step, from shapes alone.
 
-The model runs once on fake tensors. The cost of an operator is its floating-point operations, plus ELEMENT for
-every number that it writes: softmax, norms and losses multiply little but move memory.
+The model runs once on fake tensors; of equal blocks two run, and the rows of the second are repeated for the
+others. The cost of an operator is its floating-point operations, plus ELEMENT for every number that it writes:
+softmax, norms and losses multiply little but move memory.
 """
 
 import math
@@ -20,12 +21,12 @@ from slapo_zoo.hf import models as hf
 from slapo_zoo.hf.example_inputs import training_batch
 from slapo_zoo.language.tape import Row, Tape, is_view
 
-EXPERTS = "experts"  # what the experts of a layer compute for all tokens, whoever gets which
+EXPERTS = "experts"  # row: computation of a layer's experts for all tokens
 ELEMENT = 64.0  # operations that a core does while it writes one number to memory
-POSITIONS = {"layer_idx", "layer_id", "layer_number", "layer_index"}  # say where, not what, it is
-MOST_TOKENS, SCANNED_TOKENS = 512, 16  # a scan runs token by token, and its cost grows evenly
+POSITIONS = {"layer_idx", "layer_id", "layer_number", "layer_index"}  # position of a block
+MOST_TOKENS, SCANNED_TOKENS = 512, 16  # a scan's cost is linear in tokens
 
-Seen = list[tuple[list[Row], Any]]  # calls: their rows, and their outputs on fake tensors
+Seen = list[tuple[list[Row], Any]]  # (rows, output) of each call
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def operation_cost(row: Row) -> float:
     flops, written = 0.0, sum(math.prod(x.shape) for x in row.writes)
     if row.product is not None:
         flops = row.product.flops
-        if row.product.n == 0:  # a fused attention also returns what its backward reads
+        if row.product.n == 0:  # fused attention also returns tensors for its backward
             written = math.prod(row.reads[0].shape)
     return flops + ELEMENT * written
 
@@ -131,7 +132,7 @@ def _unit_costs(
     try:
         tape.run(model, mode, training_batch(model, 1, tokens))
     except (DynamicOutputShapeException, DataDependentOutputException):
-        ended_early = True  # a head that looks into its input: its weights are counted instead
+        ended_early = True  # the head branches on data: estimate by its weights
     return tuple(_costs_of(tape.rows, model, units, tokens if ended_early else 0))
 
 
@@ -178,14 +179,14 @@ def _stand_in_for_experts(tape: Tape, model: nn.Module) -> None:
 
 
 def skip_repeated(tape: Tape, model: nn.Module, units: Sequence[str]) -> None:
-    """Skip every call after the second of equal blocks on inputs of equal shapes, and write its rows again.
+    """Replace block forwards so that, from the third call of equal blocks on, recorded rows are appended instead.
 
     rewrite:  y = block(x)  -->  y of the shape of the second call's, whose rows are written again
 
     Args:
-        tape: of the forward that follows.
-        model: of fake tensors, for this forward only: its units are changed.
-        units: paths of the blocks, and of others, which are called once.
+        tape: tape that records the forward.
+        model: model of fake tensors, used for this one forward only.
+        units: paths of the blocks; units that are called once are left alone.
     """
     calls: dict[Any, Seen] = {}
     for unit in units:
@@ -195,7 +196,7 @@ def skip_repeated(tape: Tape, model: nn.Module, units: Sequence[str]) -> None:
 
 
 def signature(module: nn.Module) -> tuple[Any, ...]:
-    """Equal for modules that compute alike: classes, shapes, and plain attributes."""
+    """Return a key that is equal for modules that compute alike: classes, shapes, and plain attributes."""
     rows = []
     for path, part in module.named_modules():
         shapes = tuple((n, tuple(p.shape)) for n, p in part._parameters.items() if p is not None)
@@ -212,7 +213,7 @@ def _once_more(tape: Tape, forward: Callable, who: Any, calls: dict[Any, Seen]) 
         if len(earlier) > 1:
             rows, like = earlier[1]
             output = tree_map(_alike, like)
-            tape.rows[begin:] = rows  # and not what making the output has written
+            tape.rows[begin:] = rows  # drop rows written while making the output
             return output
         output = forward(*args, **kwargs)
         earlier.append((tape.rows[begin:], output))
