@@ -23,7 +23,7 @@ PRIOR = {
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether a kernel runs for a size on a device, and the reason as text."""
+    """Decision for one kernel, size and device: `runs` or not, and the reason as text."""
 
     runs: bool
     reason: str
