@@ -1,31 +1,22 @@
 """megatron-core with a scheduled model: its process groups, parameter marks, tp layers and logs.
 
-Sources: arXiv:1909.08053; megatron-core 0.16, `parallel_state` and `tensor_parallel.layers`. Its DDP
-and optimizer allocate on "cuda" by name: without CUDA the same code runs on the CPU, which is what that name
-means while they are built and while the optimizer steps. docs/engines.md says what is proven.
+Sources: arXiv:1909.08053; megatron-core 0.16, `parallel_state` and `tensor_parallel.layers`.
+docs/engines.md says what was tested.
 """
 
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.language.schedule import Schedule
-from slapo_zoo.model.dp.data_parallel import (
-    Native,
-    Whole,
-    sum_partial_gradients_in_backward,
-    use_engine,
-)
 from slapo_zoo.model.integrations.dialects import register_dialect
 from slapo_zoo.model.integrations.dialects.engine import (
     TargetEngine,
@@ -36,9 +27,7 @@ from slapo_zoo.parallel.mesh import Mesh
 
 
 @register_dialect("runtime_engine", "megatron")
-def megatron_engine(
-    sch: Any, optimizer: Any = None, clip: float = 0.0, ddp: Mapping[str, Any] | None = None
-) -> tuple[Any, Any]:
+def megatron_engine(sch: Any, optimizer: Any = None, clip: float = 0.0) -> tuple[Any, Any]:
     """Run a scheduled model on Megatron's process groups; return (engine, optimizer).
 
     All later collectives of the model use the groups of `megatron.core.parallel_state`, and its
@@ -46,23 +35,23 @@ def megatron_engine(
 
     Args:
         sch: a scheduled model.
-        optimizer: torch optimizer, or a function parameters --> optimizer; or Megatron's
-            OptimizerConfig, for Megatron's own.
+        optimizer: torch optimizer, or a function parameters --> optimizer.
         clip: largest global gradient norm of `update`; 0 does not clip.
-        ddp: fields of Megatron's DistributedDataParallelConfig: its DDP reduces over dp, as it also
-            does under its optimizer. None reduces after the last micro-batch without it.
     """
     model = require_scheduled(sch, "megatron")
     if model.mesh.pp > 1:
         problem = "our stages do not run in Megatron's pipeline, which needs CUDA"
         raise MeshError("target='megatron'", f"pp={model.mesh.pp}", problem, "target='torch'")
+    if hasattr(optimizer, "use_distributed_optimizer"):
+        problem = (
+            "found an OptimizerConfig, expected an optimizer of torch or a function that makes one"
+        )
+        hint = "optimizer=torch.optim.AdamW; gradients are summed over dp without Megatron's DDP"
+        raise SlapoError("target='megatron'", "optimizer", problem, hint)
     take_groups(model.mesh)
     mark_parameters(model)
-    native = model
-    if ddp is not None or is_config(optimizer):
-        native, optimizer = with_ddp(model, optimizer, ddp or {})
     made = made_optimizer(optimizer, model.parameters())
-    return TargetEngine(model, native, made, clip), made
+    return TargetEngine(model, model, made, clip), made
 
 
 def take_groups(mesh: Mesh) -> None:
@@ -214,124 +203,3 @@ def parse_log(path: str | os.PathLike[str]) -> tuple[float, float, float, int]:
     code = 0 if times else 1 if "out of memory" in text else 2
     rate = 1000.0 * times[-1][1] / times[-1][0] if times else 0.0
     return max(map(float, counts), default=0.0), rate, max(memory, default=0.0) / 1024, code
-
-
-def with_ddp(model: Any, optimizer: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return (Megatron's DDP around the model, Megatron's optimizer if `optimizer` is an OptimizerConfig).
-
-    Args:
-        model: a scheduled model with Megatron's groups and marks.
-        optimizer: an OptimizerConfig; anything else is returned as it is.
-        options: fields of DistributedDataParallelConfig.
-    """
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import get_megatron_optimizer
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    _check(model, optimizer, options)
-    mesh = model.mesh
-    config = TransformerConfig(  # DDP asks it how to average; our losses are shares of the mean
-        num_layers=1, hidden_size=mesh.tp, num_attention_heads=mesh.tp,
-        tensor_model_parallel_size=mesh.tp, calculate_per_token_loss=True,
-        use_cpu_initialization=True,
-    )  # fmt: skip
-    sum_partial_gradients_in_backward(model)
-    with named_devices(next(model.parameters()).device):
-        native = DistributedDataParallel(config, DistributedDataParallelConfig(**options), model)
-        if is_config(optimizer):  # {}: weight decay on every parameter, as torch does
-            optimizer = get_megatron_optimizer(optimizer, [native], config_overrides={})
-            _step_here(optimizer, next(model.parameters()).device)
-    use_engine(model, _MegatronDdp(native))
-    return native, optimizer
-
-
-def _step_here(optimizer: Any, device: torch.device) -> None:
-    """Let the optimizer's step treat "cuda" as `device` too, for small tensors of its norm."""
-    own = optimizer.step
-
-    def step() -> Any:
-        with named_devices(device):
-            return own()
-
-    optimizer.step = step
-
-
-def is_config(optimizer: Any) -> bool:
-    """Return whether an optimizer argument is Megatron's OptimizerConfig."""
-    return hasattr(optimizer, "use_distributed_optimizer")
-
-
-def _check(model: Any, optimizer: Any, options: Mapping[str, Any]) -> None:
-    divided = options.get("use_distributed_optimizer") or getattr(
-        optimizer, "use_distributed_optimizer", False
-    )
-    if divided:
-        problem = "optimizer state sharded over dp by Megatron cannot be read by our checkpoints"
-        hint = "set it to False; target='deepspeed' divides the optimizer over dp"
-        raise SlapoError("target='megatron'", "use_distributed_optimizer", problem, hint)
-    if dtypes := {str(p.dtype) for p in model.parameters()} - {"torch.float32"}:
-        problem = f"found parameters of {sorted(dtypes)}, expected torch.float32"
-        raise SlapoError("target='megatron'", "ddp", problem, "leave ddp out, or dtype='float32'")
-    on_cpu = next(model.parameters()).device.type == "cpu"
-    if on_cpu and getattr(optimizer, "clip_grad", 0.0):
-        problem = f"found {optimizer.clip_grad}, but Megatron clips gradients on CUDA only"
-        hint = "OptimizerConfig(clip_grad=0.0, ...), and clip= beside it: the same global norm"
-        raise SlapoError("target='megatron'", "clip_grad", problem, hint)
-
-
-class _MegatronDdp(Native):
-    """Data parallelism by Megatron's DDP: gradients lie in its buffers, each reduced in one collective."""
-
-    @contextmanager
-    def new_gradients(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Context of a step, after which `p.grad` is Megatron's buffer plus the gradient of earlier steps."""
-        earlier = [p.grad if p.grad is None else p.grad.clone() for p in parameters]
-        for p in parameters:
-            p.grad = None
-        self.native.zero_grad_buffer()
-        try:
-            yield
-        except BaseException:
-            for p, grad in zip(parameters, earlier, strict=True):
-                p.grad = grad
-            raise
-        for p, grad in zip(parameters, earlier, strict=True):
-            main: Tensor = p.main_grad  # pyright: ignore[reportAttributeAccessIssue]
-            p.grad = main if grad is None else main.add_(grad)
-
-    def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Any) -> None:
-        self.native.finish_grad_sync()
-
-    def whole(self, model: Any, optimizer: Any = None) -> Whole:
-        """Return parameters and optimizer for a checkpoint: the torch optimizer within Megatron's."""
-        for inner in getattr(optimizer, "chained_optimizers", ()):
-            optimizer = inner.optimizer
-        return super().whole(model, optimizer)
-
-
-class _CpuForCuda(TorchFunctionMode):
-    """Mode in which torch functions with device="cuda" make their tensors on the CPU.
-
-    rewrite:  torch.zeros(1, device="cuda")  -->  torch.zeros(1, device="cpu")
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def named_devices(device: torch.device) -> Iterator[None]:
-    """Context in which "cuda" stands for `device`, if that is the CPU."""
-    if device.type != "cpu":
-        yield
-        return
-    current = torch.cuda.current_device  # noqa: TID251 - Megatron's code calls it
-    setattr(torch.cuda, "current_device", lambda: device)  # noqa: B010
-    try:
-        with _CpuForCuda():
-            yield
-    finally:
-        setattr(torch.cuda, "current_device", current)  # noqa: B010
