@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from slapo_zoo.tune.planner.layout import Layout as Layout
     from slapo_zoo.tune.planner.layout_search import Planner as Planner
     from slapo_zoo.tune.space import Space as Space
-    from slapo_zoo.tune.symbol import Symbol as Symbol
+    from slapo_zoo.tune.space import Symbol as Symbol
     from slapo_zoo.tune.tuner import Limits as Limits
     from slapo_zoo.tune.tuner import Tuner as Tuner
     from slapo_zoo.verify.context import Verify as Verify
@@ -150,7 +150,7 @@ _HOME = {
     "Layout": "tune.planner.layout",
     "Planner": "tune.planner.layout_search",
     "Space": "tune.space",
-    "Symbol": "tune.symbol",
+    "Symbol": "tune.space",
     "Limits": "tune.tuner",
     "Tuner": "tune.tuner",
     "Verify": "verify.context",

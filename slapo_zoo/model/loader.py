@@ -27,8 +27,7 @@ from slapo_zoo.zoo.argument_values import (
     to_dtype,
 )
 from slapo_zoo.zoo.hf_arguments import HubArguments
-from slapo_zoo.zoo.options import LoaderOptions, check_knobs
-from slapo_zoo.zoo.precisions import check_precision
+from slapo_zoo.zoo.options import LoaderOptions, check_knobs, check_precision
 
 Prepare = Callable[[LoaderOptions, Any, Mesh, torch.dtype], LoaderOptions]
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slapo_zoo import Space, Symbol, get_logger
-from slapo_zoo.tune.symbol import SpaceError
+from slapo_zoo.tune.space import SpaceError
 
 
 def test_a_symbol_is_compared_once_it_is_fixed():

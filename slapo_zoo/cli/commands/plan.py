@@ -124,7 +124,7 @@ def _forecast(
     places = StageMap.make(order[0], pp, order[1])
     count = count or (places.custom.micro_batches if places.custom else max(1, 2 * (pp > 1) * pp))
     layout = Layout(tp, pp, dp, rows, count, order[0], places.per_rank, **knobs)
-    from slapo_zoo.tune.planner.advice import worth
+    from slapo_zoo.tune.planner.layout_report import worth
 
     planner = make_planner(model, seq_len, device)
     found, stages = forecast(planner, layout)

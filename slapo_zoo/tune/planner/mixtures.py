@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from slapo_zoo.tune.planner.layout import Layout, in_flight, places_of
-from slapo_zoo.tune.planner.stage_memory import Recompute
+from slapo_zoo.tune.planner.profile import Recompute
 
 TRIES, MOST = 4, 400
 CHOICES = ("keep", "save_matmuls", "offload", "recompute", "sharded")

@@ -16,13 +16,14 @@ from slapo_zoo.cli.main import main
 from slapo_zoo.pipeline.orders import ORDERS, StageMap
 from slapo_zoo.pipeline.timeline import makespan, simulate
 from slapo_zoo.tune.planner import calibrate, hardware
-from slapo_zoo.tune.planner.advice import worth
 from slapo_zoo.tune.planner.hardware import HARDWARE, find_hardware
 from slapo_zoo.tune.planner.layout import Layout, divisors, in_flight, layouts, places_of
+from slapo_zoo.tune.planner.layout_report import worth
 from slapo_zoo.tune.planner.layout_search import Planner
-from slapo_zoo.tune.planner.profile import Family, shorter
+from slapo_zoo.tune.planner.profile import Recompute
+from slapo_zoo.tune.planner.profiling import Family, shorter
 from slapo_zoo.tune.planner.runtime_kind import find_precision, find_runtime
-from slapo_zoo.tune.planner.stage_memory import Recompute, stage_memory
+from slapo_zoo.tune.planner.stage_memory import stage_memory
 from slapo_zoo.tune.planner.timing import How, StageTime, step_time
 from slapo_zoo.zoo.argument_values import to_dtype
 from slapo_zoo.zoo.outline import Outline

@@ -10,7 +10,7 @@ from slapo_zoo import AutoScheduledModel
 from slapo_zoo.tune.planner.hardware import HARDWARE
 from slapo_zoo.tune.planner.layout import Layout
 from slapo_zoo.tune.planner.layout_search import Planner
-from slapo_zoo.tune.planner.stage_memory import Recompute
+from slapo_zoo.tune.planner.profile import Recompute
 
 TINY = {"n_layer": 6, "n_embd": 128, "n_head": 4, "vocab_size": 512, "n_positions": 64}
 SMALL = {}  # GPT-2 124M
