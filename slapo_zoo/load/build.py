@@ -15,10 +15,10 @@ from torch import nn
 from slapo_zoo.cards.publish import card_of_module, publish
 from slapo_zoo.cards.resolve_card import module_steps
 from slapo_zoo.errors import ScheduleError
-from slapo_zoo.language.missing_sums import warn_of_missing_sums
 from slapo_zoo.language.planned_rows import plan_of
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.model.integrations.dialects import init_target_engine
+from slapo_zoo.model.missing_sums import warn_of_missing_sums
 from slapo_zoo.parallel.local_tensors import part_of
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import RankPlan

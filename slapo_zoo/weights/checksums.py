@@ -18,8 +18,7 @@ import torch
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.parallel.digests import digest
 from slapo_zoo.weights.folder import CheckpointFolder
-from slapo_zoo.weights.header import MAX_HEADER, SAVE_ID
-from slapo_zoo.weights.safetensors_file import SafetensorsFile
+from slapo_zoo.weights.safetensors_file import MAX_HEADER, SAVE_ID, SafetensorsFile
 
 FILE, FORMAT = "checksums.json", "slapo-zoo-checksums/1"
 BLANK = "0" * 32

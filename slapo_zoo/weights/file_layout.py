@@ -11,7 +11,8 @@ from huggingface_hub import split_torch_state_dict_into_shards
 
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.parallel.placement import TensorSpec
-from slapo_zoo.weights.header import DTYPES
+from slapo_zoo.weights.index import index_name
+from slapo_zoo.weights.safetensors_file import DTYPES
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 ORDER = {dtype: i for i, dtype in enumerate(DTYPES.values())}
@@ -109,14 +110,6 @@ def plan_layout(
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"
     indexes = {index_name(stem): text} if split.is_sharded else {}
     return Layout(headers, sizes, slots, indexes)
-
-
-def index_name(stem: str) -> str:
-    """Return an index's file name: "model" --> model.safetensors.index.json, "model.fp16" --> ....index.fp16.json."""
-    base, _, variant = stem.partition(".")
-    return (
-        f"{base}.safetensors.index.{variant}.json" if variant else f"{base}.safetensors.index.json"
-    )
 
 
 def _aligned(specs: list[TensorSpec]) -> list[TensorSpec]:

@@ -87,3 +87,11 @@ def _weight_map(path: Path) -> dict[str, str]:
         problem = f"found {weight_map!r:.80}, expected file names by key"
         raise WeightsError(str(path), "weight_map", problem, "fetch the index again")
     return weight_map
+
+
+def index_name(stem: str) -> str:
+    """Return an index's file name: "model" --> model.safetensors.index.json, "model.fp16" --> ....index.fp16.json."""
+    base, _, variant = stem.partition(".")
+    return (
+        f"{base}.safetensors.index.{variant}.json" if variant else f"{base}.safetensors.index.json"
+    )

@@ -12,37 +12,17 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
-from slapo_zoo.parallel.local_tensors import Rows, runs_within
+from slapo_zoo.parallel.local_tensors import runs_within
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.parallel.placement import Placement
 from slapo_zoo.weights.device_copy import DeviceCopy
 from slapo_zoo.weights.folder import CheckpointFolder
-from slapo_zoo.weights.load_memory import can_stay_mapped
+from slapo_zoo.weights.load_memory import Target, can_stay_mapped
 from slapo_zoo.weights.progress import byte_progress
 
 MOST_SHOWN = 20
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 PIECE = 1 << 22  # elements
 AHEAD = 256 << 20  # bytes that the kernel may fetch before they are copied
-
-
-@dataclass(frozen=True)
-class Target:
-    """A local tensor to be filled from a checkpoint tensor.
-
-    Args:
-        tensor: allocated local tensor of any dtype and device; the copy casts.
-        shape: shape that the checkpoint tensor must have.
-        placement: how the tensor is sharded over the mesh; None when this rank holds all of it.
-        rows: rows that the local tensor has, when they are sharded over dp.
-        may_map: the tensor's `.data` may be replaced by pages of the mapped file.
-    """
-
-    tensor: Tensor
-    shape: tuple[int, ...]
-    placement: Placement | None = None
-    rows: Rows | None = None
-    may_map: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from slapo_zoo.parallel.local_tensors import marked_as, rows_of
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.weights.encode import decode, encode
-from slapo_zoo.weights.load import Target
+from slapo_zoo.weights.load_memory import Target
 
 # Options about the implementation, not the result: the optimizer keeps its own.
 OWN_OPTIONS = {"params", "foreach", "fused", "capturable", "differentiable"}

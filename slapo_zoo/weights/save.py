@@ -23,8 +23,7 @@ from slapo_zoo.weights import checksums, crc
 from slapo_zoo.weights.carry import WEIGHT_FILE
 from slapo_zoo.weights.checksums import BLANK, Checksums
 from slapo_zoo.weights.file_layout import Layout, Slot, plan_layout, tensor_bytes, torch_dtype
-from slapo_zoo.weights.header import SAVE_ID
-from slapo_zoo.weights.safetensors_file import SafetensorsFile
+from slapo_zoo.weights.safetensors_file import SAVE_ID, SafetensorsFile
 from slapo_zoo.weights.staging import Staging
 from slapo_zoo.weights.write import Written, write_tensors
 

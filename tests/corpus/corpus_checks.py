@@ -19,7 +19,7 @@ from corpus_training import Trained, config_of, distance, on_rank, plain, quiet
 from mutants import mutate
 from slapo_zoo import SlapoError, create_schedule, emulate
 from slapo_zoo.hf.models import no_progress_bars
-from slapo_zoo.language.missing_sums import missing_sums
+from slapo_zoo.model.missing_sums import missing_sums
 from slapo_zoo.verify.context import Verify
 from slapo_zoo.verify.core import alone_on_one_rank, verify
 from slapo_zoo.verify.report import Report, VerifyError

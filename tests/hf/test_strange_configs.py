@@ -11,7 +11,7 @@ from parity import Case, checkpoint
 from slapo_zoo import AutoScheduledModel
 from slapo_zoo.errors import SlapoError, WeightsError
 from slapo_zoo.hf.configs import read_config
-from slapo_zoo.weights.pickle_file import PickleFile
+from slapo_zoo.weights.folder import PickleFile
 from slapo_zoo.weights.safetensors_file import SafetensorsFile
 
 CASE = Case("GPT2LMHeadModel", ("tokens",))

@@ -84,7 +84,7 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
 
-@pytest.mark.filterwarnings("ignore::slapo_zoo.language.missing_sums.ScheduleWarning")  # never run
+@pytest.mark.filterwarnings("ignore::slapo_zoo.model.missing_sums.ScheduleWarning")  # never run
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("on_meta", [False, True])
 def test_build_keeps_ties(on_meta, n):

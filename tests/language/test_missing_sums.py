@@ -10,7 +10,7 @@ from heads import HEADS
 from parity import tiny_config
 from slapo_zoo import AutoScheduledModel, Mesh, Schedule, emulate
 from slapo_zoo.errors import ScheduleError
-from slapo_zoo.language.missing_sums import ScheduleWarning, missing_sums
+from slapo_zoo.model.missing_sums import ScheduleWarning, missing_sums
 from slapo_zoo.zoo.outline import Outline
 
 CONFIG = transformers.GPT2Config(
@@ -122,7 +122,7 @@ def run_two(write):
     return model(input_ids=torch.arange(8)[None]).logits.shape[-1]
 
 
-@pytest.mark.filterwarnings("ignore::slapo_zoo.language.missing_sums.ScheduleWarning")
+@pytest.mark.filterwarnings("ignore::slapo_zoo.model.missing_sums.ScheduleWarning")
 @pytest.mark.parametrize(
     ("write", "path", "said"),
     [
@@ -138,6 +138,6 @@ def test_a_shard_of_the_wrong_axis_is_told_where_it_meets_its_input(write, path,
     assert "[inputs, outputs]" in caught.value.hint
 
 
-@pytest.mark.filterwarnings("ignore::slapo_zoo.language.missing_sums.ScheduleWarning")
+@pytest.mark.filterwarnings("ignore::slapo_zoo.model.missing_sums.ScheduleWarning")
 def test_a_part_of_the_input_is_what_a_part_of_the_weight_takes():
     assert emulate(run_two, given_a_part, mesh=(2, 1, 1)) == [11, 11]

@@ -43,7 +43,7 @@ def test_a_schedule_starts_at_the_root():
         slapo_zoo.create_schedule(Net(), path="blocks.0")
 
 
-@pytest.mark.filterwarnings("ignore::slapo_zoo.language.missing_sums.ScheduleWarning")  # never run
+@pytest.mark.filterwarnings("ignore::slapo_zoo.model.missing_sums.ScheduleWarning")  # never run
 @pytest.mark.parametrize("include_buffers", [False, True])
 def test_meta_models_draw_the_same_weights_on_every_layout(include_buffers):
     def built(tp, rank):

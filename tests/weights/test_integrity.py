@@ -18,9 +18,9 @@ from slapo_zoo.cli.main import app
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.weights import crc
-from slapo_zoo.weights.header import SAVE_ID
 from slapo_zoo.weights.integrity import damages_of
 from slapo_zoo.weights.reshard import reshard
+from slapo_zoo.weights.safetensors_file import SAVE_ID
 from slapo_zoo.weights.save import save_folder
 
 CASE = Case("GPT2LMHeadModel", ("tokens",))

@@ -15,7 +15,8 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import Placement
 from slapo_zoo.weights.folder import open_checkpoint
 from slapo_zoo.weights.ledger import AnonymousPeak, anonymous_bytes
-from slapo_zoo.weights.load import Target, load_tensors, parse_size
+from slapo_zoo.weights.load import load_tensors, parse_size
+from slapo_zoo.weights.load_memory import Target
 
 
 @st.composite

@@ -6,8 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slapo_zoo.weights.header import DTYPES
-from slapo_zoo.weights.safetensors_file import SafetensorsFile
+from slapo_zoo.weights.safetensors_file import DTYPES, SafetensorsFile
 
 
 def raw_file(path, code, values):

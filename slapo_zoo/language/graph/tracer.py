@@ -16,9 +16,15 @@ from torch.fx.node import map_arg
 
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.graph import guards
-from slapo_zoo.language.graph.proxy import UNKNOWN, ValueProxy, has_proxy
+from slapo_zoo.language.graph.proxy import (
+    UNKNOWN,
+    ValueProxy,
+    depends_on_data,
+    has_proxy,
+    location,
+    values_of,
+)
 from slapo_zoo.language.graph.traced import under
-from slapo_zoo.language.graph.values import depends_on_data, location, values_of
 
 EXAMPLE_HINT = "pass example_inputs: a tuple of arguments, or a dict of them by name"
 

@@ -27,7 +27,7 @@ from slapo_zoo.parallel.ranks.process_group import rank_guard
 from slapo_zoo.weights import optimizer as optimizers
 from slapo_zoo.weights.checksums import save_in
 from slapo_zoo.weights.encode import encode
-from slapo_zoo.weights.load import Target
+from slapo_zoo.weights.load_memory import Target
 from slapo_zoo.weights.random_state import pack_states, states_here
 from slapo_zoo.weights.save import save_folder
 from slapo_zoo.weights.training_state import OF_COPY, by_copy, write_state

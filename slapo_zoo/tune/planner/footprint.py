@@ -13,8 +13,18 @@ from typing import Any, NamedTuple
 import torch
 
 from slapo_zoo.language.primitives.checkpoint import POLICIES
-from slapo_zoo.language.products import Product
-from slapo_zoo.language.tape import ENTER, FREE, GRADIENT, LEAVE, LOSS, SUMMED, Ref, Row, is_view
+from slapo_zoo.language.tape import (
+    ENTER,
+    FREE,
+    GRADIENT,
+    LEAVE,
+    LOSS,
+    SUMMED,
+    Product,
+    Ref,
+    Row,
+    is_view,
+)
 from slapo_zoo.tune.planner.profile import Use, Work
 
 MATMULS = POLICIES["save_matmuls"]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch.utils._pytree import tree_map
 
-from slapo_zoo.language.products import Product
+from slapo_zoo.language.tape import Product
 
 ROWS = (2, 4)  # that a profile is measured with; with one row some operations take another form
 
