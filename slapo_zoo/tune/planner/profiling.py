@@ -25,14 +25,14 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rng.random_stream import RandomStream
 from slapo_zoo.pipeline.dataflow import Call, calls_of
 from slapo_zoo.pipeline.pipeline_runtime import fake_schedule
-from slapo_zoo.pipeline.stages import StagePlan, leaf_units
+from slapo_zoo.pipeline.stages import StagePlan
 from slapo_zoo.pipeline.unit_costs import SCANNED_TOKENS
 from slapo_zoo.tune.planner.footprint import Footprint, parameter_bytes
 from slapo_zoo.tune.planner.profile import ROWS, Profile, Unit, Use
 from slapo_zoo.zoo.apply import block_paths
 from slapo_zoo.zoo.outline import Outline
 from slapo_zoo.zoo.schedule_source import find_table
-from slapo_zoo.zoo.table import Table, base_prefix
+from slapo_zoo.zoo.table import Table
 
 T = TypeVar("T")
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers")
@@ -57,8 +57,6 @@ class Family:
         self.cls: Any = hf.resolve_class(self.config, auto_class)
         self.table: Table = find_table(self.config)
         self.model, self.blocks = self._built(self.config)
-        late = [base_prefix(self.model) + path for path in self.table.after_blocks]
-        self.unit_names = leaf_units(self.model, self.blocks, late)
         self.total_parameters = sum(p.numel() for p in self.model.parameters())
         small = self._small()
         self.small: Any = small or self.config
