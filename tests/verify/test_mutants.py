@@ -7,9 +7,8 @@ import torch
 
 from mutants import LAYOUTS, MUTANTS, config_of, mutate
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.verify.compare import Comparison, Tolerance
+from slapo_zoo.verify.compare import Comparison, Result, Tolerance
 from slapo_zoo.verify.core import verify
-from slapo_zoo.verify.runs import Result
 from slapo_zoo.zoo.outline import Outline
 
 
