@@ -148,8 +148,7 @@ def cover(
         done: told of each new outcome.
     """
     hf.register_models()
-    for module in SLOW_IMPORTS:  # once, before the processes fork
-        importlib.import_module(module)
+    _make_once()
     kept = read_outcomes(file)
     types = model_types()
     for name in names or [name for name in types if name not in kept]:
@@ -159,6 +158,20 @@ def cover(
             lines.write(json.dumps(asdict(kept[name])) + "\n")
         done(kept[name])
     yield from kept.values()
+
+
+def _make_once() -> None:
+    """Do what the first type of a process does for all, before the processes fork: imports, and a first save."""
+    import transformers
+
+    for module in SLOW_IMPORTS:
+        importlib.import_module(module)
+    few = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = transformers.BertModel(transformers.BertConfig(**few, intermediate_size=8))
+    with tempfile.TemporaryDirectory(prefix="slapo_zoo-coverage-") as scratch:
+        model.save_pretrained(
+            scratch
+        )  # transformers makes its table of conversions, accelerate imports deepspeed
 
 
 def read_outcomes(file: Path) -> dict[str, Outcome]:
