@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +47,7 @@ class Case:
             dropout is compared with that of the batch in one piece, not in micro-batches.
         seen: what the model does with its parameters, where a table is derived for it.
         truth: a run of the plain model, where there is one already.
+        batch: of the first step, for all dp ranks together; made where none is given.
     """
 
     config: Any
@@ -66,11 +66,11 @@ class Case:
     thorough: bool = True
     seen: Any = None
     truth: Any = None
+    batch: dict[str, Tensor] = field(default_factory=dict)
 
-    @cached_property
-    def batch(self) -> dict[str, Tensor]:
-        """The batch of the first step, for all dp ranks together."""
-        return self.batch_of(0)
+    def __post_init__(self) -> None:
+        if not self.batch:
+            object.__setattr__(self, "batch", self.batch_of(0))
 
     def batch_of(self, step: int) -> dict[str, Tensor]:
         """Make the batch of a step: name --> tensor [rows, ...], floats in fp32."""
