@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slapo_zoo.model.numerics import unlike_replicas
+
 LEARNING_RATE, EPS, DECAY, MAX_NORM = 1e-3, 1e-5, 0.1, 1.0  # of the step that every run makes
 ALIKE, ACCUMULATED = 1e-3, "accumulated gradients"  # relative
 FLOOR = 8 * torch.finfo(torch.float32).eps
@@ -340,19 +342,13 @@ def _same_names(into: Comparison, check: str, found: Iterable[str], want: Iterab
 
 def replicas(into: Comparison, found: Sequence[RankResult], check: str = "replicas") -> None:
     """Check that what several ranks hold is the same, bit for bit: weights after the step, or else gradients."""
-    wrong: list[tuple[bool, str, int, int]] = []
     held = [result.digests or result.grad_digests for result in found]
-    for name in sorted({name for digests in held for name in digests}):
-        seen: dict[str, tuple[int, Any, Any]] = {}
-        for rank, result in enumerate(found):
-            if name not in held[rank]:
-                continue
-            digest, part = held[rank][name]
-            grad = result.grad_digests.get(name)
-            first, want, like = seen.setdefault(part, (rank, digest, grad))
-            into.did(check)
-            if digest != want:
-                wrong.append((grad == like, name, rank, first))
+    wrong: list[tuple[bool, str, int, int]] = []
+    for name, rank, first in unlike_replicas(held):
+        mine, other = (found[i].grad_digests.get(name) for i in (rank, first))
+        wrong.append((mine == other, name, rank, first))
+    for _ in range(sum(map(len, held))):
+        into.did(check)
     for same_gradient, name, rank, first in sorted(wrong):
         also = "" if same_gradient else ", as its gradient does"
         into.note(check, name, f"differs from that of rank {first}{also}", rank)

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf.models import accepts, freeze_as_made, tied_names
 from slapo_zoo.model.loader import Source, load_checkpoint
-from slapo_zoo.model.numerics import part_of
+from slapo_zoo.model.numerics import digests
 from slapo_zoo.model.step.runtime import tokens_divide
-from slapo_zoo.parallel.digests import digest_of_tensor
 from slapo_zoo.parallel.losses.loss_means import LABELS
 from slapo_zoo.parallel.ranks.emulation import emulate
 from slapo_zoo.parallel.rng.random_stream import drawn_from
@@ -337,13 +336,6 @@ def shaken(model: torch.nn.Module, seed: int | None) -> torch.nn.Module:
 def _coords(model: Any) -> tuple[int, int, int]:
     tp, pp, dp = (model.mesh.coord(mesh_dim) for mesh_dim in ("tp", "pp", "dp"))
     return tp, pp, dp
-
-
-def digests(model: Any, grads: bool = False) -> dict[str, tuple[str, str]]:
-    """Return parameter --> hash of its bytes (or of those of its gradient), and which part of it this rank holds."""
-    named = model.named_parameters(remove_duplicate=False)
-    held = ((name, p.grad if grads else p) for name, p in named)
-    return {name: (digest_of_tensor(x), part_of(model, name)) for name, x in held if x is not None}
 
 
 def untied(model: Any) -> list[str]:

@@ -10,10 +10,10 @@ import transformers
 from mutants import CONFIGS as FAMILIES
 from mutants import IDS, LLAMA
 from slapo_zoo.hf.models import no_progress_bars
-from slapo_zoo.model.numerics import NumericsWatch
+from slapo_zoo.model.numerics import NumericsWatch, digests, unlike_replicas
 from slapo_zoo.verify.case import Trial
 from slapo_zoo.verify.compare import LEARNING_RATE, MAX_NORM
-from slapo_zoo.verify.judge import digests, load, optimizer_of
+from slapo_zoo.verify.judge import load, optimizer_of
 from slapo_zoo.zoo.shrink import dropouts
 
 STEPS = 2
@@ -179,7 +179,7 @@ def on_rank(
 
 def distance(found: list[Trained], want: Trained) -> float:
     """The largest relative difference of losses, norms, gradients and weights; infinity where replicas differ."""
-    if _drifted(found):
+    if any(unlike_replicas([one.digests for one in found])):
         return float("inf")
     first = found[0]
     errors = [_apart(torch.tensor(one.losses), torch.tensor(want.losses)) for one in found]
@@ -198,15 +198,6 @@ def _apart(found: torch.Tensor, want: torch.Tensor, least: float = 0.0) -> float
         return float("inf")
     error = (found.double() - want.double()).abs().max()
     return float(error / max(least, float(want.double().abs().max())))
-
-
-def _drifted(found: list[Trained]) -> bool:
-    seen: dict[Any, str] = {}
-    return any(
-        seen.setdefault((name, part), value) != value
-        for one in found
-        for name, (value, part) in one.digests.items()
-    )
 
 
 def quiet() -> Any:
