@@ -126,10 +126,8 @@ def test_a_dropout_that_parts_replicas_is_caught(searches):
     """Without dropout nothing would show."""
     search = searches("distilbert")
     table, width = table_of(search), search.case.config.dim
-    wrong = (
-        "embeddings.dropout",
-        (ForkRng(axis=-1, size=2 * width),),
-    )  # drops what every rank has whole
+    # drops what every rank has whole
+    wrong = ("embeddings.dropout", (ForkRng(axis=-1, size=2 * width),))
     body = (wrong, *(row for row in table.body if row[0] != wrong[0]))
     found = problem_of(Trial(search.case, (2, 1, 1), dataclasses.replace(table, body=body)))
     assert re.match(r"dropout: .* differs from that of rank 0, as its gradient does", found)
