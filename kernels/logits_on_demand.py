@@ -2,8 +2,7 @@
 
 A head that a kernel serves returns them while it trains. The unmodified loss code of `transformers`
 runs on them: `view(-1, V)`, slices and casts act on the rows that logits would be made of, and
-`cross_entropy` becomes `linear_cross_entropy` (over tp its vocabulary-parallel form) of the rows whose
-target counts. Whatever else is done with them makes the logits, once.
+`cross_entropy` becomes `lm_loss` of the rows whose target counts. Whatever else is done with them makes the logits, once.
 """
 
 from collections.abc import Callable
@@ -18,6 +17,8 @@ from torch._compile import _disable_dynamo
 from torch.nn import functional
 
 from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.kernels.lm_loss import lm_loss
+from slapo_zoo.kernels.vocab_logits import VocabLogits, keeps_last_axis
 from slapo_zoo.parallel.known import IGNORED, known, places
 from slapo_zoo.parallel.once import once
 from slapo_zoo.parallel.ranks.heartbeat import names_of
@@ -40,7 +41,7 @@ _OF_GRADIENT = (torch.Tensor.retain_grad, torch.Tensor.register_hook)
 
 @dataclass
 class Head:
-    """What a head needs to make logits of rows, and a kernel to compute their loss.
+    """What a head needs to make logits of rows, and to compute their loss.
 
     Args:
         linear: the module whose weight [V, H] (of tp ranks: a part of its rows) and bias it is.
@@ -50,14 +51,11 @@ class Head:
         group: the ranks that divide the vocabulary, or None.
         summed: whether the gradient of the rows is summed over the group before the head already.
         root: the module that `logits` reads weights of; None: `linear`.
-        loss_of: (head, rows, target, ignore_index, smoothing, items) --> the loss, without logits; with a
-            group one that sums over it.
         within: makes contexts in which the root reads the casts and gathered weights of its forward.
     """
 
     linear: Any
     logits: Callable[[Tensor], Tensor]
-    loss_of: Callable[..., Tensor]
     before: Callable[[Tensor], Tensor] | None = None
     vocab_size: int = 0
     group: Any = None
@@ -90,7 +88,10 @@ class Head:
             )
             rows, target = rows.index_select(0, at), target[at]
         rows = rows if self.before is None else self.before(rows)
-        return self.loss_of(self, rows, target, ignore_index, smoothing, items)
+        return lm_loss(
+            rows, self.linear.weight, target, self.linear.bias, ignore_index, smoothing, items,
+            vocab_size=self.vocab_size, group=self.group, summed=self.summed,
+        )  # fmt: skip
 
 
 def may_defer(module: Any, rows: Tensor) -> bool:
@@ -140,11 +141,11 @@ class LogitsOnDemand(torch.Tensor):
             weight = head.linear.weight
         return _Deferred.apply(source, weight, rows, head, dtype, make, parent)  # pyright: ignore[reportReturnType]
 
-    def divided(self, vocab_size: int, group: Any, loss_of: Callable[..., Tensor]) -> Tensor:
+    def divided(self, vocab_size: int, group: Any) -> Tensor:
         """The same, of a head whose vocabulary is sharded and whose rows' gradient is summed."""
         if group is None:
             return self
-        head = replace(self.head, vocab_size=vocab_size, group=group, summed=True, loss_of=loss_of)
+        head = replace(self.head, vocab_size=vocab_size, group=group, summed=True)
         return LogitsOnDemand._new(self.rows, head, self.dtype, self.make, None)
 
     def tensor(self) -> Tensor:
@@ -280,8 +281,6 @@ class _Deferred(torch.autograd.Function):
 
 def _whole(logits: Any, head: Head) -> Tensor:
     """Columns of this rank, or logits that another seam put off --> all of them, a plain tensor."""
-    from slapo_zoo.parallel.losses.vocab_parallel import VocabLogits
-
     if isinstance(logits, LogitsOnDemand):
         return logits.tensor()
     if not isinstance(logits, VocabLogits):
@@ -311,8 +310,6 @@ def _plain(value: Any, below: bool = False) -> Any:
 
 def _on_rows(func: Any, x: LogitsOnDemand, rest: tuple, kwargs: dict) -> Tensor | None:
     """The logits on demand that `func` makes of others, or None."""
-    from slapo_zoo.parallel.losses.vocab_parallel import keeps_last_axis
-
     if func in _CASTS:
         dtype = _cast_to(func, x, rest, kwargs)
         found = None if dtype is None else (x.rows, dtype)

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from slapo_zoo.dispatch.kernel_registry import kernel, served_class
-from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy, loss_of_head
+from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 from slapo_zoo.kernels.logits_on_demand import Head, LogitsOnDemand, may_defer
-from slapo_zoo.kernels.vocab_parallel_linear_cross_entropy import loss_of_sharded_head
 
 SHAPES = [(1, 5, 16, 40), (3, 7, 24, 131), (2, 33, 16, 97)]
 
@@ -69,10 +68,9 @@ def _forward(head: Any, hidden: Tensor, **kwargs: Any) -> Tensor:
     with torch.no_grad():  # what is hooked to the decoder says how the vocabulary is sharded
         empty = head.decoder(hidden.new_empty((0, head.decoder.weight.shape[1])))
     group = getattr(empty, "group", None)
-    loss_of = loss_of_head if group is None else loss_of_sharded_head
     found = Head(
-        head.decoder, lambda rows: head.decoder(transform(rows)), loss_of, transform,
-        empty.shape[-1], group, root=head,
+        head.decoder, lambda rows: head.decoder(transform(rows)), transform, empty.shape[-1], group,
+        root=head,
     )  # fmt: skip
     return LogitsOnDemand.of(hidden, found)
 

@@ -35,28 +35,13 @@ def embed(
     return functional.dropout(functional.layer_norm(z, z.shape[-1:], weight, bias, eps), p)
 
 
-def parallel_loss(logits: Tensor, target: Tensor, vocab_size: int, **options: Any) -> Tensor:
-    """Compute the vocabulary-parallel cross-entropy in torch operations on one rank.
-
-    Args:
-        logits: [rows, V], cast to fp32.
-        target: class of each row, [rows].
-        vocab_size: number of classes without padding.
-        **options: options of `vocab_parallel_cross_entropy`.
-    """
-    from slapo_zoo.parallel.losses.vocab_parallel import vocab_parallel_cross_entropy
-
-    logits = logits.float()  # as the losses of transformers do
-    return vocab_parallel_cross_entropy(logits, target, vocab_size, None, **options)
-
-
 def linear_loss(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
-    label_smoothing: float = 0.0, num_items: Any = 1, **_: Any,
+    x: Tensor, weight: Tensor | None, target: Tensor, bias: Tensor | None = None,
+    label_smoothing: float = 0.0, num_items: Any = 1, reduction: str = "sum", **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute an LM head and its mean cross-entropy, with all logits [rows, V] in memory."""
-    logits = functional.linear(x, weight, bias).float()
-    options = {"label_smoothing": label_smoothing, "reduction": "sum"}
+    """Compute a head, where there is a weight, and its loss with all logits in memory."""
+    logits = (x if weight is None else functional.linear(x, weight, bias)).float()
+    options: Any = {"label_smoothing": label_smoothing, "reduction": reduction}
     return functional.cross_entropy(logits, target, **options) / num_items
 
 
@@ -143,10 +128,8 @@ PLAIN: dict[str, Callable[..., Any]] = {
     "bias_dropout_residual_layer_norm": bias_dropout_residual_layer_norm,
     "embedding_layer_norm": embed,
     "linear_cross_entropy": linear_loss,
-    "vocab_parallel_cross_entropy": parallel_loss,
-    "vocab_parallel_linear_cross_entropy": lambda x, weight, target, vocab_size, bias=None, **options: (
-        parallel_loss(functional.linear(x, weight, bias), target, vocab_size, **options)
-    ),
+    "vocab_parallel_cross_entropy": linear_loss,
+    "vocab_parallel_linear_cross_entropy": linear_loss,
     "linear": functional.linear,
     "short_attention": sdpa,
     "t5_attention": t5_attention,

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from slapo_zoo.kernels.vocab_logits import VocabLogits
 from slapo_zoo.language.planned_rows import plan_of
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel import gather as consolidate
 from slapo_zoo.parallel import gradient_buckets
 from slapo_zoo.parallel.compat import software
-from slapo_zoo.parallel.losses.vocab_parallel import VocabLogits
 from slapo_zoo.parallel.rank_plan import PARTIAL
 from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.verify.blame import Blame, directives_at

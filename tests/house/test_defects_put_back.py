@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEFECTS = "tests/house/test_known_defects.py"
 CONTEXT = "tests/verify/test_context.py"
 SHARD, SYNC = "slapo_zoo/language/primitives/shard.py", "slapo_zoo/language/primitives/sync.py"
-LOGITS = "slapo_zoo/parallel/losses/vocab_parallel.py"
+LOGITS, LOSS = "kernels/vocab_logits.py", "kernels/lm_loss.py"
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ ALL = [
            "both = (mine, mine)", "tests/language/graph"),
     Defect("tanh for erf", "slapo_zoo/language/graph/canonical.py", 'IGNORED = {"_stacklevel",',
            'IGNORED = {"_stacklevel", "approximate",', f"{DEFECTS}::test_one_gelu_is_never_taken_for_the_other"),
-    Defect("the parallel loss drops label smoothing", LOGITS, "x.local(), target, x.vocab_size, x.group, ignore_index, label_smoothing",
-           "x.local(), target, x.vocab_size, x.group, ignore_index", f"{DEFECTS}::test_the_parallel_loss_knows_smoothing_and_ignored_labels"),
-    Defect("the parallel loss smooths over local classes", LOGITS, "loss = loss - smoothing / vocab_size * total[2]",
-           "loss = loss - smoothing / logits.shape[1] * valid.sum(1)", f"{DEFECTS}::test_the_parallel_loss_knows_smoothing_and_ignored_labels"),
-    Defect("the parallel loss counts ignored labels", LOGITS, "total / (target != ignore_index).sum()",
-           "total / len(target)", f"{DEFECTS}::test_the_parallel_loss_knows_smoothing_and_ignored_labels"),
+    Defect("the parallel loss drops label smoothing", LOGITS, '{"ignore_index": ignore_index, "label_smoothing": label_smoothing}',
+           '{"ignore_index": ignore_index}', f"{DEFECTS}::test_the_parallel_loss_knows_smoothing_and_ignored_labels"),
+    Defect("the parallel loss smooths over local classes", LOSS, "row_losses(whole, target >= 0, smoothing, vocab_size)",
+           "row_losses(whole, target >= 0, smoothing, logits.shape[1])", f"{DEFECTS}::test_the_parallel_loss_knows_smoothing_and_ignored_labels"),
+    Defect("the parallel loss counts ignored labels", LOSS, "number = counts.sum()\n    return torch.where(number",
+           "number = torch.tensor(len(counts))\n    return torch.where(number", f"{DEFECTS}::test_the_parallel_loss_knows_smoothing_and_ignored_labels"),
     Defect("a pre-hook drops the other arguments", SYNC, "return (*args[:i], op(value), *args[i + 1 :]), kwargs",
            "return (*args[:i], op(value)), kwargs", f"{DEFECTS}::test_a_sync_of_the_input_keeps_the_other_arguments"),
     Defect("a reshard without a gradient", "slapo_zoo/language/primitives/sync_reshard.py", "return collectives.all_to_all(x, target, source, group)",

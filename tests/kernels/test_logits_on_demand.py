@@ -113,7 +113,7 @@ def test_no_logits_are_made_for_a_loss():
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_loss_divides_where_its_gradients_are_made(family, micro_batches, monkeypatch):
     """To divide it later takes a pass over the gradient of the whole vocabulary."""
-    from slapo_zoo.kernels import linear_cross_entropy as kernel
+    from slapo_zoo.kernels import lm_loss as kernel
 
     seen, own = [], kernel._times
     monkeypatch.setattr(kernel, "_times", lambda t, d: seen.append(float(d)) or own(t, d))

@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor, nn
 
+from slapo_zoo.kernels.lm_loss import lm_loss
 from slapo_zoo.kernels.logits_on_demand import LogitsOnDemand
-from slapo_zoo.kernels.vocab_parallel_linear_cross_entropy import loss_of_sharded_head
+from slapo_zoo.kernels.vocab_logits import VocabLogits
 from slapo_zoo.language.directive import Site
 from slapo_zoo.language.primitives.overlap import sum_gradient_of
 from slapo_zoo.language.primitives.sync import Sync, require_divisible, sync_op
 from slapo_zoo.parallel import collectives
-from slapo_zoo.parallel.losses.vocab_parallel import VocabLogits, vocab_parallel_cross_entropy
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)  # their columns are channels, on axis 1
 
@@ -93,9 +93,11 @@ def _vocab_logits(x: Tensor, sync: Sync, site: Site) -> Tensor:
     assert placed is not None  # noqa: S101 - check() saw it
     group, size, tape = site.group(sync), placed.shape[0], site.state.forward.tape
     if isinstance(x, LogitsOnDemand):
-        return x.divided(size, group, loss_of_sharded_head)
-    if tape is not None:  # fake tensors cannot be VocabLogits: record the loss here
+        return x.divided(size, group)
+    if tape is not None:  # fake tensors cannot be VocabLogits: the loss is noted here
         rows = x.flatten(0, -2)
         target = torch.zeros(len(rows), dtype=torch.int64, device=x.device)
-        tape.losses.append(vocab_parallel_cross_entropy(rows, target, size, group))
+        tape.losses.append(
+            lm_loss(rows, None, target, reduction="none", vocab_size=size, group=group)
+        )
     return VocabLogits.wrap(x, size, group)

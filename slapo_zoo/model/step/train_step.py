@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slapo_zoo.kernels.vocab_logits import VocabLogits
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.model.dp.data_parallel import DataParallel
 from slapo_zoo.model.dp.dp_shard import Sharded
@@ -30,7 +31,6 @@ from slapo_zoo.model.step.runtime import (
 from slapo_zoo.model.step.step_counts import StepCounts, ask
 from slapo_zoo.parallel.known import knowing
 from slapo_zoo.parallel.losses.loss_means import GlobalMeans, count_targets, targets_of
-from slapo_zoo.parallel.losses.vocab_parallel import VocabLogits
 from slapo_zoo.pipeline.pipeline_runtime import ROWS, Pipeline, share_output, split_batch
 
 

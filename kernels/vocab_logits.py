@@ -7,15 +7,12 @@ constant biases act on the local columns, `cross_entropy` runs in parallel, and 
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from slapo_zoo.kernels.lm_loss import lm_loss, own_columns
 from slapo_zoo.parallel import collectives
-from slapo_zoo.parallel.local_tensors import require_indices
 from slapo_zoo.parallel.mesh import ShapeOnlyGroup
-from slapo_zoo.parallel.once import once
-from slapo_zoo.parallel.placement import Placement
 
 _ELEMENTWISE = {
     torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.Tensor.bfloat16,
@@ -130,9 +127,7 @@ def _beside(x: VocabLogits, other: Any) -> Any:
         return other
     if other.shape[-1] != x.vocab_size:
         return None
-    n, r = collectives.group_size(x.group), collectives.group_rank(x.group)
-    runs = Placement(0, pad=True).runs(x.vocab_size, n, r)
-    start, stop = runs[0] if runs else (0, 0)
+    start, stop = own_columns(x.vocab_size, x.group)
     return functional.pad(other[..., start:stop], (0, _SHAPE(x)[-1] - (stop - start)))
 
 
@@ -157,74 +152,7 @@ def _cross_entropy(
     x: VocabLogits, target: Tensor, weight: None = None, size_average: None = None, ignore_index: int = -100,
     reduce: None = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Replacement of torch.nn.functional.cross_entropy for VocabLogits x [N, V]."""
-    loss = vocab_parallel_cross_entropy(
-        x.local(), target, x.vocab_size, x.group, ignore_index, label_smoothing
-    )
-    if reduction == "none":
-        return loss
-    total = loss.sum()
-    return total if reduction == "sum" else total / (target != ignore_index).sum()
-
-
-def vocab_parallel_cross_entropy(
-    logits: Tensor, target: Tensor, vocab_size: int, group: Any, ignore_index: int = -100, label_smoothing: float = 0.0
-) -> Tensor:  # fmt: skip
-    """Return the cross-entropy of each row [N], 0 where the target is ignored; two all-reduces of O(N).
-
-    Args:
-        logits: [N, ceil(V / n)], this rank's columns.
-        target: [N], class indices in 0..V-1, or ignore_index.
-        vocab_size: V.
-        group: the tp ranks.
-        ignore_index: value of targets that do not count.
-        label_smoothing: as in torch.nn.functional.cross_entropy, over V classes.
-
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3 (the parallel loss).
-    """
-    arguments = (logits, target, vocab_size, group, ignore_index, label_smoothing)
-    return _VocabParallelCrossEntropy.apply(*arguments)
-
-
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, target, vocab_size, group, ignore_index, smoothing):
-        n, r = collectives.group_size(group), collectives.group_rank(group)
-        runs = Placement(0, pad=True).runs(vocab_size, n, r)
-        start, stop = runs[0] if runs else (0, 0)
-        ignored = target == ignore_index
-        require_indices(((target >= 0) & (target < vocab_size)) | ignored, "labels", vocab_size)
-        valid = logits[:, : stop - start]
-        highest = valid.amax(1) if stop > start else logits.new_full((len(logits),), -torch.inf)
-        collectives.all_reduce_(highest, group, dist.ReduceOp.MAX)
-        exp = (valid - highest[:, None]).exp_()
-        ours = (target >= start) & (target < stop)
-        index = (target - start).masked_fill(~ours, 0)[:, None]
-        picked = valid.gather(1, index)[:, 0] if stop > start else torch.zeros_like(highest)
-        sums = [exp.sum(1), picked.masked_fill(~ours, 0.0)]
-        if smoothing:
-            sums.append(valid.sum(1))
-        total = torch.stack(sums)
-        collectives.all_reduce_(total, group)
-        log_sum = total[0].log() + highest
-        loss = log_sum - (1.0 - smoothing) * total[1]
-        if smoothing:
-            loss = loss - smoothing / vocab_size * total[2]
-        ctx.save_for_backward(exp.div_(total[0][:, None]), index, ours, ignored)
-        ctx.smoothing, ctx.vocab_size, ctx.width = smoothing, vocab_size, logits.shape[1]
-        return loss.masked_fill_(ignored, 0.0)
-
-    @staticmethod
-    @once
-    def backward(ctx, grad):
-        softmax, index, ours, ignored = ctx.saved_tensors
-        smoothing = ctx.smoothing
-        scale = grad.masked_fill(ignored, 0.0)[:, None]
-        # The saved tensor is not changed in place: backward may run twice (retain_graph).
-        d_valid = (softmax - smoothing / ctx.vocab_size if smoothing else softmax) * scale
-        if d_valid.shape[1]:
-            picked = (ours[:, None] * scale).mul(smoothing - 1.0)
-            d_valid.scatter_add_(1, index, picked)
-        padding = ctx.width - d_valid.shape[1]
-        d_logits = functional.pad(d_valid, (0, padding)) if padding else d_valid
-        return d_logits, None, None, None, None, None
+    """Stand in for torch.nn.functional.cross_entropy where the logits are sharded over the vocabulary."""
+    options: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    whole: Any = {"vocab_size": x.vocab_size, "group": x.group}
+    return lm_loss(x.local(), None, target, reduction=reduction, **options, **whole).to(x.dtype)
