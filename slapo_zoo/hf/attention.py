@@ -2,18 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.hf import cpu_dropout_attention as dropped_attention
 from slapo_zoo.hf.attention_backends import BACKENDS, find_backend, implementation
 from slapo_zoo.hf.padding import asks_no_positions, asks_nothing
 from slapo_zoo.parallel.known import known
-from slapo_zoo.parallel.rng.device_seeds import hashed_cells
 from slapo_zoo.parallel.rng.random_stream import RandomStream, dropout
 from slapo_zoo.parallel.rng.stream_position import SiteName
 
@@ -60,12 +57,12 @@ def sdpa(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwa
 
 @dataclass(frozen=True)
 class DeviceDropout:
-    """Attention and dropout kernels that compute masks from seeds on the device: see kernels/device_dropout.py.
+    """Dropout by seeds, whose mask is made where it is used: see kernels/device_dropout.py.
 
     Args:
-        serves: (q, mask, causal, number of keys) --> True when `attention` can run.
-        attention: (q, k, v, mask, causal, scaling, seeds, p) --> [B, S, H, d].
-        plain: (x, seeds=, p=) --> x after dropout.
+        serves: (q, mask, number of keys, whether masks are drawn) --> whether `attention` is to run.
+        attention: (q, k, v, mask, causal, scaling, seeds, p, drawn, places) --> [B, S, H, d].
+        plain: (x, seeds=, p=) --> x with elements dropped.
     """
 
     serves: Callable[[Tensor, Tensor | None, bool, int], bool]
@@ -80,8 +77,8 @@ class CoreAttention(nn.Module):
         stream: random stream of the model.
         site: path of this module.
         heads: global indices of the query heads that this rank holds.
-        backend: name in `attention_backends` of what runs without dropout.
-        device: kernels for dropout on devices other than a CPU; None makes masks in memory.
+        backend: of `attention_backends`, where nothing is dropped.
+        device: attention and dropout by seeds; without it masks are made in memory.
     """
 
     def __init__(
@@ -139,26 +136,19 @@ class CoreAttention(nn.Module):
         real: Any = self.stream.real_tokens
         p = p if self.training else 0.0
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-        device = self.device_dropout
-        if device and self.stream.hashes(q.device) and device.serves(q, None, False, 0):
+        device: Any = self.device_dropout
+        if self.stream.hashes(q.device) and device and (p or device.serves(q, None, 0, False)):
             return self._among_padding(device, q, k, v, p, scale)
-        seeds = self.stream.cells(len(real), self.site, self.heads) if p else []
-        found, start, H = [], 0, q.shape[1]
+        seeds: Any = self.stream.found(q.device, self.site, len(real), self.heads) if p else None
+        found, start, (H, S) = [], 0, (q.shape[1], real.shape[1])
         for row, count in enumerate(known().real or real.sum(1).tolist()):
             q_row, k_row, v_row = (x[:, :, start : start + count] for x in (q, k, v))
             start += count
             if p:
-                draw = partial(
-                    _draw_some,
-                    real[row],
-                    self.stream.draw_cells if q.device.type == "cpu" else hashed_cells,
-                )
+                places = None if count == S else real[row].nonzero()[:, 0]
                 mine = seeds[row * H : (row + 1) * H]
-                found.append(
-                    dropped_attention.dropped_attention(
-                        q_row, k_row, v_row, None, p, scale, mine, draw
-                    )
-                )
+                args = (q_row, k_row, v_row, None, False, scale, mine, p, S, places)
+                found.append(device.attention(*args))
             else:
                 options = {"dropout": 0.0, "scaling": scale, "is_causal": False}
                 found.append(self.backend.run(attention, q_row, k_row, v_row, None, **options)[0])
@@ -184,37 +174,30 @@ class CoreAttention(nn.Module):
         return out.flatten(0, 1).index_select(0, at)[None]
 
     def _dropped(self, q, k, v, mask, bias, p, scaling, causal, cap) -> Tensor:
-        """Compute attention with our dropout masks; torch's fused attention cannot be given a mask."""
+        """Drop probabilities by seeds where that serves, else in memory: torch's fused attention takes no mask of ours."""
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
         S, T = q.shape[-2], k.shape[-2]
-        hashes, device = self.stream.hashes(q.device), self.device_dropout
-        explicit = bias is not None or cap is not None
-        if hashes and device and not explicit and device.serves(q, mask, causal, T):
+        drawn, device = self.stream.draws_in_blocks(q.device), self.device_dropout
+        by_seeds = drawn or self.stream.hashes(q.device)
+        if mask is None and causal and 1 < S != T:
+            mask = torch.ones(S, T, dtype=torch.bool, device=q.device).tril()
+        causal = mask is None and causal
+        explicit = bias is not None or cap is not None or (drawn and p >= 1.0)
+        if by_seeds and device and not explicit and device.serves(q, mask, T, drawn):
             seeds = self.stream.seeds(q, self.site, self.heads)
-            return device.attention(q, k, v, mask, causal, scaling, seeds, p)
-        if mask is None and causal and S > 1:
+            return device.attention(q, k, v, mask, causal, scaling, seeds, p, T if drawn else 0)
+        if causal and S > 1:
             mask = torch.ones(S, T, dtype=torch.bool, device=q.device).tril()
         if mask is not None:
-            mask = _additive(mask[..., :T], q.dtype)
-        large = q.shape[0] * q.shape[1] * S * T > dropped_attention.SMALL
-        if (
-            large
-            and self.stream.draws_in_blocks(q.device)
-            and bias is None
-            and cap is None
-            and p < 1.0
-        ):
-            seeds, draw = self.stream.cells(len(q), self.site, self.heads), self.stream.draw_cells
-            args = (q, k, v, mask, p, scaling, seeds, draw)
-            return dropped_attention.dropped_attention(*args)
+            mask = additive(mask[..., :T], q.dtype)
         scores = (q * scaling) @ k.transpose(-1, -2)
         scores = scores if bias is None else scores + bias
         scores = scores if cap is None else (scores / cap).tanh() * cap
         scores = scores if mask is None else scores.add_(mask)
         probabilities = scores.softmax(-1)  # in fp32 inside, also for bf16 scores
-        if hashes and device and p:
+        if device and p and self.stream.hashes(q.device):
             seeds = self.stream.seeds(probabilities, self.site, self.heads)
             probabilities = device.plain(probabilities, seeds=seeds, p=p)
         else:
@@ -222,19 +205,8 @@ class CoreAttention(nn.Module):
         return (probabilities @ v).transpose(1, 2).contiguous()
 
 
-def _draw_some(real: Tensor, draw: Any, like: Tensor, p: float, seeds: list[int]) -> Tensor:
-    """Return the dropout mask [heads, n, n] of a row's n real tokens, cut out of that of all tokens."""
-    S = len(real)
-    whole = draw(like.new_empty(()).expand(len(seeds), S, S), p, seeds)
-    count = like.shape[-1]
-    if bool(real[:count].all()):
-        return whole[:, :count, :count]
-    at = real.nonzero()[:, 0]
-    return whole[:, at][:, :, at]
-
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask as a tensor to add to the scores; False in a bool mask becomes the lowest number."""
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask as what is added to the scores; of a bool one, False hides."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(

@@ -59,7 +59,7 @@ def test_errors_are_no_larger_than_those_of_sdpa(length, groups, causal):
     plain, _ = run(make_core(groups, False), attention, given, scaling=0.3)
     wide = [x.detach().double().requires_grad_() for x in given]
     truth, _ = run(make_core(groups, False), attention, wide, scaling=0.3)
-    assert ran == {"short_attention", "short_attention_backward"}
+    assert ran == {"attention", "attention_backward"}
     for ours, theirs, want in zip(found, plain, truth, strict=True):
         assert ours.shape == theirs.shape
         assert ours.dtype == theirs.dtype
@@ -107,7 +107,7 @@ def test_a_model_trains_with_it(tmp_path, kernels, ran):
     ids, calls = torch.arange(24).view(2, 12), []
     with recorded_operators(calls):
         model(input_ids=ids, labels=ids).loss.backward()
-    names = [func._schema.name for func, *_ in calls if "short_attention" in func._schema.name]
+    names = [func._schema.name for func, *_ in calls if "attention" in func._schema.name]
     assert len(names) == 2 * ran
     plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).train()
     plain(input_ids=ids, labels=ids).loss.backward()

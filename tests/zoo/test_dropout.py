@@ -27,7 +27,8 @@ from parity import (
     compare,
 )
 from slapo_zoo import AutoScheduledModel
-from slapo_zoo.parallel.rng.random_stream import RandomStream, dropout, hashed_cells
+from slapo_zoo.parallel.rng.device_seeds import drawn_cells, hashed_cells
+from slapo_zoo.parallel.rng.random_stream import RandomStream, dropout
 
 P, SEED = 0.1, 7
 CASES = {
@@ -303,7 +304,7 @@ def test_the_seed_decides(root):
     assert first == again != other
 
 
-CELLS = {"native": RandomStream.draw_cells, "hashed": hashed_cells}
+CELLS = {"native": drawn_cells, "hashed": hashed_cells}
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1.0])

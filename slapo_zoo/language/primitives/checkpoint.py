@@ -29,7 +29,7 @@ POLICIES: dict[str, set[Any]] = {
         ATEN._scaled_dot_product_efficient_attention.default,
         ATEN._scaled_dot_product_cudnn_attention.default,
         ATEN._scaled_dot_product_flash_attention_for_cpu.default,
-        "slapo_zoo.linear.default", "slapo_zoo.short_attention.default",
+        "slapo_zoo.linear.default", "slapo_zoo.attention.default",
     },
 }  # fmt: skip
 

@@ -20,6 +20,7 @@ from slapo_zoo.errors import SlapoError
 from slapo_zoo.parallel.rng.device_seeds import (
     NAMESPACE,
     DeviceSeeds,
+    drawn_cells,
     hashed_bits,
     hashed_cells,
     later,
@@ -65,7 +66,7 @@ class RandomStream(StreamPosition):
         return self._mask(x, p, site, heads)
 
     def _mask(self, x: Tensor, p: float, site: Where, heads: Sequence[int]) -> Tensor:
-        keep = self.draw_cells(x, p, self.cells(x.shape[0], site, heads))
+        keep = drawn_cells(x, p, self.cells(x.shape[0], site, heads))
         return keep.div_(1.0 - p) if p < 1.0 else keep
 
     @staticmethod
@@ -169,22 +170,6 @@ class RandomStream(StreamPosition):
         seeds = self.cells(len(x), site)
         drawn = [np.random.Generator(np.random.SFC64(s)).random(x[0].numel()) for s in seeds]
         return torch.from_numpy(np.stack(drawn)).to(x.device, x.dtype).view(x.shape)
-
-    @staticmethod
-    def draw_cells(x: Tensor, p: float, seeds: list[int]) -> Tensor:
-        """Return 0 or 1 in the shape and dtype of x, one equal cell per seed, from a generator seeded per cell.
-
-        16 random bits per element, eight times as fast as `bernoulli_`: p is rounded to a multiple of 2**-16.
-        """
-        import numpy as np  # not at the top: exported kernels import torch alone
-
-        keep, least = torch.empty(x.shape, dtype=x.dtype), round(p * 65536) - 32768
-        if least > 32767 or not keep.numel():
-            return keep.zero_()
-        for cell, seed in zip(keep.view(len(seeds), -1), seeds, strict=True):
-            words = np.random.SFC64(seed).random_raw(-(-len(cell) // 4))
-            torch.ge(torch.from_numpy(words.view(np.int16))[: len(cell)], least, out=cell)
-        return keep
 
 
 def _stream(at: Tensor, seed: int, rows: bool, real: Tensor | None) -> RandomStream:

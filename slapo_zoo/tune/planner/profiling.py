@@ -208,11 +208,6 @@ class _Masks(RandomStream):
         """Return dummy seeds in place of RandomStream.cells."""
         return [0] * (count * max(len(heads), 1))
 
-    @staticmethod
-    def draw_cells(x: Tensor, p: float, seeds: list[int]) -> Tensor:
-        """Return a mask of the shape of RandomStream.draw_cells."""
-        return x.new_empty(x.shape)
-
     def uniform(self, x: Tensor, site: str) -> Tensor:
         """Return numbers of the shape of RandomStream.uniform."""
         return torch.empty_like(x)
