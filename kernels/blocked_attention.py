@@ -84,7 +84,7 @@ def attention(
         p: see dropout_mask.
         wide: multiply q by k in fp32 on a CPU too, whatever their dtype.
         bias: what is added to the scores, on a CPU; broadcasts to [B, H, S, T] and gets no gradient.
-        places: [S], of `drawn` tokens those that these are; None where they are all.
+        places: [S], of `drawn` tokens those that these are; None where they are the first ones.
         drawn: tokens of a row whose masks a CPU draws cell by cell, see `drawn_cells`; 0 where they are hashed.
     """
     if q.device.type != "cpu" and cannot(q):
@@ -161,7 +161,7 @@ def _forward(
     drawn: int,
     wide: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Tensors are [B, S, H, D] here; also the log-sum-exp of the scores [B, H, S]."""
+    """Return out, and the log-sum-exp of the scores [B, H, S]; tensors are [B, S, H, D] here."""
     tensors = (table, classes, bias, key_mask, keep, seeds, places)
     given = Given(*tensors, p, scale, causal, window, drawn, wide)
     if given.runs_in_tiles(q):
@@ -293,7 +293,7 @@ class _Blocks:
         return slice(min(first, self.T), min(stop + later, self.T))
 
     def weights(self, heads: slice, rows: slice, keys: slice) -> Tensor:
-        """Softmax of the scores [heads, rows, keys], in the buffer; 0 for a query that sees no key."""
+        """Return the softmax of the scores [heads, rows, keys], in the buffer; 0 for a query that sees no key."""
         queries, given, row = self.queries[heads, rows], self.given, self.row
         s = _first(self.scores, (*queries.shape[:2], keys.stop - keys.start))
         torch.bmm(queries, self.keys[heads, keys].transpose(1, 2), out=s)
@@ -347,7 +347,7 @@ class _Blocks:
         return is_kept(counter, seeds[:, None, None], given.p).to(self.dtype)
 
     def _draw(self, seeds: list[int]) -> Tensor:
-        """Return the masks of some cells: of all tokens of the row, then of those that are here."""
+        """Return the masks of some cells, cut from those of all tokens of the row."""
         places, tokens = self.given.places, self.given.drawn
         shape = (len(seeds), self.S if places is None else tokens, tokens)
         found = drawn_cells(self.scores.new_empty(()).expand(shape), self.given.p, seeds)

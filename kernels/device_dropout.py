@@ -41,7 +41,7 @@ def seeded_attention(
         seeds: [B * H], see dropout_mask; None where nothing is dropped.
         p: see dropout_mask.
         drawn: tokens of a row whose masks a CPU draws; 0 where they are hashed.
-        places: [S], of the `drawn` tokens of one row those that these are.
+        places: [S], of the `drawn` tokens of one row those that these are; None: the first ones.
     """
     (B, _, S, _), T = q.shape, k.shape[2]
     options: dict[str, Any] = {"seeds": seeds, "p": p}

@@ -50,7 +50,7 @@ def _targets(N: int, V: int, device: Any) -> Tensor:
 
 
 def inputs(N: int, H: int, V: int, **like: Any) -> dict[str, Any]:
-    """Random arguments of one test shape; a third of the rows is ignored, chunks are small."""
+    """Return random arguments of one test shape; a third of the rows is ignored, chunks are small."""
     target = _targets(N, V, like.get("device"))
     x, weight, bias = torch.randn(N, H, **like), torch.randn(V, H, **like), torch.randn(V, **like)
     return {"x": x, "weight": weight / 4, "target": target, "bias": bias, "label_smoothing": 0.1,
@@ -58,14 +58,14 @@ def inputs(N: int, H: int, V: int, **like: Any) -> dict[str, Any]:
 
 
 def inputs_of_logits(N: int, V: int, **like: Any) -> dict[str, Any]:
-    """Random arguments of one test shape without a weight; a third of the rows is ignored."""
+    """Return random arguments of one test shape without a weight; a third of the rows is ignored."""
     target = _targets(N, V, like.get("device"))
     return {"x": torch.randn(N, V, **like), "weight": None, "target": target, "label_smoothing": 0.1,
             "reduction": "none"}  # fmt: skip
 
 
 def _forward(module: Any, input: Tensor) -> Tensor:
-    """The Linear that makes the logits of a model: while it trains, they are made on demand."""
+    """Run the Linear that makes the logits of a model: while it trains, they are made on demand."""
     if not may_defer(module, input):
         return type(module).forward(module, input)
     logits = lambda rows: type(module).forward(module, rows)  # noqa: E731
@@ -73,7 +73,7 @@ def _forward(module: Any, input: Tensor) -> Tensor:
 
 
 def _sites(model: Any) -> list[str]:
-    """The output embedding, where the model has a Linear for one."""
+    """Return the path of the output embedding, where the model has a Linear for one."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return [path for path, module in model.named_modules() if module is head]
 
@@ -95,7 +95,7 @@ def _sites(model: Any) -> list[str]:
 def linear_cross_entropy(
     x: Tensor, weight: Tensor | None, target: Tensor, *args: Any, **options: Any
 ) -> Tensor:
-    """F.cross_entropy(x weight' + bias, target) in fp32; arguments: see `lm_loss`.
+    """Compute F.cross_entropy(x weight' + bias, target) in fp32; arguments: see `lm_loss`.
 
     A TorchFunctionMode sees the call as it sees one of F.cross_entropy (slapo_zoo.parallel.losses.loss_means needs to).
     """

@@ -85,7 +85,7 @@ def lm_loss(
 
 
 def _mean(total: Tensor, counts: Tensor, items: Tensor | float | None) -> Tensor:
-    """total / items; where nothing counts NaN, with gradients of 0, as F.cross_entropy has it."""
+    """Return total / items; where nothing counts NaN, with gradients of 0, as F.cross_entropy has it."""
     if items is not None:
         return total / items
     number = counts.sum()
@@ -104,7 +104,7 @@ def _torch_has_it(x: Tensor, label_smoothing: float, group: Any) -> bool:
 def _row_losses(
     logits: Tensor, target: Tensor, smoothing: float, vocab_size: int, group: Any
 ) -> Tensor:
-    """Loss per row of logits [N, C], 0 where the target is -1; one collective."""
+    """Return the loss per row of logits [N, C], 0 where the target is -1; one collective."""
     start, stop = own_columns(vocab_size, group)
     found = cross_entropy.statistics(logits[:, : stop - start], _local(target, start, stop))
     whole = _joined(found, group)
@@ -190,7 +190,7 @@ def _mean_loss(
     rows: int,
     graded: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The sum of the losses over the divisor, and its gradients; target -1 where a row does not count."""
+    """Return the sum of the losses over the divisor, and its gradients; target -1 where a row does not count."""
     return _one_pass(x, weight, bias, target, divisor, smoothing, rows, graded, len(weight), None)
 
 

@@ -280,7 +280,7 @@ class _Deferred(torch.autograd.Function):
 
 
 def _whole(logits: Any, head: Head) -> Tensor:
-    """Columns of this rank, or logits that another seam put off --> all of them, a plain tensor."""
+    """Return all columns as a plain tensor, of this rank's columns or of logits that another seam put off."""
     if isinstance(logits, LogitsOnDemand):
         return logits.tensor()
     if not isinstance(logits, VocabLogits):
@@ -289,7 +289,7 @@ def _whole(logits: Any, head: Head) -> Tensor:
 
 
 def _require_all(ranks: list[int]) -> None:
-    """MeshError where some ranks look at logits of which each makes a part, and others have gone on."""
+    """Raise MeshError where some ranks look at logits of which each makes a part, and others have gone on."""
     if gone := meet("output.logits", ranks):
         problem = f"read where {names_of(gone)} went on without, and each rank makes a part of them"
         hint = (
@@ -300,7 +300,7 @@ def _require_all(ranks: list[int]) -> None:
 
 
 def _plain(value: Any, below: bool = False) -> Any:
-    """Nested tuples, lists and dicts with the logits made; `below` autograd without a graph."""
+    """Return nested tuples, lists and dicts with the logits made; `below` autograd without a graph."""
     if isinstance(value, LogitsOnDemand):
         return value.numbers() if below else value.tensor()
     if isinstance(value, tuple | list):
@@ -309,7 +309,7 @@ def _plain(value: Any, below: bool = False) -> Any:
 
 
 def _on_rows(func: Any, x: LogitsOnDemand, rest: tuple, kwargs: dict) -> Tensor | None:
-    """The logits on demand that `func` makes of others, or None."""
+    """Return the logits on demand that `func` makes of others, or None."""
     if func in _CASTS:
         dtype = _cast_to(func, x, rest, kwargs)
         found = None if dtype is None else (x.rows, dtype)

@@ -71,7 +71,7 @@ def _serves(core: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict
 def short_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0, causal: bool = False
 ) -> Tensor:
-    """Return [B, S, H, D].
+    """Compute softmax(scale * q k') v, as [B, S, H, D].
 
     Args:
         q: queries [B, H, S, D].

@@ -26,7 +26,7 @@ def reference(
     bias: Tensor | None = None,
     num_items: Tensor | int | None = None,
 ) -> Tensor:
-    """The definition (transformers, modeling_bert.py: BertForMaskedLM), logits of all tokens."""
+    """Compute the definition (transformers, modeling_bert.py: BertForMaskedLM), logits of all tokens."""
     h = transform(hidden)
     logits = h @ weight.T if bias is None else h @ weight.T + bias
     wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
@@ -36,7 +36,7 @@ def reference(
 
 
 def inputs(B: int, S: int, H: int, V: int, **like: Any) -> dict[str, Any]:
-    """Random arguments of one test shape; a third of the tokens is masked."""
+    """Return random arguments of one test shape; a third of the tokens is masked."""
     labels = torch.randint(V, (B, S), device=like.get("device"))
     labels.flatten()[1::3] = -100
     labels.flatten()[2::3] = -100
@@ -61,7 +61,7 @@ HEADS = {"BertLMPredictionHead": _bert, "RobertaLMHead": _roberta, "AlbertMLMHea
 
 
 def _forward(head: Any, hidden: Tensor, **kwargs: Any) -> Tensor:
-    """The head; while it trains, its logits are made on demand and its loss of the masked rows."""
+    """Run the head; while it trains, its logits are made on demand and its loss of the masked rows."""
     transform = HEADS[served_class(head, HEADS).__name__](head)
     if not may_defer(head, hidden):
         return type(head).forward(head, hidden, **kwargs)
@@ -88,7 +88,7 @@ def sparse_mlm_head_loss(
     num_items: Tensor | int | None = None,
     capacity: int | None = None,
 ) -> Tensor:
-    """The mean loss over masked tokens; equal to that of all logits, gradients included.
+    """Return the mean loss over masked tokens; equal to that of all logits, gradients included.
 
     Args:
         hidden: [B, S, H], the last hidden states.

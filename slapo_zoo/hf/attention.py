@@ -145,7 +145,8 @@ class CoreAttention(nn.Module):
             q_row, k_row, v_row = (x[:, :, start : start + count] for x in (q, k, v))
             start += count
             if p:
-                places = None if count == S else real[row].nonzero()[:, 0]
+                first = bool(real[row, :count].all())  # padding stands behind them alone
+                places = None if first else real[row].nonzero()[:, 0]
                 mine = seeds[row * H : (row + 1) * H]
                 args = (q_row, k_row, v_row, None, False, scale, mine, p, S, places)
                 found.append(device.attention(*args))
@@ -185,6 +186,7 @@ class CoreAttention(nn.Module):
             mask = torch.ones(S, T, dtype=torch.bool, device=q.device).tril()
         causal = mask is None and causal
         explicit = bias is not None or cap is not None or (drawn and p >= 1.0)
+        explicit = explicit or q.shape[-1] != v.shape[-1]
         if by_seeds and device and not explicit and device.serves(q, mask, T, drawn):
             seeds = self.stream.seeds(q, self.site, self.heads)
             return device.attention(q, k, v, mask, causal, scaling, seeds, p, T if drawn else 0)

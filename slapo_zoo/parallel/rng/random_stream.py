@@ -38,7 +38,16 @@ from slapo_zoo.parallel.rng.stream_position import (
 
 # A graph that is replayed, as CUDA graphs are, would not ask for the position again.
 UNSAFE = [t for n in ("cudagraph_unsafe",) if (t := getattr(torch.Tag, n, None)) is not None]
-_SEEDS = DeviceSeeds()  # of all graphs
+
+
+class _SeedsOfGraphs(threading.local):
+    """Holds the seeds that compiled code has made: ranks may be threads, and each is at a position of its own."""
+
+    def __init__(self) -> None:
+        self.held = DeviceSeeds()
+
+
+_SEEDS = _SeedsOfGraphs()
 
 
 class RandomStream(StreamPosition):
@@ -179,7 +188,7 @@ def _stream(at: Tensor, seed: int, rows: bool, real: Tensor | None) -> RandomStr
         raise SlapoError("dropout", "torch.compile", problem, "call a module alone uncompiled")
     GRAPHS[0] += 1
     place = (first_row, num_rows) if rows else (0, 0)
-    stream = RandomStream(seed, step, *place, device_seeds=_SEEDS, is_open=True)
+    stream = RandomStream(seed, step, *place, device_seeds=_SEEDS.held, is_open=True)
     stream.real_tokens = real if rows else None
     return stream
 
