@@ -1,4 +1,4 @@
-"""The one attention by blocks: O(S) memory, blocks outside the band skipped; the kernels of attention are calls of it.
+"""Attention in blocks of scores, with O(S) memory; the operator behind all attention kernels of this package.
 
     out_i = sum_j mask_ij * softmax_j(scale * q_i k_j + bias_ij + table[class(j - i)]) v_j
 
@@ -19,11 +19,11 @@ from slapo_zoo.parallel.rng.device_seeds import drawn_cells, is_kept
 
 SCORES = 1 << 19  # of a block, which stay in the cache of a CPU
 QUERIES = 128  # at a time where later keys are hidden
-LARGEST_HEAD = 128  # columns; tiles of more spill
+LARGEST_HEAD = 128  # columns; larger tiles spill registers
 
 
 class Given(NamedTuple):
-    """The arguments of the operators behind q, k and v; see `attention`."""
+    """Arguments of the attention operators after q, k and v; they are those of `attention`."""
 
     table: Tensor | None
     classes: Tensor | None
@@ -40,11 +40,11 @@ class Given(NamedTuple):
     wide: bool
 
     def runs_in_tiles(self, q: Tensor) -> bool:
-        """Return whether the Triton kernels run for queries; they take no bias and draw no masks."""
+        """Return whether the Triton kernels run for queries `q`; they support no bias and no drawn masks."""
         return in_triton(q) and self.bias is None and not self.drawn
 
     def of_tiles(self) -> tuple:
-        """Return the arguments of the Triton kernels."""
+        """Return the arguments that the Triton kernels take."""
         tensors = (self.table, self.classes, self.key_mask, self.keep, self.seeds)
         return *tensors, self.p, self.scale, self.causal, self.window
 
@@ -67,7 +67,7 @@ def attention(
     places: Tensor | None = None,
     drawn: int = 0,
 ) -> Tensor:
-    """Return [B, H, S, D]; its memory is [B, S, H, D], as the next linear wants it.
+    """Compute attention, [B, H, S, D], with memory order [B, S, H, D] for the next linear.
 
     Args:
         q: queries [B, H, S, D].
@@ -79,13 +79,13 @@ def attention(
         table: [H, C], bias per head and class of distance.
         classes: int32 [S + T - 1], ascending: the class of distance d = j - i at index d + S - 1.
         key_mask: [B, T], False where a key is padding, or [B, S, T], False where a query does not see it.
-        keep: [B, H, S, T], a dropout mask, see dropout_mask.
-        seeds: [B * H], see dropout_mask.
-        p: see dropout_mask.
-        wide: multiply q by k in fp32 on a CPU too, whatever their dtype.
-        bias: what is added to the scores, on a CPU; broadcasts to [B, H, S, T] and gets no gradient.
-        places: [S], of `drawn` tokens those that these are; None where they are the first ones.
-        drawn: tokens of a row whose masks a CPU draws cell by cell, see `drawn_cells`; 0 where they are hashed.
+        keep: dropout mask of 0 and 1/(1-p), [B, H, S, T], or None.
+        seeds: int64 [B * H]; the mask is made from them when `keep` is None.
+        p: dropout probability.
+        wide: multiply q by k in fp32 on a CPU, whatever their dtype.
+        bias: added to the scores (CPU only); broadcasts to [B, H, S, T] and gets no gradient; or None.
+        places: [S], index of each token among the `drawn` ones; None for the first S.
+        drawn: number of tokens per row for which a CPU draws masks (`drawn_cells`); 0: masks are hashed.
     """
     if q.device.type != "cpu" and cannot(q):
         given = (table, classes, key_mask, keep, seeds, p)
@@ -161,7 +161,7 @@ def _forward(
     drawn: int,
     wide: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return out, and the log-sum-exp of the scores [B, H, S]; tensors are [B, S, H, D] here."""
+    """Compute the output [B, S, H, D] and the log-sum-exp of the scores [B, H, S]; q, k, v are [B, S, H, D]."""
     tensors = (table, classes, bias, key_mask, keep, seeds, places)
     given = Given(*tensors, p, scale, causal, window, drawn, wide)
     if given.runs_in_tiles(q):
@@ -178,7 +178,9 @@ def _forward(
                 weights.mul_(mask)
             got = blocks.narrow(weights) @ v[row, heads, keys]
             by_head[row, heads, rows] = got if blocks.kept == 1.0 else got.div_(blocks.kept)
-    return out, q.new_zeros((B, H, S), dtype=_wide_dtype(q))  # the blocks are made anew instead
+    return out, q.new_zeros(
+        (B, H, S), dtype=_wide_dtype(q)
+    )  # unused: the backward recomputes the blocks
 
 
 def _fake_backward(d_out, out, log_sum, q, k, v, table, *rest):
@@ -242,9 +244,9 @@ def _backward(
 
 
 class _Blocks:
-    """The blocks of scores that a CPU makes: heads of a row, a run of queries, all keys that they may see.
+    """Blocks of scores on a CPU: heads of a batch row, a run of queries, and all keys that the queries may see.
 
-    Products are in the dtype of q, but those of q by k in `dtype`, in which the scores are too.
+    Scores, and the product of q and k, are in `dtype`; the other products are in the dtype of q.
     """
 
     def __init__(self, q: Tensor, k: Tensor, given: Given):
@@ -272,7 +274,7 @@ class _Blocks:
         self.kept = 1.0 - given.p if hashed_or_drawn else 1.0  # share of weights that a mask leaves
 
     def of(self, row: int) -> Iterator[tuple[slice, slice, slice]]:
-        """Yield heads, queries and keys of each block of a batch row; `weights` and `mask` are those of it."""
+        """Yield (heads, queries, keys) of each block of a batch row, for `weights` and `mask`."""
         scale, self.row, self.drawn = self.given.scale, row, None
         queries = self.q[row].to(self.dtype)
         self.queries = queries if scale == 1.0 else queries * scale
@@ -285,7 +287,7 @@ class _Blocks:
                 yield heads, slice(start, stop), self._seen(start, stop)
 
     def _seen(self, start: int, stop: int) -> slice:
-        """Return the keys that queries start..stop-1 may see."""
+        """Return the slice of keys that queries start..stop-1 may see."""
         if not self.given.causal:
             return slice(0, self.T)
         later, window = self.T - self.S, self.given.window
@@ -293,7 +295,7 @@ class _Blocks:
         return slice(min(first, self.T), min(stop + later, self.T))
 
     def weights(self, heads: slice, rows: slice, keys: slice) -> Tensor:
-        """Return the softmax of the scores [heads, rows, keys], in the buffer; 0 for a query that sees no key."""
+        """Return the softmax of a block's scores [heads, rows, keys], in a shared buffer; 0 without visible keys."""
         queries, given, row = self.queries[heads, rows], self.given, self.row
         s = _first(self.scores, (*queries.shape[:2], keys.stop - keys.start))
         torch.bmm(queries, self.keys[heads, keys].transpose(1, 2), out=s)
@@ -313,7 +315,7 @@ class _Blocks:
         return s.masked_fill_(s[..., :1].isnan(), 0.0)
 
     def _hide_(self, s: Tensor, rows: slice, keys: slice) -> None:
-        """Hide later keys, which are among the last of a block, and with a window those before it."""
+        """Set the scores of later keys to -inf, and with a window those of keys before it."""
         window, later = self.given.window, self.T - self.S
         first = keys.start if window else max(keys.stop - s.shape[1], keys.start)
         i = torch.arange(rows.start, rows.stop)[:, None] + later
@@ -322,16 +324,16 @@ class _Blocks:
         s[..., first - keys.start :].masked_fill_(hidden, -torch.inf)
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return a b' of two tensors of the model's dtype, in the dtype of the scores."""
+        """Return a b^T of two tensors in the model's dtype, cast to the dtype of the scores."""
         out = _first(self.rounded, (*a.shape[:2], b.shape[1]))
         return torch.bmm(a, b.transpose(1, 2), out=out).to(self.dtype)
 
     def narrow(self, x: Tensor) -> Tensor:
-        """Return numbers of the dtype of scores in that of the model, in a buffer."""
+        """Return `x` cast from the dtype of the scores to that of the model, in a shared buffer."""
         return x if x.dtype == self.rounded.dtype else _first(self.rounded, x.shape).copy_(x)
 
     def mask(self, heads: slice, rows: slice, keys: slice) -> Tensor | None:
-        """Return the dropout mask of one block, or None; one made of seeds is 0 or 1."""
+        """Return the dropout mask [heads, rows, keys] of a block, or None; one made from seeds is 0 or 1."""
         given, first = self.given, self.row * self.heads
         if given.keep is not None:
             return given.keep[self.row, heads, rows, keys]
@@ -347,7 +349,7 @@ class _Blocks:
         return is_kept(counter, seeds[:, None, None], given.p).to(self.dtype)
 
     def _draw(self, seeds: list[int]) -> Tensor:
-        """Return the masks of some cells, cut from those of all tokens of the row."""
+        """Return the drawn masks of some heads, cut out of the masks of all tokens of the row."""
         places, tokens = self.given.places, self.given.drawn
         shape = (len(seeds), self.S if places is None else tokens, tokens)
         found = drawn_cells(self.scores.new_empty(()).expand(shape), self.given.p, seeds)
@@ -355,7 +357,7 @@ class _Blocks:
 
 
 class _Sum:
-    """Accumulator of a gradient of keys or values: in fp32 where more than one run of queries adds to it."""
+    """Accumulator for the gradient of keys or values; in fp32 when several blocks of queries add to it."""
 
     def __init__(self, out: Tensor, blocks: _Blocks):
         self.out = self.total = out
@@ -363,23 +365,23 @@ class _Sum:
             self.total = out.new_zeros(out.shape, dtype=_wide_dtype(out))
 
     def add(self, heads: slice, keys: slice, a: Tensor, b: Tensor) -> None:
-        """Add the product a b to the gradient of some keys of some heads."""
+        """Add the product a b to the gradient of these heads and keys."""
         part = self.total[heads, keys]
         if self.total is self.out:
             part.copy_(a @ b)
         elif part.dtype == a.dtype:
             part.baddbmm_(a, b)
         else:
-            part += (a @ b).to(part.dtype)  # a sum of two dtypes is not vectorised
+            part += (a @ b).to(part.dtype)  # mixed dtypes are not vectorised
 
     def finish(self) -> None:
-        """Put what was added up into its place."""
+        """Copy the accumulated gradient to its output tensor."""
         if self.total is not self.out:
             self.out.copy_(self.total)
 
 
 def _first(buffer: Tensor, shape: Any) -> Tensor:
-    """Return the first elements of a buffer in a shape."""
+    """Return the first elements of a buffer as a tensor of the given shape [3 axes]."""
     return buffer[: shape[0] * shape[1] * shape[2]].view(shape)
 
 

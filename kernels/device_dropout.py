@@ -1,4 +1,4 @@
-"""Attention and dropout of `core_attn` by seeds: no scores in memory, on any device."""
+"""Attention and dropout of `core_attn` with masks made from seeds: no scores in memory, on any device."""
 
 from typing import Any
 
@@ -13,10 +13,16 @@ SMALL = 1 << 24  # scores up to which a CPU keeps them all: it is faster
 
 
 def serves(q: Tensor, mask: Tensor | None, keys: int, drawn: bool) -> bool:
-    """Return whether attention by seeds takes a query [B, H, S, D] over so many keys, and a mask of `transformers`.
+    """Return whether `seeded_attention` can, and should, run.
 
-    Where masks are hashed, a boolean mask that all heads share is taken; one that is added to the scores is not.
-    Where they are drawn, on a CPU, every mask is taken.
+    Hashed masks: a boolean mask that all heads share is supported, an additive one is not. Masks drawn on a
+    CPU: every mask is supported, but fewer than SMALL scores are faster in memory.
+
+    Args:
+        q: queries [B, H, S, D].
+        mask: mask of `transformers`, or None.
+        keys: number of keys.
+        drawn: dropout masks are drawn on a CPU, not hashed.
     """
     if drawn:
         return q.shape[0] * q.shape[1] * q.shape[2] * keys > SMALL
@@ -32,16 +38,16 @@ def seeded_attention(
     """Compute dropout(softmax(q k^T * scaling)) v, as [B, S, H, D].
 
     Args:
-        q: [B, H, S, D].
-        k: [B, H, T, D].
-        v: [B, H, T, D].
-        mask: True where a query sees a key, or what is added to the scores; [B or 1, 1, S or 1, T or more].
+        q: queries [B, H, S, D].
+        k: keys [B, H, T, D].
+        v: values [B, H, T, D].
+        mask: [B or 1, 1, S or 1, T or more], True where a query sees a key, or added to the scores.
         causal: no query sees a later key.
-        scaling: of the scores.
-        seeds: [B * H], see dropout_mask; None where nothing is dropped.
-        p: see dropout_mask.
-        drawn: tokens of a row whose masks a CPU draws; 0 where they are hashed.
-        places: [S], of the `drawn` tokens of one row those that these are; None: the first ones.
+        scaling: factor of the scores.
+        seeds: int64 [B * H], from which dropout masks are made; None: no dropout.
+        p: dropout probability.
+        drawn: number of tokens per row for which a CPU draws masks; 0: masks are hashed.
+        places: [S], index of each token among the `drawn` ones; None for the first S.
     """
     (B, _, S, _), T = q.shape, k.shape[2]
     options: dict[str, Any] = {"seeds": seeds, "p": p}

@@ -1,7 +1,8 @@
-"""linear_cross_entropy: the loss of a language-model head without its logits, and two names of its sharded forms.
+"""Kernel linear_cross_entropy: the loss of an LM head without all logits in memory; also its
+vocabulary-parallel forms.
 
-N rows, H hidden size, V classes. `vocab_parallel_cross_entropy` is the loss of logits whose columns several
-ranks divide, `vocab_parallel_linear_cross_entropy` that of a head whose rows they divide.
+N rows, H hidden size, V classes. `vocab_parallel_cross_entropy` takes logits whose columns are sharded over
+ranks, `vocab_parallel_linear_cross_entropy` a head whose rows are.
 """
 
 from typing import Any
@@ -30,7 +31,7 @@ def reference(
     chunk_bytes: int | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Compute the definition of the kernel (transformers, loss_utils.py: ForCausalLMLoss, ForMaskedLMLoss)."""
+    """Compute the definition in torch operations (transformers, loss_utils.py: ForCausalLMLoss, ForMaskedLMLoss)."""
     logits = x if weight is None else x @ weight.T if bias is None else x @ weight.T + bias
     logits = logits.to(cross_entropy.wide_dtype(x))
     log_softmax = logits - torch.logsumexp(logits, -1, keepdim=True)
@@ -50,7 +51,7 @@ def _targets(N: int, V: int, device: Any) -> Tensor:
 
 
 def inputs(N: int, H: int, V: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments of one test shape; a third of the rows is ignored, chunks are small."""
+    """Return random arguments of the kernel for x [N, H] and weight [V, H]; a third of the rows is ignored."""
     target = _targets(N, V, like.get("device"))
     x, weight, bias = torch.randn(N, H, **like), torch.randn(V, H, **like), torch.randn(V, **like)
     return {"x": x, "weight": weight / 4, "target": target, "bias": bias, "label_smoothing": 0.1,
@@ -58,14 +59,14 @@ def inputs(N: int, H: int, V: int, **like: Any) -> dict[str, Any]:
 
 
 def inputs_of_logits(N: int, V: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments of one test shape without a weight; a third of the rows is ignored."""
+    """Return random arguments of the kernel for logits [N, V], without a weight; a third of the rows is ignored."""
     target = _targets(N, V, like.get("device"))
     return {"x": torch.randn(N, V, **like), "weight": None, "target": target, "label_smoothing": 0.1,
             "reduction": "none"}  # fmt: skip
 
 
 def _forward(module: Any, input: Tensor) -> Tensor:
-    """Run the Linear that makes the logits of a model: while it trains, they are made on demand."""
+    """Run the forward of an LM head: in training it returns LogitsOnDemand, whose loss computes no logits."""
     if not may_defer(module, input):
         return type(module).forward(module, input)
     logits = lambda rows: type(module).forward(module, rows)  # noqa: E731
@@ -73,7 +74,7 @@ def _forward(module: Any, input: Tensor) -> Tensor:
 
 
 def _sites(model: Any) -> list[str]:
-    """Return the path of the output embedding, where the model has a Linear for one."""
+    """Return the path of the model's output embedding if it is a Linear, in a list; else []."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return [path for path, module in model.named_modules() if module is head]
 
@@ -95,9 +96,9 @@ def _sites(model: Any) -> list[str]:
 def linear_cross_entropy(
     x: Tensor, weight: Tensor | None, target: Tensor, *args: Any, **options: Any
 ) -> Tensor:
-    """Compute F.cross_entropy(x weight' + bias, target) in fp32; arguments: see `lm_loss`.
+    """Compute F.cross_entropy(x W^T + bias, target) in fp32; arguments of `lm_loss`.
 
-    A TorchFunctionMode sees the call as it sees one of F.cross_entropy (slapo_zoo.parallel.losses.loss_means needs to).
+    A TorchFunctionMode sees this call as it sees F.cross_entropy, which slapo_zoo.parallel.losses.loss_means needs.
     """
     tensors = (x, target) if weight is None else (x, weight, target)
     if has_torch_function_variadic(*tensors):

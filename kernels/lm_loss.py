@@ -1,9 +1,9 @@
-"""The loss of a language model: of logits, or of hidden states whose logits are made chunk by chunk.
+"""Loss of a language model, from logits or from hidden states whose logits are computed chunk by chunk.
 
-Of logits, three numbers per row are joined over the ranks that divide the vocabulary. Of hidden states,
-logits exist for a chunk of rows at a time; the gradients of x, weight and bias are made in the same pass
-(three GEMMs, none twice), and the backward has little left to do. Either way a rank sends 12 bytes per row.
-N rows, H hidden size, V classes over n ranks, C = ceil(V / n) columns on each.
+From logits, three statistics per row are combined over the ranks that shard the vocabulary. From hidden states,
+only a chunk of rows has logits at a time; the gradients of x, weight and bias are computed in the same pass
+(three GEMMs), and the backward only scales them. A rank sends 12 bytes per row. N rows, H hidden size, V
+classes over n ranks, C = ceil(V / n) columns on each.
 
 Source of the parallel loss: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 """
@@ -39,21 +39,21 @@ def lm_loss(
     group: Any = None,
     summed: bool = False,
 ) -> Tensor:
-    """Return the cross-entropy in fp32, as F.cross_entropy reduces it; NaN where no row counts.
+    """Return the cross-entropy in fp32, reduced as by F.cross_entropy; NaN when no target counts.
 
     Args:
-        x: [N, H], the same on all ranks; without a weight [N, C], the logits themselves.
-        weight: [C, H], this rank's rows, tied to the embedding or not; None for logits.
+        x: hidden states [N, H], equal on all ranks; without a weight the logits [N, C].
+        weight: this rank's rows [C, H] of the head, tied to the embedding or not; None for logits.
         target: [N], class indices in 0..V-1, or ignore_index.
-        bias: [C].
-        ignore_index: targets that do not count.
+        bias: [C], or None.
+        ignore_index: target of rows that do not count.
         label_smoothing: as in F.cross_entropy, over V classes.
-        num_items: what the sum is divided by; by default the number of targets that count.
-        chunk_bytes: most bytes of logits at a time.
-        reduction: "mean" or "sum"; of logits also "none". `num_items` is used with "mean" only.
-        vocab_size: V; by default the columns that are here.
-        group: the ranks that divide the vocabulary, of which the last may hold padding; None for one.
-        summed: whether what is before x sums the gradient of x over the group.
+        num_items: divisor of the sum; None for the number of targets that count.
+        chunk_bytes: most bytes of logits at a time; None chooses by device and dtype.
+        reduction: "mean" or "sum"; for logits also "none". `num_items` is used with "mean" only.
+        vocab_size: number of classes V; None for the number of columns on this rank.
+        group: ranks that shard the vocabulary, the last perhaps with padding; None for one rank.
+        summed: the module before x all-reduces the gradient of x over the group.
     """
     counts = target != ignore_index
     columns = x.shape[1] if weight is None else weight.shape[0]
@@ -85,7 +85,7 @@ def lm_loss(
 
 
 def _mean(total: Tensor, counts: Tensor, items: Tensor | float | None) -> Tensor:
-    """Return total / items; where nothing counts NaN, with gradients of 0, as F.cross_entropy has it."""
+    """Return total / items; NaN with gradients of 0 when no target counts, as F.cross_entropy does."""
     if items is not None:
         return total / items
     number = counts.sum()
@@ -93,7 +93,7 @@ def _mean(total: Tensor, counts: Tensor, items: Tensor | float | None) -> Tensor
 
 
 def _torch_has_it(x: Tensor, label_smoothing: float, group: Any) -> bool:
-    """Return whether torch's own chunked loss is there and was not measured to be the slower one."""
+    """Return whether torch's own chunked loss exists and was not measured to be slower."""
     has = hasattr(torch.nn, "LinearCrossEntropyOptions") and hasattr(
         functional, "linear_cross_entropy"
     )
@@ -104,7 +104,7 @@ def _torch_has_it(x: Tensor, label_smoothing: float, group: Any) -> bool:
 def _row_losses(
     logits: Tensor, target: Tensor, smoothing: float, vocab_size: int, group: Any
 ) -> Tensor:
-    """Return the loss per row of logits [N, C], 0 where the target is -1; one collective."""
+    """Return the loss of each row of logits [N, C], 0 where the target is -1; one all-gather of statistics."""
     start, stop = own_columns(vocab_size, group)
     found = cross_entropy.statistics(logits[:, : stop - start], _local(target, start, stop))
     whole = _joined(found, group)
@@ -112,21 +112,21 @@ def _row_losses(
 
 
 def own_columns(vocab_size: int, group: Any) -> tuple[int, int]:
-    """Return the first class of this rank, and the first one after its last."""
+    """Return (first, end): the range of classes whose logits this rank computes."""
     n, r = collectives.group_size(group), collectives.group_rank(group)
     runs = Placement(0, pad=True).runs(vocab_size, n, r)
     return runs[0] if runs else (0, 0)
 
 
 def _local(target: Tensor, start: int, stop: int) -> Tensor:
-    """Return targets as columns of this rank, -1 where they lie on another one."""
+    """Return targets as columns of this rank, -1 where another rank has the class."""
     return torch.where((target >= start) & (target < stop), target - start, -1)
 
 
 def _joined(statistics: Tensor, group: Any) -> Tensor:
-    """Return the statistics [3, N] of all columns from those of this rank's; the one collective.
+    """All-gather this rank's statistics [3, N] and return those of all columns.
 
-    Every rank computes the same loss from them, so its own part of the gradient is the whole of it.
+    Every rank computes the same loss from them, so the gradient of its own columns is already complete.
     """
     if group is None:
         return statistics
@@ -149,14 +149,14 @@ def _gradients(ctx: Any, d_loss: Tensor, *_: Any) -> tuple:
 
 
 def _divides_first(x: Tensor) -> bool:
-    """Return whether gradients are divided by the count first: not in fp16, where small ones would vanish before the loss scale."""
+    """Return whether gradients are divided by the number of targets at once; in fp16 small ones would underflow."""
     return x.dtype != torch.float16
 
 
 def _times(t: Tensor, d: Tensor) -> Tensor:
-    """Return t d, for a scalar d in fp32: rounded to bf16 it would make all gradients 0.2 % too large or small.
+    """Return t d for a scalar d in fp32; rounding d to bf16 would change all gradients by up to 0.2 %.
 
-    `loss.backward()` has d = 1, and t needs no pass over it; on a GPU to ask would be to wait.
+    `loss.backward()` has d = 1, so that t is returned as it is; on a GPU reading d would wait.
     """
     is_traced = torch.compiler.is_compiling() or type(d) is not Tensor
     if not is_traced and d.device.type == "cpu" and d.item() == 1.0:
@@ -190,12 +190,12 @@ def _mean_loss(
     rows: int,
     graded: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the sum of the losses over the divisor, and its gradients; target -1 where a row does not count."""
+    """Return the sum of the losses over the divisor, and gradients of x, weight, bias; target -1 does not count."""
     return _one_pass(x, weight, bias, target, divisor, smoothing, rows, graded, len(weight), None)
 
 
 class _OverRanks(torch.autograd.Function):
-    """Compute what `_mean_loss` computes, of a vocabulary that the ranks of a group divide."""
+    """Autograd function of `_mean_loss` for a vocabulary that is sharded over the ranks of a group."""
 
     @staticmethod
     def forward(*inputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -217,7 +217,7 @@ def _one_pass(
     vocab_size: int,
     group: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Make loss and gradients chunk by chunk; with a group one collective for each chunk."""
+    """Compute loss and gradients chunk by chunk; with a group, one all-gather of statistics per chunk."""
     wide = cross_entropy.wide_dtype(x)
     start, stop = own_columns(vocab_size, group)
     padding = len(weight) - (stop - start)  # rows after those of real classes
@@ -258,7 +258,7 @@ def _one_pass(
 
 
 def _plus_product(total: Tensor | None, a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
-    """Return total + a b, summed over chunks in fp32; one product alone stays in the dtype of a."""
+    """Return total + a b, summed over chunks in fp32; a single product keeps the dtype of a."""
     if total is None:
         return products.mm(a, b)
     if wide == a.dtype:
@@ -269,7 +269,7 @@ def _plus_product(total: Tensor | None, a: Tensor, b: Tensor, wide: torch.dtype)
 def _loss_and_gradient_(
     logits: Tensor, target: Tensor, smoothing: float, scale: Tensor, vocab_size: int, group: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of the losses, and the logits' gradient of `scale` times that sum in their place."""
+    """Return the sum of a chunk's losses, and its logits overwritten by the gradient of `scale` times that sum."""
     counts = target >= 0
     if in_triton(logits) or group is not None:
         start, stop = own_columns(vocab_size, group)
@@ -288,7 +288,7 @@ def _loss_and_gradient_(
 def _rows_in_cache_(
     logits: Tensor, target: Tensor, counts: Tensor, smoothing: float, scale: Tensor
 ) -> Tensor:
-    """Compute `_loss_and_gradient_` for a few rows, on a CPU."""
+    """Compute `_loss_and_gradient_` for a few rows that fit the cache of a CPU; return the sum of their losses."""
     wide = logits.to(cross_entropy.wide_dtype(logits))
     at = target.clamp(min=0)[:, None]
     picked, total = wide.gather(1, at)[:, 0], wide.sum(1) if smoothing else wide[:, 0]

@@ -1,7 +1,7 @@
-"""Logits whose vocabulary axis is sharded over tp, and the cross-entropy that needs no gather.
+"""Logits whose vocabulary axis is sharded over tp; their cross-entropy gathers nothing.
 
-The unmodified loss code of `transformers` runs on them: `view(-1, V)`, slices, casts, scales, caps and
-constant biases act on the local columns, `cross_entropy` runs in parallel, and every other operation gathers first.
+The unmodified loss code of `transformers` runs on them: `view(-1, V)`, slices, casts, scales, caps and constant
+biases act on the local columns, `cross_entropy` is vocabulary-parallel, and any other operation gathers first.
 """
 
 from typing import Any
@@ -37,9 +37,9 @@ _ATTRIBUTES = {
 
 
 class VocabLogits(torch.Tensor):
-    """Local columns [..., ceil(V / n)] that behave as logits [..., V].
+    """Tensor subclass: local columns [..., ceil(V / n)] that behave as logits [..., V].
 
-    Only the last rank's columns can be padding; `gathered` removes it, and it never enters the loss.
+    Only the last rank's columns can be padding, which `gathered` cuts off and the loss ignores.
     """
 
     vocab_size: int
@@ -47,7 +47,7 @@ class VocabLogits(torch.Tensor):
 
     @staticmethod
     def wrap(local: Tensor, vocab_size: int, group: Any) -> Tensor:
-        """Wrap this rank's columns as VocabLogits; for group None return them as they are."""
+        """Return this rank's columns as VocabLogits; without a group the tensor itself."""
         if group is None:
             return local
         if isinstance(group, ShapeOnlyGroup):  # a dry run has no data to keep apart
@@ -61,7 +61,7 @@ class VocabLogits(torch.Tensor):
         return self.as_subclass(torch.Tensor)
 
     def gathered(self) -> Tensor:
-        """Return the unsharded logits [..., V] as a plain tensor, the same on all tp ranks."""
+        """All-gather the logits [..., V] and return them as a plain tensor, equal on all ranks."""
         full = collectives.all_gather(self.local(), -1, self.group, sharded_gradient=False)
         return full.narrow(-1, 0, self.vocab_size)
 
@@ -87,7 +87,7 @@ class VocabLogits(torch.Tensor):
 
 
 def _gather_all(value: Any) -> Any:
-    """Replace every VocabLogits in nested tuples, lists and dicts by gathered logits."""
+    """Return nested tuples, lists and dicts with every VocabLogits gathered."""
     if isinstance(value, VocabLogits):
         return value.gathered()
     if isinstance(value, tuple | list):
@@ -96,7 +96,7 @@ def _gather_all(value: Any) -> Any:
 
 
 def _on_local(func: Any, x: VocabLogits, rest: tuple, kwargs: dict) -> tuple[Tensor] | None:
-    """Return (result on the local columns,), or None when `func` needs the whole vocabulary axis."""
+    """Return (result on local columns,), or None when `func` needs the whole vocabulary axis."""
     local = x.local()
     if func in _ELEMENTWISE:
         return (func(local, *rest, **kwargs),)
@@ -113,9 +113,9 @@ def _on_local(func: Any, x: VocabLogits, rest: tuple, kwargs: dict) -> tuple[Ten
 
 
 def _beside(x: VocabLogits, other: Any) -> Any:
-    """Cut an operand of logits [..., V] to the local columns; None where all columns are needed.
+    """Slice the other operand of an operation on logits [..., V] to the local columns; None to gather instead.
 
-    A tensor with a gradient returns None: its gradient would come from this rank's columns only.
+    A tensor with a gradient needs gathered logits: on local columns its gradient would be incomplete.
     """
     if isinstance(other, int | float):
         return other
@@ -132,7 +132,7 @@ def _beside(x: VocabLogits, other: Any) -> Any:
 
 
 def keeps_last_axis(index: Any, ndim: int) -> bool:
-    """Return whether an index of a tensor with `ndim` axes leaves the last axis whole and last."""
+    """Return whether an index leaves the last axis complete and in place."""
     index = index if isinstance(index, tuple) else (index,)
     if not index or index[-1] is Ellipsis or index[-1] == slice(None):
         return True
@@ -144,7 +144,7 @@ def keeps_last_axis(index: Any, ndim: int) -> bool:
 
 
 def _parallel(x: VocabLogits, target: Tensor, weight: Any = None, *_: Any, **kwargs: Any) -> bool:
-    """Return whether a call of cross_entropy is the common form: [N, V] against class indices."""
+    """Return whether a call of cross_entropy compares logits [N, V] with class indices, without class weights."""
     return x.dim() == 2 and target.dtype == torch.int64 and weight is None
 
 
@@ -152,7 +152,7 @@ def _cross_entropy(
     x: VocabLogits, target: Tensor, weight: None = None, size_average: None = None, ignore_index: int = -100,
     reduce: None = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Stand in for torch.nn.functional.cross_entropy where the logits are sharded over the vocabulary."""
+    """Compute torch.nn.functional.cross_entropy (same signature) of logits that are sharded over the vocabulary."""
     options: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     whole: Any = {"vocab_size": x.vocab_size, "group": x.group}
     return lm_loss(x.local(), None, target, reduction=reduction, **options, **whole).to(x.dtype)

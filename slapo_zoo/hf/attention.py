@@ -57,12 +57,12 @@ def sdpa(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwa
 
 @dataclass(frozen=True)
 class DeviceDropout:
-    """Dropout by seeds, whose mask is made where it is used: see kernels/device_dropout.py.
+    """Attention and dropout functions that make masks from seeds: see kernels/device_dropout.py.
 
     Args:
-        serves: (q, mask, number of keys, whether masks are drawn) --> whether `attention` is to run.
+        serves: (q, mask, number of keys, masks are drawn) --> True when `attention` should run.
         attention: (q, k, v, mask, causal, scaling, seeds, p, drawn, places) --> [B, S, H, d].
-        plain: (x, seeds=, p=) --> x with elements dropped.
+        plain: (x, seeds=, p=) --> x after dropout.
     """
 
     serves: Callable[[Tensor, Tensor | None, bool, int], bool]
@@ -77,8 +77,8 @@ class CoreAttention(nn.Module):
         stream: random stream of the model.
         site: path of this module.
         heads: global indices of the query heads that this rank holds.
-        backend: of `attention_backends`, where nothing is dropped.
-        device: attention and dropout by seeds; without it masks are made in memory.
+        backend: name in `attention_backends` of what runs without dropout.
+        device: attention and dropout with masks from seeds; None makes masks in memory.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class CoreAttention(nn.Module):
         return out.flatten(0, 1).index_select(0, at)[None]
 
     def _dropped(self, q, k, v, mask, bias, p, scaling, causal, cap) -> Tensor:
-        """Drop probabilities by seeds where that serves, else in memory: torch's fused attention takes no mask of ours."""
+        """Compute attention with our dropout masks; torch's fused attention cannot be given a mask."""
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
@@ -208,7 +208,7 @@ class CoreAttention(nn.Module):
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask as what is added to the scores; of a bool one, False hides."""
+    """Return a mask as a tensor to add to the scores; False in a bool mask becomes the lowest number."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
