@@ -164,7 +164,7 @@ class LogitsOnDemand(torch.Tensor):
     def numbers(self) -> Tensor:
         """Return the values of the logits without a graph, for code below autograd."""
         if self.changed():
-            problem = "an operation in place has changed them, and this use cannot see its gradient"
+            problem = "they were changed in place, and this use would miss the gradient"
             hint = "use the tensor that the operation returned"
             raise SlapoError("output", "logits", problem, hint)
         if self.made is not None:
@@ -204,7 +204,7 @@ class LogitsOnDemand(torch.Tensor):
             version = self.head.linear.weight._version
         if version != self.version:
             hint = 'read them before optimizer.step(), or load with kernels="reference"'
-            problem = "the weights have changed since, and they were not looked at before"
+            problem = "they are computed when first read, after the weights have changed"
             raise SlapoError("output", "logits", problem, hint)
 
     def cross_entropy_over(self, items: float, target: Tensor, **options: Any) -> Tensor:
@@ -231,7 +231,7 @@ class LogitsOnDemand(torch.Tensor):
                 return func(*args, **kwargs)
             if func in _OF_GRADIENT and x.passed_by:  # pyright: ignore[reportOptionalMemberAccess]
                 hint = 'load with kernels="reference"'
-                problem = "their loss was made without them: they will have no gradient"
+                problem = "the loss was computed without these logits: no gradient"
                 raise SlapoError("output", f"logits.{func.__name__}()", problem, hint)
             if isinstance(x, LogitsOnDemand) and torch.is_grad_enabled() and x.untouched():
                 if (found := _on_rows(func, x, args[1:], kwargs)) is not None:
@@ -291,7 +291,7 @@ def _whole(logits: Any, head: Head) -> Tensor:
 def _require_all(ranks: list[int]) -> None:
     """Raise MeshError when only some ranks compute sharded logits, while others have gone on."""
     if gone := meet("output.logits", ranks):
-        problem = f"read where {names_of(gone)} went on without, and each rank makes a part of them"
+        problem = f"{names_of(gone)} went on without them, and each tp rank has some columns only"
         hint = (
             "read them on all ranks of tp, each gets the whole, and print them on one; "
             'kernels="reference" makes them in every forward'

@@ -52,7 +52,7 @@ app.command("version")(show_version)
 def moved(context: typer.Context) -> None:
     """A command of ci/run.py, in a checkout of the source."""
     hint = f"in a checkout of the source: python3 ci/run.py {context.info_name}"
-    raise SlapoError("slapo-zoo", str(context.info_name), "it is no command any more", hint)
+    raise SlapoError("slapo-zoo", str(context.info_name), "this command was removed", hint)
 
 
 @app.callback()

@@ -47,7 +47,7 @@ def sdpa(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwa
     """Run `transformers`' sdpa attention, or ours for capped scores; q [B, H, S, d] --> [B, S, H, d]."""
     if kwargs.get("softcap") is not None:  # capped scores without a core_attn
         if attention.training and kwargs.get("dropout"):
-            problem = f"dropout={kwargs['dropout']} of capped scores in a module without core_attn"
+            problem = f"dropout={kwargs['dropout']} with capped scores needs a child core_attn"
             hint = "set the config's attention dropout to 0, or schedule the module's attention"
             raise SlapoError("attention", type(attention).__name__, problem, hint)
         core = CoreAttention(RandomStream(), ATTRIBUTE, ()).eval()
@@ -121,7 +121,7 @@ class CoreAttention(nn.Module):
             run = self.backend.run
             return run(attention, q, k, v, mask, dropout=0.0, scaling=scaling, **kwargs)
         if not self.backend.drops:
-            problem = f"it would draw masks of its own for dropout={dropout}"
+            problem = f"this backend draws other dropout masks on every rank: dropout={dropout}"
             hint = "set the config's attention dropout to 0, or use sdpa or eager"
             raise SlapoError(str(self.site), f"attention={self.name!r}", problem, hint)
         scaling = q.shape[-1] ** -0.5 if scaling is None else scaling

@@ -160,9 +160,9 @@ def require_backend(
             n for n in tunable if not BACKENDS[n].flag or getattr(cls, BACKENDS[n].flag, False)
         ]
         problem = (
-            f"{cls.__name__} cannot have it"
+            f"{cls.__name__} does not support it"
             if found
-            else f"{cls.__name__} has no attention that could be chosen"
+            else f"{cls.__name__} has no attention whose backend can be chosen"
         )
         hint = f"it has: {', '.join(found)}" if found else "leave attention= out"
         raise ArchitectureError("attention", what, problem, hint)

@@ -66,7 +66,7 @@ def resolve_class(config: Any, auto_class: Any = None) -> type:
 
 
 def _no_model(what: str, problem: str) -> ArchitectureError:
-    hint = "mend `architectures` of config.json, or pass auto_class=, e.g. AutoModelForCausalLM"
+    hint = "correct `architectures` in config.json, or pass auto_class=, e.g. AutoModelForCausalLM"
     return ArchitectureError("from_pretrained", what, problem, hint)
 
 

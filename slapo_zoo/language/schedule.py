@@ -250,7 +250,7 @@ class Schedule(Selection):
             ScheduleError: the history is empty, or the directive cannot be undone; the hint gives a way around.
         """
         if not self.history:
-            raise ScheduleError("schedule", "undo", "its history is empty", "nothing is to be done")
+            raise ScheduleError("schedule", "undo", "its history is empty", "apply one first")
         pattern, directive = self.history[-1]
         if type(directive).undo is Directive.undo:
             hint = "start from a fresh model: Schedule(model, mesh).replay(sch.history[:-1])"

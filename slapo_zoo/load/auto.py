@@ -204,16 +204,16 @@ def within_budget(
     where, what = "from_pretrained", f"activation_memory={asked!r}"
     if options.checkpoint_ratio or options.checkpoint_policy:
         problem = (
-            "it chooses what is recomputed, and checkpoint_ratio= and checkpoint_policy= say it"
+            "found checkpoint_ratio= or checkpoint_policy= beside it: both choose the recomputation"
         )
-        raise SlapoError(where, what, problem, "pass one of them")
+        raise SlapoError(where, what, problem, "pass only one of the two")
     if kind_of(options.schedule) not in FROM_TABLE:
-        problem = "the schedule that you pass says itself what is recomputed"
+        problem = "your own schedule decides the recomputation"
         raise SlapoError(where, what, problem, 'leave it out, or use schedule="zoo"')
     width = getattr(config.get_text_config(), "hidden_size", 0)
     least = width * (options.compute_dtype or dtype).itemsize // mesh.tp
     if budget < least:  # whatever the rows: said before they are asked for
-        problem = f"a block keeps {least} bytes for one token, even where it is recomputed"
+        problem = f"a block keeps {least} bytes for one token, even with full recomputation"
         raise SlapoError(where, what, problem, 'give gigabytes, e.g. activation_memory="8GiB"')
     shape = require_shape(options.micro_batch_shape)
     policies = policies_within(

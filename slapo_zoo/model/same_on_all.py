@@ -82,8 +82,8 @@ def require_same_weights(
     digests = [digest(sorted(part.items())) for part in parts]
     found = together(mesh, what, lambda: (history, *digests))
     if differ := unlike([program for program, *_ in found]):
-        problem = f"ranks {differ} have another one than rank 0"
-        hint = "the same function or card on all ranks, and kernels= by name where devices differ"
+        problem = f"on ranks {differ} it differs from rank 0's"
+        hint = "pass one function or card on all ranks, and kernels= by name where devices differ"
         raise MeshError(what, "schedule", problem, hint)
     for rank in range(mesh.world_size):
         at = mesh.seen_by(rank)

@@ -118,7 +118,8 @@ def _homes(places: _Places, ranks: list[list[Action]]) -> tuple[int, ...]:
                 raise places.at(action, problem, "keep each stage on one rank")
     missing = sorted(set(range(max(homes, default=0) + 1)) - set(homes))
     if missing:
-        raise MeshError(places.path, "stages", f"none of the cells names stage {missing[0]}")
+        problem = f"no cell names stage {missing[0]}, and there is stage {max(homes)}"
+        raise MeshError(places.path, "stages", problem, "number the stages without gaps")
     counts = [list(homes.values()).count(rank) for rank in range(len(ranks))]
     if len(set(counts)) > 1:
         problem = f"the ranks hold {counts} stages"

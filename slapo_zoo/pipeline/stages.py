@@ -201,15 +201,15 @@ class Cursor:
             held: True when this stage has the module's weights.
         """
         if self.plan is None:
-            problem = "it is called beside the model's forward, and each rank holds its own layers"
+            problem = "it is called outside the model's forward, and each rank has its own layers"
             hint = "call the model as a whole (inputs_embeds: of a table of your own), or use pp=1"
             raise ScheduleError(unit, "pipeline", problem, hint)
         self.index += 1
         call = self.plan.calls[self.index] if self.index < len(self.plan.calls) else None
         if call is None or call.unit != unit:
-            problem = f"its call is number {self.index} here, not in the dry run"
-            hint = "blocks that were moved since the load: change the plain model, save it, and load that; "
-            hint += "a forward that depends on data: cut it elsewhere, or use pp=1"
+            problem = f"its call number {self.index} was not in the dry run of the forward"
+            hint = "if blocks were moved since the load: change the plain model, save it, and load that; "
+            hint += "if the forward depends on data: cut it elsewhere, or use pp=1"
             raise ScheduleError(unit, "pipeline", problem, hint)
         if self.plan.stage_of_call[self.index] == self.plan.stage:
             if not held:

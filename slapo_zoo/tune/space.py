@@ -34,7 +34,7 @@ class Symbol:
     def value(self) -> Any:
         """Return the value at which the symbol is fixed; SpaceError (a ValueError) before."""
         if not self.is_fixed():
-            problem = f"it has not been fixed at one of {self.vals}"
+            problem = f"it is not fixed yet at one of {self.vals}"
             raise SpaceError("Symbol", self.name, problem, "call fix_at(index) first")
         return self.vals[self.fixed_idx]
 
@@ -174,10 +174,10 @@ class Space:
         for point in self.points(*arguments):
             found.append(point)
             if len(found) > MOST_POINTS:
-                problem = f"it has more than {MOST_POINTS} points"
+                problem = f"it has more than {MOST_POINTS} configurations"
                 raise SpaceError("Space", self, problem, "fix a symbol, or add a constraint")
         if not found:
-            raise SpaceError("Space", self, "it has no point", "loosen a constraint")
+            raise SpaceError("Space", self, "found no configuration", "loosen a constraint")
         return found
 
     def log_space(self, training_script_args: Any, update_space_fn: Update) -> None:
@@ -227,7 +227,7 @@ class Space:
 
 def _check_names(what: str, rule: Callable[..., Any], known: list[str]) -> None:
     if unknown := [name for name in signature(rule).parameters if name not in known]:
-        problem = f"its rule asks for {unknown[0]!r}, symbols before it are {known}"
+        problem = f"its rule needs {unknown[0]!r}, found the earlier symbols {known}"
         raise SpaceError("Space", what, problem, "create that symbol first")
 
 

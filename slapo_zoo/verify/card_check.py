@@ -34,7 +34,7 @@ def require_correct(
         knobs: pipeline_order and stages_per_rank.
     """
     if level not in LEVELS:
-        raise CardError("from_pretrained", f"verify={level!r}", "unknown", f"one of {LEVELS}")
+        raise CardError("from_pretrained", f"verify={level!r}", "no such level", f"one of {LEVELS}")
     if level == "off":
         return
     request = json.dumps(request_for(program, config, (mesh.tp, mesh.pp, mesh.dp), knobs))

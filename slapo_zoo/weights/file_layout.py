@@ -45,8 +45,8 @@ class Layout:
     def __or__(self, other: "Layout") -> "Layout":
         """Return the union of two layouts, e.g. of model and optimizer; a tensor in both raises WeightsError."""
         if twice := self.slots.keys() & other.slots.keys():
-            problem = f"found in two sets of tensors, {len(twice)} in all, expected in one"
-            raise WeightsError("save", min(twice), problem)
+            problem = f"{len(twice)} names are both model and optimizer tensors"
+            raise WeightsError("save", min(twice), problem, "rename the tensor")
         return Layout(
             self.headers | other.headers, self.sizes | other.sizes, self.slots | other.slots,
             self.indexes | other.indexes,
@@ -83,8 +83,8 @@ def plan_layout(
     """
     by_name = {spec.name: spec for spec in specs}
     if len(by_name) < len(specs) or not specs:
-        problem = f"found {len(specs)} tensors of {len(by_name)} names, expected one of each"
-        raise WeightsError("save", "specs", problem)
+        problem = f"found {len(specs)} tensors with {len(by_name)} names, expected one or more, each with its own name"
+        raise WeightsError("save", "specs", problem, "name every tensor once")
     state = {s.name: torch.empty(s.shape, dtype=torch_dtype(s), device="meta") for s in specs}
     pattern = f"{stem}{{suffix}}.safetensors"
     try:

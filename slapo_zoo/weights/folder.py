@@ -64,7 +64,7 @@ def _load(path: Path) -> dict[str, Tensor]:
         raise WeightsError(str(path), "", problem, hint) from error
     if not isinstance(found, dict):
         problem = f"found a {type(found).__name__}, expected tensors by name"
-        raise WeightsError(str(path), "", problem)
+        raise WeightsError(str(path), "", problem, "save model.state_dict() alone")
     strange = [name for name, value in found.items() if not isinstance(value, Tensor)]
     if strange:
         problem = f"found a {type(found[strange[0]]).__name__}, expected a tensor"
@@ -176,8 +176,9 @@ class CheckpointFolder:
 
     def _name(self, key: str) -> str:
         if key not in self.key_to_file:
-            problem = f"no such key among {len(self.key_to_file)}"
-            raise WeightsError(str(self.path), f"key {key!r}", problem)
+            problem = f"no such key, the files hold {len(self.key_to_file)} others"
+            hint = "is it the checkpoint of this model?"
+            raise WeightsError(str(self.path), f"key {key!r}", problem, hint)
         return self.key_to_file[key]
 
     def _file(self, name: str) -> SafetensorsFile | PickleFile:

@@ -58,7 +58,7 @@ def _check_name(index: Path, name: str) -> None:
     is_escape = posix.is_absolute() or windows.drive or ".." in (*posix.parts, *windows.parts)
     if is_escape or "\\" in name or "\0" in name or not name:
         problem = f"found the file name {name!r:.120}, expected a name inside the folder"
-        raise WeightsError(str(index), "weight_map", problem, "the index is broken or hostile")
+        raise WeightsError(str(index), "weight_map", problem, "the index is broken: fetch it again")
 
 
 def _weight_map(path: Path) -> dict[str, str]:
@@ -67,14 +67,14 @@ def _weight_map(path: Path) -> dict[str, str]:
         for key, value in pairs:
             if key in found:
                 problem = f"found in {found[key]!r:.60} and {value!r:.60}, expected one file"
-                raise WeightsError(str(path), f"key {key!r}", problem)
+                raise WeightsError(str(path), f"key {key!r}", problem, "fetch the index again")
             found[key] = value
         return found
 
     size = path.stat().st_size
     if size > MAX_INDEX:
         problem = f"found an index of {size} bytes, expected at most {MAX_INDEX}"
-        raise WeightsError(str(path), "", problem)
+        raise WeightsError(str(path), "", problem, "fetch the index again")
     try:
         index = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
     except WeightsError:

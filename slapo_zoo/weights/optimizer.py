@@ -46,7 +46,7 @@ def collect(optimizer: Any, names: Mapping[int, str]) -> tuple[Record, dict[str,
 
 def _name_of(parameter: Tensor, names: Mapping[int, str], step: str) -> str:
     if id(parameter) not in names:
-        problem = f"it holds a parameter of shape {list(parameter.shape)} that the model has not"
+        problem = f"it holds a parameter of shape {list(parameter.shape)} that is not in the model"
         raise WeightsError(step, "optimizer", problem, "make it from model.parameters()")
     return names[id(parameter)]
 
@@ -200,7 +200,7 @@ def _check_options(options: Mapping[str, Any], group: Mapping[str, Any]) -> None
     """Raise WeightsError unless the saved options of a group exist in this optimizer, with like types and finite."""
     for name, value in options.items():
         if name not in group and name not in OF_SCHEDULERS:
-            problem = f"found the option {name!r}, which this optimizer has not"
+            problem = f"found the option {name!r}, which the given optimizer lacks"
             raise WeightsError(LOAD, "optimizer", problem, "make the same optimizer as when saving")
         ours = group.get(name)
         if None not in (value, ours) and _kinds(value) != _kinds(ours):

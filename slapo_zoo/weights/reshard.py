@@ -68,7 +68,8 @@ def reshard(
     """
     if dtype is not None and dtype not in FLOATS:
         names = ", ".join(str(one).removeprefix("torch.") for one in FLOATS)
-        raise WeightsError("reshard", "dtype", f"found {dtype}, expected one of {names}")
+        problem = f"found {dtype}, expected one of {names}"
+        raise WeightsError("reshard", "dtype", problem, "pass one of them, or None")
     with ExitStack() as stack:
         opened, kept = read_whole(source, lambda: _open(source, allow_pickle), _close)
         stack.callback(_close, (opened, kept))

@@ -197,7 +197,8 @@ class SafetensorsFile:
         try:
             self._file = self.path.open("rb")
         except OSError as error:
-            raise WeightsError(str(path), "", f"cannot be opened: {error.strerror}") from error
+            problem, hint = f"cannot be opened: {error.strerror}", "check the path and its rights"
+            raise WeightsError(str(path), "", problem, hint) from error
         try:
             self.entries, self.metadata = read_header(self._file)
         except BaseException:

@@ -85,7 +85,7 @@ def _resolved(folder: str | os.PathLike[str]) -> Path:
     try:
         return Path(folder).resolve()
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
-        raise WeightsError(str(folder), "", f"is no folder: {error}", "pass another one") from error
+        raise WeightsError(str(folder), "", f"is no folder: {error}", "pass another") from error
 
 
 class _Save:
@@ -116,7 +116,7 @@ class _Save:
         strange = self.local.keys() - self.layout.slots.keys()
         if strange:
             problem = f"found {len(strange)} tensors that no spec names, expected none"
-            raise WeightsError(STEP, min(strange), problem, "they would be lost")
+            raise WeightsError(STEP, min(strange), problem, "add specs for them")
         return digest(self.layout, self.specs)
 
     def _require_finite(self) -> None:
@@ -212,7 +212,7 @@ def _check_spec(
     """Raise WeightsError when this rank should write a tensor but lacks it, or has another shape or dtype."""
     if not 0 <= spec.stage < mesh.pp:
         problem = f"found stage {spec.stage}, expected 0..{mesh.pp - 1}"
-        raise WeightsError(STEP, spec.name, problem)
+        raise WeightsError(STEP, spec.name, problem, "name a stage of this mesh in its spec")
     if spec.stage != mesh.coord("pp"):
         return
     if spec.name not in local:

@@ -124,7 +124,7 @@ def saved_stem(given: dict[str, Any], allowed: Collection[str]) -> str:
     where = "save_pretrained"
     for name, (values, hint) in SAVED_ANYWAY.items():
         if name in given and not any(given[name] is value for value in values):
-            raise SlapoError(where, f"{name}=", "it cannot be had here", hint)
+            raise SlapoError(where, f"{name}=", "this value is not supported here", hint)
         given.pop(name, None)
     variant = given.pop("variant", None)
     if not allowed:

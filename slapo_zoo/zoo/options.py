@@ -64,11 +64,11 @@ def check_precision(name: str | None, dtype: Any, device: torch.device | str, ta
         problem = f"its parameters are {kept}, found dtype={dtype!r}"
         raise SlapoError(where, what, problem, "leave dtype= out")
     if target in TARGETS and name != "fp32":
-        problem = f"{target} keeps masters of its own"
+        problem = f"{target} keeps fp32 master weights of its own"
         raise SlapoError(where, what, problem, f"leave it out and pass {TARGETS[target]}")
     is_cuda = torch.device(device).type == "cuda"
     if is_cuda and name.startswith("bf16") and not torch.cuda.is_bf16_supported(False):
-        problem = f"{torch.cuda.get_device_name()} computes no bfloat16"
+        problem = f"{torch.cuda.get_device_name()} does not support bfloat16"
         raise SlapoError(where, what, problem, 'the nearest that fits is precision="fp16"')
 
 

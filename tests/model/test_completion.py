@@ -186,4 +186,4 @@ def of_a_stage(folder):
 
 def test_a_layer_that_another_stage_holds_is_not_called_alone(ranks, tmp_path):
     for words in ranks.run(of_a_stage, 2, folder_of("gpt2", tmp_path)):
-        assert "beside the model's forward" in words
+        assert "outside the model's forward" in words

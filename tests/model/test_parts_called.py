@@ -159,7 +159,7 @@ def refused(options, family, folder):
 def test_a_part_in_stages_is_refused(root):
     for said in on("pp2", refused, "bert", folder_of("bert", root)):
         assert said
-        assert all("beside the model" in words for words in said)
+        assert all("outside the model" in words for words in said)
 
 
 class StopError(Exception):

@@ -170,7 +170,7 @@ def test_saved_files_hold_the_masters(root):
         ({"precision": "bf16", "dtype": "bfloat16"}, "its parameters are float32"),
         (
             {"precision": "bf16", "target": "deepspeed", "target_options": {"config": {}}},
-            "deepspeed keeps masters of its own",
+            "deepspeed keeps fp32 master weights of its own",
         ),
     ],
 )

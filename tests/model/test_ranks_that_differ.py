@@ -108,7 +108,7 @@ def other_schedule(source):
 
 def test_ranks_with_another_schedule_are_refused(ranks, source):
     found = ranks.run(other_schedule, 2, source)
-    assert all("ranks [1] have another one than rank 0" in text for text in found), found
+    assert all("on ranks [1] it differs from rank 0's" in text for text in found), found
 
 
 def from_other_config():

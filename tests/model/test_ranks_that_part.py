@@ -42,7 +42,7 @@ def skip_once(by_hand):
 
 @pytest.mark.parametrize("by_hand", [True, False])
 def test_a_replica_that_skips_a_step_is_told_at_the_next_backward(by_hand):
-    with pytest.raises(MeshError, match="dp ranks hold other weights") as caught:
+    with pytest.raises(MeshError, match="dp ranks have different weights") as caught:
         emulate(skip_once, by_hand, mesh=(1, 1, 2))
     assert "step on all ranks or on none" in caught.value.hint
 

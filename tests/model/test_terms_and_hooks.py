@@ -205,5 +205,5 @@ MIXED = {
 def test_a_term_that_looks_at_whole_weights_is_refused_where_a_rank_has_a_part(
     name, layout, tmp_path
 ):
-    with pytest.raises(MeshError, match="looks at a whole weight"):
+    with pytest.raises(MeshError, match="needs the unsharded weight"):
         compare("gpt2", layout, False, tmp_path, term=MIXED[name])

@@ -245,7 +245,7 @@ def a_stranger(model):
     [
         (other_class, "found SGD of 1 groups, expected AdamW of 2"),
         (other_groups, "in another group, or not at all"),
-        (a_stranger, "that the model has not"),
+        (a_stranger, "that is not in the model"),
     ],
 )
 def test_another_optimizer_is_refused_and_nothing_is_touched(source, tmp_path, make, problem):

@@ -220,7 +220,7 @@ def test_a_link_to_a_folder_stays_a_link(tmp_path):
 @pytest.mark.parametrize(
     ("specs", "local", "problem"),
     [
-        ([*ONE, *ONE], {"w": torch.ones(2, 3)}, "found 2 tensors of 1 names"),
+        ([*ONE, *ONE], {"w": torch.ones(2, 3)}, "found 2 tensors with 1 names"),
         ([], {}, "found 0 tensors"),
         (ONE, {}, "missing on rank 0"),
         (ONE, {"w": torch.ones(3, 2)}, r"shape \[3, 2\], expected torch.float32 of shape \[2, 3\]"),

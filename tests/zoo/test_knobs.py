@@ -152,9 +152,13 @@ def eager(case, folder, sizes):
     [
         (GPT2, "flash", "flash-attn and a CUDA device, found cpu"),
         (BERT, "flex", "no backward on cpu"),
-        (GPT2, "flex", "GPT2LMHeadModel cannot have it | it has: sdpa, eager, flash, xformers"),
-        (HEADS["gpt_neo"][0], "sdpa", "cannot have it | it has: eager"),
-        (HEADS["mamba"][0], "eager", "no attention that could be chosen"),
+        (
+            GPT2,
+            "flex",
+            "GPT2LMHeadModel does not support it | it has: sdpa, eager, flash, xformers",
+        ),
+        (HEADS["gpt_neo"][0], "sdpa", "does not support it | it has: eager"),
+        (HEADS["mamba"][0], "eager", "no attention whose backend can be chosen"),
         (GPT2, "spda", "nearest: ['sdpa'"),
     ],
 )
@@ -186,7 +190,7 @@ def test_save_matmuls_gives_equal_gradients(root, ranks):
 )
 def test_knobs_beside_a_program_of_the_users_own(name, value, root):
     text = refused(SlapoError, checkpoint(GPT2, root), schedule=[], **{name: value})
-    assert f"{name}={value!r} | the schedule that you pass says this itself" in text
+    assert f"{name}={value!r} | your own schedule decides this" in text
 
 
 def with_options(case, folder, sizes, options):

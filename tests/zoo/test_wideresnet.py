@@ -288,7 +288,7 @@ def test_sequence_parallelism_is_refused():
     """Images have no axis of tokens to divide."""
     config = WideResNetConfig(**TINY["wideresnet"])
     model = hf.build_on_meta(WideResNetForImageClassification, config, torch.float32)
-    with pytest.raises(ArchitectureError, match="no row that divides tokens"):
+    with pytest.raises(ArchitectureError, match="no row that shards tokens"):
         apply_table(
             Schedule(model, Mesh(tp=2)),
             table_for("wideresnet"),

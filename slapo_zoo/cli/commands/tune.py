@@ -97,7 +97,7 @@ def _require_best(found: Any, refused: dict[int, str]) -> Any:
     if found.best is not None:
         return found.best
     why = [trial.outcome.message or trial.outcome.kind for trial in found.trials] or list(refused.values())  # fmt: skip
-    problem = f"no point ran to its end; the last said: {why[-1] if why else 'nothing'}"
+    problem = f"no configuration finished; last error: {why[-1] if why else 'nothing'}"
     raise SlapoError("tune", "search", problem, "make the batch smaller, or give more --memory or --timeout")  # fmt: skip
 
 

@@ -82,6 +82,6 @@ def trace_pattern(pattern: Callable[..., Any]) -> fx.GraphModule:
     root = pattern if isinstance(pattern, nn.Module) else tracer.root
     unused = [n.name for n in graph.nodes if n.op == "placeholder" and not n.users]
     if unused or not any(n.op.startswith("call") for n in graph.nodes):
-        problem = f"arguments {unused} take no part" if unused else "it does nothing"
-        raise ScheduleError("pattern", name, problem, "return what shall be found")
+        problem = f"arguments {unused} are not used" if unused else "it computes nothing"
+        raise ScheduleError("pattern", name, problem, "return the result of the operations to find")
     return fx.GraphModule(root, graph)

@@ -43,7 +43,7 @@ def replace_node(
     """
     if node.op not in ("call_function", "call_method", "call_module"):
         problem = f"{node.name} is a {node.op}, which computes nothing"
-        raise ScheduleError(path or "(the model)", "replace", problem, "name a node that calls")
+        raise ScheduleError(path or "(the model)", "replace", problem, "name a call node")
     check_hooks([node], owner, path)
     with owner.graph.inserting_after(node):
         kwargs = {**node.kwargs, **(constants or {})}

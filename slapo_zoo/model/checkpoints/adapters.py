@@ -145,7 +145,7 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
     """Return {key in peft's files: unsharded matrix or gradient} of an adapter on rank 0, {} elsewhere."""
     if name not in model._slapo.adapters:
         known = ", ".join(model._slapo.adapters) or "none"
-        raise SlapoError("adapter", repr(name), f"no such adapter; found {known}", "add_adapter it")
+        raise SlapoError("adapter", repr(name), f"no such adapter; found {known}", "add_adapter()")
     if not grads and (whole := _beside(model, name)):
         return {key: tensor.detach().contiguous() for key, tensor in whole.items()}
     own = model._slapo.adapters[name]
@@ -321,7 +321,7 @@ def _check_dropout(
     parts = [Placement(0)] if isinstance(dropout, nn.Dropout) else []
     if any(p.runs(size, mesh.tp, r) != parts[0].runs(size, mesh.tp, r)
            for p in placements if parts for r in range(mesh.tp)):  # fmt: skip
-        problem = f"lora_dropout on {size} columns that tp={mesh.tp} divides into unequal parts"
+        problem = f"lora_dropout on {size} columns that tp={mesh.tp} shards into unequal parts"
         raise SlapoError(STEP, path, problem, "pass lora_dropout=0, or another tp")
 
 

@@ -110,7 +110,7 @@ class _Load:
         found = set(opened.optimizer.key_to_file) if opened.optimizer else set()
         if wrong := found ^ optimizers.tensor_names(record):
             where = str(self.path / FILE)
-            problem = f"{len(wrong)} tensors are in it or in the optimizer's files, but not in both"
+            problem = f"{len(wrong)} tensors are listed here or stored in the optimizer's files, but not both"
             raise WeightsError(where, min(wrong), problem, "is one of the files damaged?")
         if (targets := self.restored.targets) and opened.optimizer is not None:
             source = {key: key for key in targets}
@@ -134,7 +134,7 @@ class _Load:
 def _check_scheduler(path: Path, saved: Any, own: dict[str, Any]) -> None:
     """Raise WeightsError unless the saved and the given scheduler have the same fields of the same types."""
     for name in sorted(saved.keys() ^ own.keys(), key=str):
-        who = "the given one has it not" if name in saved else "the saved one has it not"
+        who = "the given one lacks it" if name in saved else "the saved one lacks it"
         hint = "make the same scheduler as when saving"
         raise WeightsError(str(path / FILE), f"scheduler.{name}", who, hint)
     for name, value in saved.items():

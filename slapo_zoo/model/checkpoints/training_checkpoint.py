@@ -65,8 +65,8 @@ class Resumed:
         if len(values) == 1:
             return values[0]
         if self.copy is None:
-            problem = f"each of {len(values)} data-parallel ranks had its own; there are more or fewer now"
-            hint = f"make yours from all of them: resumed.{name}s; or resume with dp={len(values)}"
+            problem = f"the checkpoint has one for each of {len(values)} dp ranks, dp has changed"
+            hint = f"compute it from all of them, resumed.{name}s; or resume with dp={len(values)}"
             raise WeightsError(LOAD, name, problem, hint)
         return values[self.copy]
 
@@ -150,7 +150,7 @@ def refuse_adapters(model: Any, step: str) -> None:
     """Raise WeightsError for a model with adapters, which training checkpoints do not support."""
     if model._slapo.adapters:
         hint = "save the adapter by model.save_adapter, the optimizer by torch.save"
-        raise WeightsError(step, "model", "a model with adapters is not saved whole", hint)
+        raise WeightsError(step, "model", "models with adapters are not supported", hint)
 
 
 class _Save:
@@ -206,16 +206,17 @@ class _Save:
         """
         mesh = self.model.mesh
         if differ := optimizers.disagreement([record for record, *_ in found], mesh):
-            problem = f"ranks {differ} have another one than the first rank of their stage"
+            problem = f"on ranks {differ} it differs from that of the first rank of their stage"
             raise WeightsError(SAVE, "optimizer", problem, "make it in the same way on every rank")
         records = [record for _, record, *_ in found if record is not None]
         if records and len(records) != mesh.pp:
-            raise WeightsError(SAVE, "optimizer", f"found on {len(records)} of {mesh.pp} stages")
+            problem = f"found on {len(records)} of {mesh.pp} stages"
+            raise WeightsError(SAVE, "optimizer", problem, "pass the optimizer on all ranks")
         self.state["optimizer"] = optimizers.merge(records) if records else None
         self.state["torch_random"] = pack_states([states for _, _, states, _ in found])
         own = [mine for *_, mine in found]
         if differ := unlike([mine["step"] for mine in own]):
-            problem = f"rank {differ[0]} says {own[differ[0]]['step']}, rank 0 {own[0]['step']}"
+            problem = f"rank {differ[0]} passed {own[differ[0]]['step']}, rank 0 {own[0]['step']}"
             raise WeightsError(SAVE, "step", problem, "all ranks save after the same step")
         self.state["step"] = own[0]["step"]
         for name in OF_COPY:

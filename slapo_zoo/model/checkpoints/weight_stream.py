@@ -191,8 +191,8 @@ def load_stream(model: Any, stream: Iterable[tuple[str, Tensor]] | None, rank: i
             _spread(by_key.get(key), tensor, shape, dtype, model, rank)
         whole.put_back()
         if left:
-            problem = f"{len(left)} tensors did not come; the others are loaded"
-            raise SlapoError("load_stream", next(iter(left)), problem, "pass all of them")
+            problem = f"{len(left)} tensors are missing from the stream; the others were loaded"
+            raise SlapoError("load_stream", next(iter(left)), problem, "pass every tensor")
 
 
 def _next(pairs: Any, model: Any, rank: int) -> Any:

@@ -56,7 +56,7 @@ class InputGradients:
         if new and self.mesh.pp > 1:
             shapes = ", ".join(str(list(p.shape)) for p in new[:3])
             problem = (
-                f"it trains {shapes} of its own, and with pp > 1 the other stages do not know them"
+                f"it has trained parameters {shapes} that the other stages (pp > 1) do not have"
             )
             hint = "pass an nn.Module that holds them as loss_fn, on all ranks"
             raise SlapoError("train_step", "loss_fn", problem, hint)

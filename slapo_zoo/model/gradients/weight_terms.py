@@ -48,11 +48,11 @@ def count_once(runtime: Any, loss: Tensor, began: int) -> None:
         name = names.get(id(p), "")
         row = runtime.plan.of(name)
         if mixed and (is_divided(p) or runtime.plan.sharded(name)):
-            problem = f"{mixed} looks at a whole weight ({name}), of which this rank holds a part"
-            hint = "add up numbers of single elements: p.square().sum() / number of all elements"
+            problem = f"{mixed} needs the unsharded weight {name}, this rank has a shard"
+            hint = "use a sum over single elements, e.g. p.square().sum() / number of all elements"
             raise MeshError("train_step", "loss_fn", problem, hint)
         if mesh.pp > 1 and not (row and row.sums(True, TIED)):
-            problem = f"it has a term on weights ({name}), and other stages hold the others"
+            problem = f"it has a term on the weight {name}, and other stages hold other weights"
             hint = "after train_step add its gradient to p.grad, for p of model.parameters()"
             raise MeshError("train_step", "loss_fn", problem, hint)
         factor = _factor(runtime, row, p)

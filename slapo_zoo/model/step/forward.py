@@ -146,7 +146,7 @@ def require_together(model: Any) -> None:
         return
     with rank_guard("forward"):
         if gone := meet("forward", ranks):
-            problem = f"{names_of(gone)} went on without, and each rank computes a part of it"
+            problem = f"{names_of(gone)} went on without it, and each rank computes a part of it"
             hint = "call it on all ranks, each gets the whole output, and print or write on one"
             raise MeshError("forward", "a model that is called on some ranks", problem, hint)
 

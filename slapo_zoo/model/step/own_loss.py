@@ -76,8 +76,8 @@ def divisor_of(targets: Sequence[Any] | None, totals: Sequence[float], parts: in
     if targets is None:
         return float(parts)
     if len(targets) != 1:
-        problem = f"found {len(targets)} numbers, expected one: loss_fn is one term"
-        raise SlapoError("train_step", "targets", problem, "pass [how many loss_fn sums over]")
+        problem = f"found {len(targets)} numbers, expected one, as loss_fn is one loss term"
+        raise SlapoError("train_step", "targets", problem, "pass [targets that loss_fn sums over]")
     return totals[0]
 
 

@@ -184,8 +184,8 @@ class RandomStream(StreamPosition):
 def _stream(at: Tensor, seed: int, rows: bool, real: Tensor | None) -> RandomStream:
     step, first_row, num_rows = at.tolist()  # on the host: nothing waits
     if num_rows == NOWHERE:
-        problem = "compiled code beside any call of the model would draw the same masks for ever"
-        raise SlapoError("dropout", "torch.compile", problem, "call a module alone uncompiled")
+        problem = "code compiled outside a call of the model would repeat its masks"
+        raise SlapoError("dropout", "torch.compile", problem, "call a lone module uncompiled")
     GRAPHS[0] += 1
     place = (first_row, num_rows) if rows else (0, 0)
     stream = RandomStream(seed, step, *place, device_seeds=_SEEDS.held, is_open=True)

@@ -81,7 +81,7 @@ def test_what_cannot_be_is_refused():
         load(1000)
     with pytest.raises(SlapoError, match=r"micro_batch_shape=\(4, 1024\)"):
         load("1GB", micro_batch_shape=None)
-    with pytest.raises(SlapoError, match="pass one of them"):
+    with pytest.raises(SlapoError, match="pass only one of the two"):
         load("1GB", checkpoint_ratio=0.5)
     with pytest.raises(SlapoError, match=r"8GB"):
         load("much")

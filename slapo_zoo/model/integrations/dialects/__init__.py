@@ -39,7 +39,7 @@ def get_dialect_cls(cls_type: str, target: str, allow_none: bool = False) -> Any
     known = DIALECTS.get(cls_type)
     if known is None:
         problem = f"found {cls_type!r}, expected one of {sorted(DIALECTS)}"
-        raise ScheduleError("dialects", "cls_type", problem, "name such a job")
+        raise ScheduleError("dialects", "cls_type", problem, "pass one of these")
     if target not in known and not allow_none:
         hint = f"known: {sorted(HOMES.keys() | known.keys())}"
         raise ScheduleError("dialects", f"target={target!r}", f"no {cls_type} for it", hint)

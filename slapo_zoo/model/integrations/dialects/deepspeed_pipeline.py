@@ -174,7 +174,7 @@ class _ZeroPipeline(Zero):
 
     def clip_grad_norm_(self, model: Any, max_norm: float) -> Tensor:
         hint = 'set "gradient_clipping" in the config'
-        raise SlapoError("target='deepspeed'", "clip_grad_norm_", "DeepSpeed has stepped", hint)
+        raise SlapoError("target='deepspeed'", "clip_grad_norm_", "its step has run already", hint)
 
     def tensors(self, model: Any, grads: bool = False) -> dict[str, Tensor]:
         if grads:

@@ -113,7 +113,7 @@ def _check(path: str, linear: Any, mesh: Mesh, axis: int) -> None:
         raise SlapoError(path, "use_parallel_layers", problem, "name linear layers")
     if linear.weight.shape[axis] % mesh.tp:
         problem = f"{linear.weight.shape[axis]} is not a multiple of tp={mesh.tp}"
-        raise SlapoError(path, "use_parallel_layers", problem, "Megatron divides evenly")
+        raise SlapoError(path, "use_parallel_layers", problem, "choose a tp that divides it")
 
 
 class _Parallel(nn.Module):
