@@ -20,7 +20,7 @@ _OF_GROUP: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 
 
 def of_world() -> dict[str, list[int]]:
-    """Return the mutable counts of this rank in the current process group: name --> [count]."""
+    """Return the mutable numbers of collectives that this rank has begun: name of the group --> [number]."""
     return _OF_WORLD.setdefault(dist.group.WORLD, {})
 
 

@@ -64,7 +64,10 @@ class HubArguments:
 
     @staticmethod
     def taken(given: dict[str, Any]) -> "HubArguments":
-        """Remove these arguments from `given` and return them; arguments that ask for the usual are removed too."""
+        """Move the arguments of this class from `given` to a new instance, and return it.
+
+        Other arguments of `transformers` are removed from `given` if their value asks for what happens anyway.
+        """
         for name, allowed in ANYWAY.items():
             if name in given and any(given[name] is one for one in allowed):
                 del given[name]

@@ -85,7 +85,7 @@ def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _added(model: Any, found: dict[str, Tensor], known: set[str]) -> dict[str, Tensor]:
-    """Return the tensors that are neither of the checkpoint nor of an adapter."""
+    """Return the entries of `found` (name --> tensor) that neither the checkpoint (`known`) nor an adapter has."""
     runtime = model._slapo
     tied = {name for names in runtime.plan.ties() if not known.isdisjoint(names) for name in names
             if sum(n in found for n in names) < 2}  # fmt: skip

@@ -53,12 +53,12 @@ class Resumed:
 
     @property
     def data_position(self) -> Any:
-        """Return the value that this dp rank passed to `save_checkpoint`; WeightsError at another dp size."""
+        """Return the data position that this dp rank saved; WeightsError if the number of dp ranks has changed."""
         return self._own("data_position", self.data_positions)
 
     @property
     def extra(self) -> Any:
-        """Return the value that this dp rank passed to `save_checkpoint`; WeightsError at another dp size."""
+        """Return the `extra` that this dp rank saved; WeightsError if the number of dp ranks has changed."""
         return self._own("extra", self.extras)
 
     def _own(self, name: str, values: tuple[Any, ...]) -> Any:
@@ -137,7 +137,7 @@ def async_save_checkpoint(
 def _prepared(
     model: Any, folder: Any, optimizer: Any, scheduler: Any, mine: dict[str, Any]
 ) -> "_Save":
-    """Return the save of this rank, after all ranks have exchanged and compared what they will write."""
+    """Check that the model can be saved, exchange what all ranks will write, and return this rank's `_Save`."""
     refuse_adapters(model, SAVE)
     background.join()
     refresh_specs(model, SAVE)
@@ -171,7 +171,11 @@ class _Save:
         self.texts: Mapping[str, str] = {}
 
     def describe(self) -> tuple[str, Any, dict[str, str], dict[str, Any]]:
-        """Return this rank's part of `merge`: digest and record of the optimizer, random states, position."""
+        """Collect the tensors that this rank writes; return what all ranks exchange.
+
+        These are a digest of the optimizer's record, the record itself (None but on the first rank of a stage),
+        random states, and this rank's data position and extra.
+        """
         mesh, record, keys = self.model.mesh, None, self.model._slapo.keys
         specs = self.model._slapo.specs
         local = consolidate.local_tensors(self.model, specs, mesh, rows=True)
@@ -261,7 +265,7 @@ def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, s
 
 
 def _held(model: Any, whole: Whole) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return this rank's ({name: parameter or saved buffer}, {name: name in the whole model})."""
+    """Return this rank's ({name: parameter or saved buffer}, {name: name in files}), tensors gathered over dp."""
     runtime = model._slapo
     saved = {spec.name for spec in runtime.specs}
     parameters = {name for name, _ in model.named_parameters()}

@@ -34,7 +34,7 @@ class Whole:
     optimizer: Any = None
 
     def put_back(self) -> None:
-        """Copy values that were read back into the engine; by default nothing was copied out."""
+        """Copy the gathered tensors into the engine, after a checkpoint was read into them; a no-op by default."""
 
 
 class DataParallel:

@@ -32,7 +32,10 @@ class Sharded(DataParallel):
     def reads(
         self, model: nn.Module, dtype: torch.dtype | None, in_own_loop: bool
     ) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        """Yield (module, name, gathered tensor) of what stays gathered in a step; MeshError for replaced parameters."""
+        """Yield (module, name, gathered tensor) of the parameters outside blocks, which stay gathered during a step.
+
+        Raises MeshError if parameters were replaced since the load.
+        """
         self.shards.averages = in_own_loop
         self.blocks.forget()  # a backward that failed, or that of a block alone, left some
         whole: dict[int, Tensor] = {}

@@ -78,7 +78,7 @@ class StepGuard:
             self._look_at_copies(parameters[:: max(1, len(parameters) // PROBES)][:PROBES])
 
     def _look_at_copies(self, some: list[nn.Parameter]) -> None:
-        """Raise MeshError on all dp ranks if their replicas of the weights differ."""
+        """Raise MeshError on all dp ranks if the first elements of some parameters differ between replicas."""
         self.backwards += 1
         if not some or not self._is_due(self.backwards):
             return
@@ -136,7 +136,10 @@ class StepGuard:
             raise MeshError("optimizer.step", "gradients", problem, hint)
 
     def _require_same(self, rows: Sequence[Sequence[Sequence[float]]], loosely: float) -> None:
-        """Raise MeshError on all ranks if tp ranks have different gradients of a replicated parameter."""
+        """Raise MeshError on all ranks if tp ranks have different gradients of a replicated parameter.
+
+        `rows` are the factors of all ranks ([ranks][probes][4]), `loosely` is the relative difference that is allowed.
+        """
         tp = self.mesh.tp
         blocks = [rows[i : i + tp] for i in range(0, len(rows), tp)]
         if not any(

@@ -135,7 +135,10 @@ def meet(what: str, ranks: Sequence[int]) -> list[int]:
 
 
 def _watch(what: str, place: str, number: int, is_done: Callable[[], bool]) -> None:
-    """Wait until `is_done()`, logging for which ranks; RankError for a published error or a silent rank."""
+    """Wait until `is_done()`, and log from time to time which ranks have not come to `place` for the `number`-th time.
+
+    Raises RankError for another rank's error, a rank without heartbeat, or a wait beyond LIMIT_S seconds.
+    """
     begin = time.monotonic()
     pause, looked, told = 2e-5, begin, begin
     while not is_done():
@@ -151,7 +154,10 @@ def _watch(what: str, place: str, number: int, is_done: Callable[[], bool]) -> N
 
 
 def _check_peers(what: str, place: str, number: int, seconds: float) -> list[int]:
-    """Return the ranks that are late at a place; RankError where waiting is hopeless."""
+    """Return the ranks that have not come to `place` for the `number`-th time, after a wait of `seconds`.
+
+    Raises RankError for another rank's error, a rank without heartbeat, or a wait beyond LIMIT_S seconds.
+    """
     heart = heartbeat.current()
     if heart is None:
         if seconds > LIMIT_S:

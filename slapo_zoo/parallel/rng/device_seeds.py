@@ -158,7 +158,7 @@ class _Plan:
 
 
 class DeviceSeeds:
-    """Cache of seeds on a device: seeds of all known sites are computed at once when the stream has moved."""
+    """Cache of dropout seeds on a device; the seeds of all known sites are computed together, once per micro-batch."""
 
     def __init__(self) -> None:
         self.plans: dict[tuple, _Plan] = {}

@@ -120,13 +120,13 @@ class RandomStream(StreamPosition):
         return self.device_seeds.find(device, self.seed, at, key, rows, heads)
 
     def seeds_of_columns(self, x: Tensor, site: Where, run: tuple[int, int], size: int) -> Tensor:
-        """Return the seeds of the mask of `keep_columns`, one per row of the last axis."""
+        """Return the seeds from which operators hash the mask of `keep_columns`, one per row of x."""
         found = self.seeds(whole := x.detach().new_empty(()).expand(*x.shape[:-1], size), site)
         rows = whole.numel() // max(size, 1) // max(len(found), 1)
         return later(split_cells(found, rows, size), run[0])
 
     def seeds_of_tokens(self, x: Tensor, site: Where, n: int, r: int) -> Tensor:
-        """Return the seeds of the mask of `keep_tokens`, those of this rank's tokens."""
+        """Return the seeds from which operators hash the mask of `keep_tokens`, whose arguments these are."""
         if x.ndim > 2:
             return later(self.seeds(x, site), r * (x.numel() // max(x.shape[0], 1)))
         tokens = x.shape[0] // max(self.position()[2], 1)

@@ -97,7 +97,7 @@ class Meter:
                 self.collectives)  # fmt: skip
 
     def between(self, begin: tuple[float, ...], end: tuple[float, ...]) -> Work:
-        """Return the work between two results of `now`."""
+        """Return the work that was counted between two calls of `now`, whose results are `begin` and `end`."""
         products = tuple(self.products[int(begin[0]) : int(end[0])])
         return Work(products, *(b - a for a, b in zip(begin[1:], end[1:], strict=True)))
 

@@ -86,7 +86,7 @@ class WholeZero(Whole):
         return value.clone()
 
     def put_back(self) -> None:
-        """Copy the values into ZeRO's partitions, and into the parameters that the model computes with."""
+        """Copy the gathered tensors, into which a checkpoint was read, to ZeRO's partitions and the parameters."""
         with torch.no_grad():
             for name, p in self.parameters.items():
                 _set_parameter(p, self.tensors[name].detach())
