@@ -37,7 +37,8 @@ def check_inside(folder: Path, path: Path) -> None:
     try:
         real, mode = path.resolve(strict=True), path.stat().st_mode
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
-        raise WeightsError(str(path), "", f"cannot be opened: {error}") from error
+        problem = f"cannot be opened: {error}"
+        raise WeightsError(str(path), "", problem, "fetch the file again") from error
     if not stat.S_ISREG(mode):
         raise WeightsError(str(path), "", "found no regular file", "pass a checkpoint folder")
     if not any(real.is_relative_to(root) for root in _roots(folder)):

@@ -121,7 +121,7 @@ def saved_stem(given: dict[str, Any], allowed: Collection[str]) -> str:
     """Return the first part of weight file names that arguments of transformers' `save_pretrained` ask for.
 
     Args:
-        given: the arguments; `variant` and those that ask for the usual are removed.
+        given: the arguments; `variant` and those with their default values are removed.
         allowed: names that may remain; SlapoError for others.
     """
     where = "save_pretrained"

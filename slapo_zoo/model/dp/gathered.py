@@ -142,7 +142,7 @@ class Group:
         self.sums: list[Any] = [None] * len(parameters)  # whole gradients that wait, at stage 1
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy everything but the gathered tensors."""
+        """Return the state to pickle or copy: everything but the gathered tensors."""
         return {**self.__dict__, "_begun": None, "_whole": None, "sums": [None] * len(self.sums)}
 
     def dtype_of(self, computes: torch.dtype | None) -> torch.dtype:

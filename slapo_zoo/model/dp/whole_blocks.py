@@ -117,7 +117,7 @@ class Block:
                 raise MeshError("forward", type(module).__name__, problem, hint)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook: put the shards back."""
+        """Forward hook: put this rank's shards back in place of the gathered parameters."""
         if self._running:  # else it failed before it began
             self._running.pop().__exit__(None, None, None)
             self.blocks.running.pop()

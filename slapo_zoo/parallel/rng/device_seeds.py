@@ -61,7 +61,7 @@ def later(seeds: Tensor, elements: Tensor | int) -> Tensor:
 
 
 def split_cells(seeds: Tensor, parts: int, size: int) -> Tensor:
-    """Cut each cell into `parts` runs of `size` elements: seeds [n] --> [n * parts], with the same masks."""
+    """Cut each cell (elements that share a seed) into `parts` runs of `size`: seeds [n] --> [n * parts], same masks."""
     if parts == 1:
         return seeds
     if torch.compiler.is_compiling():
@@ -108,12 +108,12 @@ def drawn_cells(x: Tensor, p: float, seeds: Sequence[int]) -> Tensor:
 
 
 def is_kept(counter: Tensor, key: Tensor, p: float) -> Tensor:
-    """Return whether dropout keeps element `counter` of the cell with seed `key`; the two broadcast."""
+    """Return whether dropout keeps element `counter` of the run of elements with seed `key`; the two broadcast."""
     return hashed_bits(counter, key) >= int(p * 0x1000000)
 
 
 def hashed_bits(counter: Tensor, key: Tensor) -> Tensor:
-    """Return 24 random bits of element `counter` of the cell with seed `key`; the two broadcast."""
+    """Return 24 random bits of element `counter` of the run of elements with seed `key`; the two broadcast."""
     bits = counter * STRIDE + key  # int64 wraps around, as intended
     for multiplier in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
         bits = (bits ^ ((bits >> 31) & 0x1FFFFFFFF)) * multiplier
@@ -134,7 +134,7 @@ def _(seeds, p, shape, dtype):
 
 @dataclass
 class _Plan:
-    """Cells that a batch of one shape needs: site, row and head of each, in one list."""
+    """List of what gets a seed of its own in a batch of one shape: (site, row, head); and the seeds of one position."""
 
     places: dict[tuple, slice] = field(default_factory=dict)
     words: list[Tensor] = field(default_factory=list)  # 4 x [n]: site, row, rows per row, head

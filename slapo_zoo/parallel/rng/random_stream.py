@@ -134,7 +134,7 @@ class RandomStream(StreamPosition):
         return found.view(-1, n * tokens).narrow(1, r * tokens, tokens).flatten()
 
     def cells(self, count: int, site: Where, heads: Sequence[int] = ()) -> list[int]:
-        """Return the seed of each cell of `count` rows, row by row, then by head; on the host."""
+        """Return as integers the seeds of `count` rows at a site: one per row, or per row and head, heads fastest."""
         step, first_row, num_rows = self.place(site, count)
         key = (self.seed, step, hash_of(site))
         # A model may flatten [rows, choices, ...] to [rows * choices, ...].
@@ -166,7 +166,7 @@ class RandomStream(StreamPosition):
         return keep.narrow(1, r * tokens, tokens).reshape(x.shape)
 
     def uniform(self, x: Tensor, site: Where) -> Tensor:
-        """Return numbers in [0, 1) in the shape of x, each row from its own cell (stochastic depth)."""
+        """Return numbers in [0, 1) in the shape of x, each row drawn from a seed of its own (stochastic depth)."""
         if torch.compiler.is_compiling():
             at = self.now, self.seed, self.has_rows
             return drawn_uniform(*at, *in_graph(site), x.shape, x.dtype, x.device)
@@ -255,7 +255,7 @@ def _(at, seed, rows, key, site, count, heads, device):
 def dropout(
     x: Tensor, p: float, stream: RandomStream, site: Where, heads: Sequence[int] = ()
 ) -> Tensor:
-    """Return x times its dropout mask (0 or 1/(1-p)), drawn from the cells of `site`; x itself for p = 0."""
+    """Return x times its dropout mask (0 or 1/(1-p)), drawn for the module path `site`; x itself for p = 0."""
     return x * stream.keep_mask(x, p, site, heads) if p > 0.0 else x
 
 

@@ -111,7 +111,7 @@ class Alive(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Totals at one point of the tape; `peak` and `grown` are the maxima since the previous `Moment`."""
+    """Totals at one point of a dry run's tape; `peak` and `grown` are the maxima since the previous `Moment`."""
 
     work: tuple[float, ...]
     gathered: int
