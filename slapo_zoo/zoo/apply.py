@@ -174,7 +174,7 @@ def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
 
 
 def _where(sch: Schedule, pattern: str, directive: Directive) -> list[str]:
-    """Return the pattern, or the paths of its modules that have the parameter: ModernBERT's first block has no norm."""
+    """Return the pattern, or the paths of those of its modules that have the parameter which the directive names."""
     if not isinstance(directive, Shard | SumGradient):
         return [pattern]
     name, modules = directive.param_name, sch.state.modules

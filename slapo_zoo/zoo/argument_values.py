@@ -185,7 +185,7 @@ def checkpoint_config(name: str) -> Any:
 
 
 def _no_folder(name: str) -> str:
-    """Return why a name that can only be a local folder is none, or ""."""
+    """Return why a name that looks like a path is no folder with a config, or "" (as for a Hub id)."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return "" if (folder / "config.json").exists() else "found no config.json"

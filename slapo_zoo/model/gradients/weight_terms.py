@@ -34,9 +34,10 @@ def newest() -> int:
 
 
 def count_once(runtime: Any, loss: Tensor, began: int) -> None:
-    """Scale the gradients of terms on weights in a `train_step` loss (nodes after number `began`) to count once.
+    """Hook the terms of a `train_step` loss that depend on weights alone, so that sums over ranks count them once.
 
-    Raises MeshError for a term that mixes elements of a sharded weight, or with pp > 1.
+    These are autograd nodes after number `began`. Raises MeshError for a term that mixes elements of a
+    sharded weight, or with pp > 1.
     """
     mesh = runtime.schedule.mesh
     if mesh.world_size == 1:
@@ -87,7 +88,10 @@ def _numbers(loss: Tensor, began: int) -> set[Any]:
 
 
 def _mixes(node: Any) -> bool:
-    """Return whether a node is not additive over shards: its value of a shard is no part of a sum over all."""
+    """Return whether an autograd node computes, from a shard, no summand of the result of the unsharded weight.
+
+    Means, products of two tensors and the functions MIXING are such nodes.
+    """
     name = node.name().partition("Backward")[0]
     if hasattr(node, "_saved_reduction"):
         return node._saved_reduction == 1  # a mean

@@ -27,7 +27,7 @@ LOOK_S = 1.0
 
 
 class _Waiting:
-    """State of one process group: its patient group, and the number of steps at each place."""
+    """State of one process group: its gloo group with a long timeout, and the number of arrivals at each place."""
 
     def __init__(self) -> None:
         self.group, self.steps = None, Counter[str]()
@@ -46,7 +46,7 @@ _GROUP: ContextVar[Any] = ContextVar("group", default=None)  # a new thread star
 
 @contextmanager
 def over_group(group: Any) -> Iterator[None]:
-    """Context in which `gather_objects` uses another group of all ranks than the patient one."""
+    """Context in which `gather_objects` uses `group`, of all ranks, instead of `patient_group()`."""
     token = _GROUP.set(group)
     try:
         yield
