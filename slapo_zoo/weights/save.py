@@ -131,7 +131,7 @@ class _Save:
             problem = (
                 f"found NaN or infinity in {len(bad)} tensors, and an older checkpoint is there"
             )
-            hint = "it is as it was: load it again; another folder, or check_finite=False, takes these weights"
+            hint = "resume from it, it is unchanged; check_finite=False or another folder saves these weights"
             raise WeightsError(str(self.target), bad[0], problem, hint)
 
     def create(self) -> str:

@@ -154,7 +154,9 @@ def test_a_head_in_a_loop_by_hand(folder, want, mesh, wraps):
     ("mesh", "seeds", "which"), [((2, 1, 1), 1, "tp"), ((1, 1, 2), 0, "dp"), ((1, 1, 2), 1, "dp")]
 )
 def test_a_head_that_ranks_train_apart_is_refused(folder, mesh, seeds, which):
-    with pytest.raises(MeshError, match=rf"{which} ranks .* what is not the model's: \[2, 32\]"):
+    with pytest.raises(
+        MeshError, match=rf"{which} ranks .* parameters outside the model: \[2, 32\]"
+    ):
         emulate(by_hand, folder, mesh, seeds, False, mesh=mesh)
 
 

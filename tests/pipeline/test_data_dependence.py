@@ -92,6 +92,6 @@ def test_what_another_stage_holds_is_looked_at_and_not_computed_with():
         ScheduleError, match=r"a.linear.weight: pipeline: it is computed with beside"
     ):
         torch.ones(4, 4).add_(weight.t())
-    with pytest.raises(ScheduleError, match=r"a.linear: pipeline: it is called beside"):
+    with pytest.raises(ScheduleError, match=r"a.linear: pipeline: it is called outside"):
         root["a"].linear(torch.ones(4))
     assert "a.rows" in dict(root.named_buffers())  # computed on every stage

@@ -186,7 +186,7 @@ def test_stages_explain_their_parts(case, root, ranks):
     folder = checkpoint(case, root)
     parts = ranks.run(explained_alone, 4, folder, case, 2)
     if "Albert" in case.cls:
-        assert all("shared block" in part for part in parts)
+        assert all("runs on several stages" in part for part in parts)
         return
     whole = ranks.run(explained_alone, 2, folder, case, 1)
     for r in range(2):
