@@ -49,7 +49,7 @@ def write_order(folder, name, pp, micro_batches):
         ("0F0,0F1,0B0,0B1\n1F1,1F0,1B1,1B0\n", r"row 2 .* '1F1': the last stage needs micro-batch 0"),
         (GOOD.splitlines()[0], "found 1 rows, expected one per rank: pp=2"),
         ("0F0,0B0,1F0,1B0\n2F0,2B0\n", r"the ranks hold \[2, 1\] stages"),
-        ("0F0,0B0\n2F0,2B0\n", "none of the cells names stage 1"),
+        ("0F0,0B0\n2F0,2B0\n", "no cell names stage 1"),
         ("(0F0;0F1)OVERLAP_F_B,\n1F0,1B0\n", "stage 0: no cell 0B0"),
     ],
 )  # fmt: skip
