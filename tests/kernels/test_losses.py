@@ -65,7 +65,7 @@ def test_labels_beyond_the_vocabulary_raise():
         linear_cross_entropy(torch.zeros(2, 4), torch.zeros(5, 4), torch.tensor([1, 5]))
 
 
-def test_half_of_the_rows_is_ignored_and_the_weight_is_tied():
+def test_linear_cross_entropy_with_ignored_rows_and_tied_weight_equals_torch():
     from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 
     x, weight, _, target, _ = whole()
@@ -89,7 +89,7 @@ def test_a_second_backward_gives_the_same_gradients():
     assert one.any()
 
 
-def test_a_mode_sees_the_call():
+def test_torch_function_mode_sees_linear_cross_entropy():
     from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 
     seen = []
@@ -152,7 +152,7 @@ def test_memory_of_sparse_mlm_head_loss(sizes):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("factor", [1.0, 1 / 3])
-def test_gradients_are_divided_without_rounding_the_divisor(dtype, factor):
+def test_loss_divisor_is_not_rounded_in_gradients(dtype, factor):
     """1/1023 in bf16 is 0.1 % off: so would be every gradient of the model."""
     from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 

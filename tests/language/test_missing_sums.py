@@ -89,7 +89,7 @@ def built(write):
     return [str(each.message) for each in caught if each.category is ScheduleWarning]
 
 
-def test_a_model_is_built_with_a_word_of_it(ranks):
+def test_build_warns_of_a_missing_all_reduce(ranks):
     for found in ranks.run(built, 2, without_forward):
         (text,) = found
         assert "transformer.h.0.mlp.c_proj" in text
@@ -130,7 +130,7 @@ def run_two(write):
         (of_outputs, "transformer.h.0.mlp.c_proj", "its input has 16 features"),
     ],
 )
-def test_a_shard_of_the_wrong_axis_is_told_where_it_meets_its_input(write, path, said):
+def test_weight_sharded_on_the_wrong_axis_raises_at_its_input(write, path, said):
     with pytest.raises(ScheduleError) as caught:
         emulate(run_two, write, mesh=(2, 1, 1))
     assert caught.value.where == path
@@ -139,5 +139,5 @@ def test_a_shard_of_the_wrong_axis_is_told_where_it_meets_its_input(write, path,
 
 
 @pytest.mark.filterwarnings("ignore::slapo_zoo.model.missing_sums.ScheduleWarning")
-def test_a_part_of_the_input_is_what_a_part_of_the_weight_takes():
+def test_sharded_input_fits_sharded_weight():
     assert emulate(run_two, given_a_part, mesh=(2, 1, 1)) == [11, 11]

@@ -32,7 +32,7 @@ def all_families(runs):
     return found
 
 
-def test_equals_one_process(root, ranks):
+def test_megatron_engine_equals_one_process(root, ranks):
     folders = {family: checkpoint(case, root) for family, case in CASES.items()}
     options = {"clip": 1.0}
     runs = [(CASES[f], folder, (2, 1, 1), "megatron", options) for f, folder in folders.items()]
@@ -110,7 +110,7 @@ def with_layers(folder):
     return type(model.bert.encoder.layer[0].output.dense.layer).__name__
 
 
-def test_layers_are_replacement_targets(root, ranks):
+def test_megatron_layers_replace_linears(root, ranks):
     assert ranks.run(with_layers, 2, checkpoint(CASE, root))[0] == "RowParallelLinear"
 
 

@@ -24,6 +24,6 @@ def test_a_derived_table_is_proven(cls, mesh, tmp_path):
     assert Search(case.config, case, mesh, {}).run().sizes == mesh
 
 
-def test_the_dtype_of_a_model_is_that_of_most_numbers():
+def test_model_dtype_is_that_of_most_parameters():
     wide, narrow = torch.nn.Linear(2, 2), torch.nn.Linear(8, 8, dtype=torch.bfloat16)
     assert dtype_of(torch.nn.Sequential(wide, narrow)) == torch.bfloat16

@@ -8,7 +8,7 @@ from slapo_zoo import Space, Symbol, get_logger
 from slapo_zoo.tune.space import SpaceError
 
 
-def test_a_symbol_is_compared_once_it_is_fixed():
+def test_unfixed_symbol_compares_false():
     symbol = Symbol("batch_size", [8, 16])
     assert not any([symbol > 1, symbol >= 1, symbol < 100, symbol <= 100])
     with pytest.raises(ValueError, match="is not fixed yet"):
@@ -23,7 +23,7 @@ def test_a_symbol_is_compared_once_it_is_fixed():
         symbol.fix_at(3)
 
 
-def test_a_fixed_symbol_stays_and_another_is_made_anew():
+def test_create_symbol_keeps_fixed_symbols():
     space = Space()
     space.create_symbol("a", [1, 2]).fix_at(1)
     assert space.create_symbol("a", [7]).value == 2
@@ -75,7 +75,7 @@ def test_a_function_of_the_space_is_walked(caplog):
     }
 
 
-def test_mistakes_are_named():
+def test_invalid_space_raises_space_error():
     space = Space()
     space.create_symbol("a", [1])
     with pytest.raises(SpaceError, match="its rule needs 'b'"):

@@ -37,7 +37,7 @@ OPTIONAL = {"dropout", "collectives"}  # a family without dropout; one rank of t
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(("family", "layout"), GRID)
-def test_no_false_alarm(family, layout):
+def test_correct_schedules_have_no_false_alarm(family, layout):
     config, head = config_of(family)
     sizes, knobs = LAYOUTS[layout]
     if family in ("wideresnet", "swin") and knobs:
@@ -55,7 +55,7 @@ def test_no_false_alarm(family, layout):
 
 
 @pytest.mark.parametrize(("family", "seed"), [("mt5", 1), ("wideresnet", 3)])
-def test_luck_is_no_fault(family, seed):
+def test_lucky_rounding_is_no_finding(family, seed):
     """One rank's rounding is lucky in one gradient; one rank's ReLU gets 1e-7, the other's -1e-7."""
     config, head = config_of(family)
     report = verify(
@@ -134,7 +134,7 @@ def test_collectives_are_predicted_whatever_the_main_input_is(family):
     assert counts["reduce_scatter"] > 0
 
 
-def test_auto_is_the_zoos_or_proven_elsewhere():
+def test_verify_auto_uses_the_zoo_or_refuses():
     small = transformers.GPT2Config(architectures=["GPT2LMHeadModel"])
     assert known_schedule(small, "auto") == known_schedule(small, "zoo") == "zoo"
     with pytest.raises(ArchitectureError, match="slapo-zoo derive MODEL"):

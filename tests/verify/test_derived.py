@@ -115,14 +115,14 @@ def caught(search, kinds=None):
     return len(found), [name for name, table in found if not problem_of(Trial(search.case, (2, 1, 1), table))]  # fmt: skip
 
 
-def test_a_wrong_derivation_is_caught(searches):
+def test_wrong_derived_table_is_rejected(searches):
     """A few of each kind; all of them in the slow test."""
     count, passed = caught(searches("bloom"), {"no gradient sum", "no attribute"})
     assert count >= 4
     assert passed == []
 
 
-def test_a_dropout_that_parts_replicas_is_caught(searches):
+def test_dropout_that_differs_on_replicas_is_rejected(searches):
     """Without dropout nothing would show."""
     search = searches("distilbert")
     table, width = table_of(search), search.case.config.dim
@@ -134,13 +134,13 @@ def test_a_dropout_that_parts_replicas_is_caught(searches):
 
 
 @pytest.mark.slow
-def test_forty_wrong_derivations_are_caught(searches):
+def test_forty_wrong_derived_tables_are_rejected(searches):
     counts = [caught(searches(name)) for name in MUTATED]
     assert sum(count for count, _ in counts) >= 40
     assert [name for _, passed in counts for name in passed] == []
 
 
-def test_what_is_derived_is_right_on_a_pipeline_too():
+def test_derived_table_is_right_on_a_pipeline():
     config = tiny(transformers.ElectraConfig())
     proof = derive(config, transformers.ElectraForSequenceClassification, (1, 2, 1))
     assert proof.table.blocks == ("encoder.layer.*",)
@@ -156,7 +156,7 @@ def test_a_model_without_stacks_has_no_pipeline(searches):
     )
 
 
-def test_what_is_wrong_anyway_is_refused_in_words(searches):
+def test_derivation_that_never_works_is_refused_with_reason(searches):
     """A fault that no module's division explains: the first problem is told."""
     search = searches("distilbert")
     broken = Search(search.config, search.case, (2, 1, 1), {"pipeline_order": "no such order"})
@@ -235,7 +235,7 @@ def test_a_tower_that_cannot_be_cut_is_held_as_a_whole(searches, monkeypatch):
         "falcon_h1",
     ],
 )
-def test_what_its_class_needs_is_heeded(name):
+def test_derivation_handles_special_needs_of_a_class(name):
     """Heads defined before their embedding; a constructor that looks at its numbers; rows of padding;
     experts that are chosen in a block; a forward that looks at its inputs; weights that are read, and parts
     that are called, beside their modules; other masks without a cache; buffers that a module above sets."""
@@ -302,7 +302,7 @@ def test_spelling_is_found_by_content():
     assert piece.names == (".experts.{}.gate_proj.weight", ".experts.{}.up_proj.weight")
 
 
-def test_what_files_hold_in_another_form_is_named():
+def test_unexplained_keys_of_files_are_named():
     tensor = torch.arange(6.0).view(2, 3)
     assert find_spelling({"w_t": tensor.t()}, {"w": tensor}).unknown == ("w_t",)
 

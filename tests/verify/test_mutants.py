@@ -39,14 +39,14 @@ def every_other(mutants):
     return [m if i % 2 else pytest.param(m, marks=pytest.mark.slow) for i, m in enumerate(mutants)]
 
 
-def test_the_corpus_is_large():
+def test_mutant_corpus_is_large():
     assert len(MUTANTS) >= 40
     assert len({mutant.cls for mutant in MUTANTS}) >= 10
 
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("mutant", every_other(MUTANTS), ids=label)
-def test_is_caught_and_named(mutant):
+def test_mutant_is_found_and_named(mutant):
     report = verified(mutant)
     assert not report.ok, f"not caught: {mutant}"
     place = named(mutant, report)

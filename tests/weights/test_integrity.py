@@ -50,7 +50,7 @@ def saved(source, tmp_path_factory):
     return out, made, optimizer
 
 
-def test_the_sums_of_all_ranks_are_what_zlib_says_of_the_whole():
+def test_combined_checksums_equal_zlib_of_the_whole():
     draw = random.Random(1)
     data = draw.randbytes(37 * 1000)
     for columns in ((0, 1000), (0, 300, 600, 900, 1000), (0, 1, 999, 1000)):
@@ -149,7 +149,7 @@ def test_ranks_divide_the_check_and_all_refuse(ranks, source, saved, tmp_path):
     assert ranks.run(resume, 2, source, out) == [1, 1]
 
 
-def test_the_command_names_file_and_tensor(saved):
+def test_check_command_names_damaged_file_and_tensor(saved):
     out = saved[0]
     run = CliRunner().invoke
     assert run(app, ["check", str(out)], obj=SimpleNamespace()).exit_code == 0
@@ -175,7 +175,7 @@ def test_files_of_two_saves_are_refused(source, saved, tmp_path):
         load_checkpoint(made, other, optimizer)
 
 
-def test_resharding_launders_no_damage(saved, tmp_path):
+def test_reshard_of_a_damaged_checkpoint_is_refused(saved, tmp_path):
     out, made, optimizer = saved
     reshard(out, tmp_path / "again", "30KB")
     assert not damages_of(tmp_path / "again")[1]
@@ -189,7 +189,7 @@ def test_resharding_launders_no_damage(saved, tmp_path):
     assert not (tmp_path / "third").exists()
 
 
-def test_damaged_checksums_are_said_to_be(saved):
+def test_damaged_checksum_file_is_named(saved):
     path = saved[0] / "checksums.json"
     text = path.read_text()
     for broken in ("{", "[]", json.dumps({"format": "x"}), text.replace("save", "sav", 1)):
