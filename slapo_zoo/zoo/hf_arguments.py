@@ -64,10 +64,7 @@ class HubArguments:
 
     @staticmethod
     def taken(given: dict[str, Any]) -> "HubArguments":
-        """Move the arguments of this class from `given` to a new instance, and return it.
-
-        Other arguments of `transformers` are removed from `given` if their value asks for what happens anyway.
-        """
+        """Move the arguments of this class from `given` to a new instance; drop others whose value changes nothing."""
         for name, allowed in ANYWAY.items():
             if name in given and any(given[name] is one for one in allowed):
                 del given[name]

@@ -286,11 +286,7 @@ def _syncs(model: Any, path: str) -> list[Sync]:
 def _rule(
     path: str, state: State, placed: Placed | None, input_axis: int, syncs: list[Sync]
 ) -> tuple[tuple[Directive, ...], tuple[Directive, ...]]:
-    """Return the directives (for LoRA's A, for its B) that fit the sharding of the base weight at `path`.
-
-    `placed` says how that weight is sharded over tp (None: replicated), `input_axis` is its axis of inputs, and
-    `syncs` are the collectives at its module.
-    """
+    """Return the directives (for LoRA's A, for its B) that fit how the base weight at `path` is sharded over tp."""
     if state.mesh.tp == 1:
         return (), ()
     if placed is None:

@@ -171,11 +171,7 @@ class _Save:
         self.texts: Mapping[str, str] = {}
 
     def describe(self) -> tuple[str, Any, dict[str, str], dict[str, Any]]:
-        """Collect the tensors that this rank writes; return what all ranks exchange.
-
-        These are a digest of the optimizer's record, the record itself (None but on the first rank of a stage),
-        random states, and this rank's data position and extra.
-        """
+        """Return what ranks exchange: digest and record of the optimizer, random states, data position and extra."""
         mesh, record, keys = self.model.mesh, None, self.model._slapo.keys
         specs = self.model._slapo.specs
         local = consolidate.local_tensors(self.model, specs, mesh, rows=True)

@@ -150,10 +150,7 @@ def reached(nodes: Iterable[Any], goes_on: Callable[[Any], bool] = bool) -> list
 
 
 def _made_of(tensors: Iterable[Tensor], ends: Iterable[Any] = ()) -> list[nn.Parameter]:
-    """Return the parameters outside any scheduled model from which `tensors` are computed.
-
-    The walk through the autograd graph stops at the nodes `ends`.
-    """
+    """Return the parameters outside any scheduled model from which `tensors` are computed, not looking past `ends`."""
     ends = {None, *ends}
     nodes = reached((x.grad_fn for x in tensors if x.grad_fn not in ends), lambda e: e not in ends)
     leaves = [getattr(node, "variable", None) for node in nodes]

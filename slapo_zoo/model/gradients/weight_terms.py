@@ -88,10 +88,7 @@ def _numbers(loss: Tensor, began: int) -> set[Any]:
 
 
 def _mixes(node: Any) -> bool:
-    """Return whether an autograd node computes, from a shard, no summand of the result of the unsharded weight.
-
-    Means, products of two tensors and the functions MIXING are such nodes.
-    """
+    """Return whether an autograd node (e.g. of a mean) gives for a shard no summand of the whole weight's result."""
     name = node.name().partition("Backward")[0]
     if hasattr(node, "_saved_reduction"):
         return node._saved_reduction == 1  # a mean

@@ -30,10 +30,7 @@ class OwnLoss:
         self.loss_fn, self.divisor, self.runtime = loss_fn, divisor, runtime
 
     def __call__(self, output: Any, part: Mapping[str, Any]) -> Tensor:
-        """Return loss_fn's value for the model's `output` of the micro-batch `part`, divided by the divisor.
-
-        Raises SlapoError unless that value is one element with a gradient.
-        """
+        """Return loss_fn's value over the divisor; SlapoError unless it is one element with a gradient."""
         given = {name.removeprefix(FOR_LOSS): value for name, value in part.items()}
         output, began = whole_output(output), newest()
         loss = self.loss_fn(output, given)

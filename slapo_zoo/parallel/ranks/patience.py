@@ -135,10 +135,7 @@ def meet(what: str, ranks: Sequence[int]) -> list[int]:
 
 
 def _watch(what: str, place: str, number: int, is_done: Callable[[], bool]) -> None:
-    """Wait until `is_done()`, and log from time to time which ranks have not come to `place` for the `number`-th time.
-
-    Raises RankError for another rank's error, a rank without heartbeat, or a wait beyond LIMIT_S seconds.
-    """
+    """Wait until `is_done()`, logging which ranks are late; RankError if another rank failed or is silent."""
     begin = time.monotonic()
     pause, looked, told = 2e-5, begin, begin
     while not is_done():
@@ -154,10 +151,7 @@ def _watch(what: str, place: str, number: int, is_done: Callable[[], bool]) -> N
 
 
 def _check_peers(what: str, place: str, number: int, seconds: float) -> list[int]:
-    """Return the ranks that have not come to `place` for the `number`-th time, after a wait of `seconds`.
-
-    Raises RankError for another rank's error, a rank without heartbeat, or a wait beyond LIMIT_S seconds.
-    """
+    """Return the ranks that have not come to `place` `number` times; RankError if one has failed or is silent."""
     heart = heartbeat.current()
     if heart is None:
         if seconds > LIMIT_S:

@@ -54,10 +54,7 @@ class StageMemory:
 def stage_memory(
     profile: Profile, begin: int, end: int, rows: int, again: Recompute
 ) -> StageMemory:
-    """Return the memory of a stage of the units begin..end of a profile, for a micro-batch of `rows` rows.
-
-    `again` holds the activation policy of every unit.
-    """
+    """Return the memory of a stage (units begin..end of a profile) for `rows` rows; `again`: policies of the units."""
     units, uses = profile.units[begin:end], profile.uses(rows)[begin:end]
     shared = [(size, names & {u.name for u in units}) for size, names in profile.shared]
     shared = [(size, names) for size, names in shared if names]

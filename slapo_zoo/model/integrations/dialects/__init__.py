@@ -78,14 +78,7 @@ def check_target(where: str, target: str | None, options: Any) -> None:
 
 
 def _check_options(where: str, name: str, options: dict[str, Any], takes: list[Any]) -> None:
-    """Raise ScheduleError if `options` lack a required argument of the engine `name`, or have an unknown one.
-
-    Args:
-        where: start of the error message, the name of the loader.
-        name: the engine.
-        options: the user's `target_options`.
-        takes: parameters of the engine's function, without the schedule.
-    """
+    """Raise ScheduleError if `options` lack a required argument of the engine `name`, or hold an unknown one."""
     named = [p for p in takes if p.kind is not p.VAR_KEYWORD]
     needed = [p.name for p in named if p.default is p.empty and p.name not in options]
     if needed:
